@@ -1,0 +1,205 @@
+"""Actors: classes whose `@endpoint` methods are called from anywhere.
+
+Flows in: calls, delivered by the host. Flows out: values, streams, errors with the actor's name on them. Who wakes
+whom: every call is a task of its own on the host's loop, so endpoints of one actor interleave at their awaits.
+
+Life cycle: made by `ActorSystem.spawn`, which awaits `setup(**kwargs)`; serving; `close()` when its scope ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
+
+from .compute import ComputeThread
+
+if TYPE_CHECKING:
+    from .group import ActorGroup
+    from .host import Host
+    from .system import ActorSystem, Scope
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+ActorId = tuple[int, int]
+"""(host that spawned it, number there): unique in the system."""
+Gang = tuple[int, int]
+"""(host, number) of a call on a whole group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What `@endpoint` says about a method."""
+
+    name: str
+    streams: bool
+    """It is an async generator: calling it returns a Stream."""
+    device: bool
+    """It runs only while its actor holds a lease on its devices."""
+    gang: bool
+    """A call on a whole group takes the devices of all ranks at once; otherwise each rank takes its own."""
+
+
+@overload
+def endpoint(fn: F) -> F: ...
+@overload
+def endpoint(*, device: bool = False, gang: bool | None = None) -> Callable[[F], F]: ...
+def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None) -> Any:
+    """Make an `async def` method callable from other actors and hosts.
+
+    Args:
+        device: it uses the actor's devices. The runtime takes a lease around each call, onloading the actor first
+            when it was parked.
+        gang: a call on the whole group gets the devices of all ranks atomically, as SPMD code with collectives
+            needs. Default: yes for plain methods, no for async generators, whose ranks work independently.
+
+    Raises:
+        TypeError: the method is not async.
+    """
+
+    def mark(method: Any) -> Any:
+        streams = inspect.isasyncgenfunction(method)
+        if not streams and not inspect.iscoroutinefunction(method):
+            raise TypeError(
+                f"{method.__qualname__} is marked @endpoint but is not async: write `async def`, and run blocking "
+                "work inside it by `await self.compute(fn, ...)`"
+            )
+        method.__endpoint__ = Endpoint(method.__name__, streams, device, (not streams) if gang is None else gang)
+        return method
+
+    return mark if fn is None else mark(fn)
+
+
+class Actor:
+    """Base class of all workers. Subclass it, write `async def` methods marked `@endpoint`, and spawn it.
+
+    An actor lives in one process and owns its state; nobody else touches it. Blocking work goes through `compute`.
+    """
+
+    endpoints: ClassVar[dict[str, Endpoint]] = {}
+    """Endpoints of the class by name, collected from it and its bases."""
+
+    _cell: Cell
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.endpoints = {
+            name: method.__endpoint__
+            for base in reversed(cls.__mro__)
+            for name, method in vars(base).items()
+            if hasattr(method, "__endpoint__")
+        }
+
+    async def setup(self) -> None:
+        """Prepare for serving; receives the keyword arguments of `spawn`."""
+
+    async def close(self) -> None:
+        """Give back what the actor holds. Called once, after its running calls have ended."""
+
+    async def offload(self) -> None:
+        """Move what lies on the device to the host's memory; called when another role needs the space."""
+
+    async def onload(self) -> None:
+        """Bring back what `offload` moved; called before the next call that uses the device."""
+
+    @property
+    def rank(self) -> int:
+        """Position in its group, from 0."""
+        return self._cell.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of actors in its group."""
+        return len(self._cell.group)
+
+    @property
+    def group(self) -> ActorGroup:
+        """The group it was spawned in, itself included."""
+        return self._cell.group
+
+    @property
+    def host(self) -> int:
+        """Number of the host it lives on."""
+        return self._cell.host.rank
+
+    @property
+    def system(self) -> ActorSystem:
+        """The system, for spawning and finding other actors. What it spawns is closed with it."""
+        return self._cell.host.system
+
+    async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run blocking work in this actor's own thread; the loop goes on answering meanwhile.
+
+        Calls of one actor run one after the other. Cancelled while `fn` runs, it takes effect when `fn` returns.
+        """
+        return await self._cell.compute(fn, *args, **kwargs)
+
+
+class Call:
+    """A call that is running on this host: for stall reports, traces, and the name on errors."""
+
+    __slots__ = ("caller", "doing", "gang", "name", "number", "parent", "since", "task")
+
+    def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
+        self.name = name
+        self.caller = caller
+        self.number = number
+        self.parent = parent
+        self.gang = gang
+        self.since = since
+        self.doing: str | None = None
+        self.task: asyncio.Task[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """Unique in the system, e.g. "judge[0].score#0.17": caller's host and the call's number there."""
+        return f"{self.name}#{self.caller}.{self.number}"
+
+
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+"""The endpoint call in which the running task is."""
+
+current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
+"""The scope that owns what the running task spawns."""
+
+
+class Cell:
+    """An actor and what its host keeps about it."""
+
+    def __init__(self, actor: Actor, actor_id: ActorId, name: str, rank: int, group: ActorGroup, host: Host):
+        self.actor = actor
+        self.id = actor_id
+        self.name = name
+        self.rank = rank
+        self.group = group
+        self.host = host
+        self.calls: set[Call] = set()
+        self.leased = False
+        """Its devices are declared, so device endpoints need a lease."""
+        self.scope: Scope | None = None
+        self._thread: ComputeThread | None = None
+        actor._cell = self
+
+    async def compute(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        if self._thread is None:
+            self._thread = ComputeThread(self.name, self.host.loop)
+        call = current_call.get()
+        name = getattr(fn, "__name__", type(fn).__name__)
+        start = self.host.now()
+        if call is not None:
+            call.doing = f"computing {name}"
+        try:
+            return await self._thread.run(fn, *args, **kwargs)
+        finally:
+            if call is not None:
+                call.doing = None
+            self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+
+    def stop_computing(self) -> None:
+        if self._thread is not None:
+            self._thread.close()

@@ -1,0 +1,97 @@
+"""One thread in which an actor's blocking work runs, so that its host's loop only ever does bookkeeping.
+
+Flows in: functions from `Actor.compute`. Flows out: their results, posted back to the loop. Who wakes whom: the queue
+wakes the thread, the thread wakes the awaiting call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Work:
+    __slots__ = ("args", "context", "fn", "future", "kwargs", "started")
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, future: asyncio.Future[Any]):
+        self.fn, self.args, self.kwargs, self.future = fn, args, kwargs, future
+        self.context = contextvars.copy_context()
+        self.started = False
+
+
+class ComputeThread:
+    """Runs blocking functions one at a time, in order, in a thread of its own.
+
+    The thread is a daemon: a function that never returns cannot keep the process from ending.
+    """
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
+        self.name = name
+        self._loop = loop
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run `fn` in the thread and return its result.
+
+        Cancelled before it starts, `fn` never runs. Cancelled while it runs, the cancellation takes effect once it
+        has returned: a thread cannot be interrupted, and its device must not be given to anyone else before.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+            self._thread.start()
+        work = _Work(fn, args, kwargs, self._loop.create_future())
+        external = getattr(self._loop, "external", contextlib.nullcontext)  # holds virtual time still meanwhile
+        with external():
+            self._queue.put(work)
+            try:
+                return await asyncio.shield(work.future)  # type: ignore[no-any-return]
+            except asyncio.CancelledError:
+                if work.started:
+                    await _finished(work.future)
+                work.future.cancel()
+                raise
+
+    def close(self) -> None:
+        """Let the thread end after what it is doing."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if work.future.cancelled():
+                continue
+            work.started = True
+            try:
+                result, error = work.context.run(work.fn, *work.args, **work.kwargs), None
+            except BaseException as caught:  # it belongs to whoever awaits, whatever it is
+                result, error = None, caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(_settle, work.future, result, error)
+            del work, result, error
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):
+        future.set_exception(RuntimeError("a computed function raised StopIteration"))
+    else:
+        future.set_exception(error)
+
+
+async def _finished(future: asyncio.Future[Any]) -> None:
+    """Wait for `future` whatever happens to the waiting task; its own outcome is dropped."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,92 @@
+"""Where the running code is: on which host, in which call; and what every file of the runtime needs to say so.
+
+Flows in: the start of a call. Flows out: its host, name and scope to whatever runs inside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .actor import ActorId, Call, Cell, current_call, current_scope
+
+if TYPE_CHECKING:
+    from .host import Host
+
+SERVICE: ActorId = (-1, 0)
+"""The actor that every host has, for the runtime's own calls (`service.py`)."""
+
+CONTROLLER = 0
+"""The host that runs the flow and keeps names and leases."""
+
+_current_host: contextvars.ContextVar[Host | None] = contextvars.ContextVar("current_host", default=None)
+_last_host: weakref.ref[Host] | None = None
+
+
+def enter_host(host: Host) -> None:
+    """Code that runs in this context from now on is on `host`."""
+    global _last_host
+    _current_host.set(host)
+    _last_host = weakref.ref(host)
+
+
+def current_host() -> Host:
+    """The host that the running code is on.
+
+    Raises:
+        RuntimeError: no system is open here.
+    """
+    host = _current_host.get()
+    if host is None and _last_host is not None:
+        host = _last_host()  # e.g. a test whose system was opened by a fixture, in another context
+    if host is None:
+        raise RuntimeError("no actor system is open: use `async with ActorSystem.local()` or `rlinf.run(main)`")
+    return host
+
+
+class Running:
+    """In it the current task counts as a call of an actor: its name is on errors, and its span is recorded."""
+
+    __slots__ = ("call", "cell", "host")
+
+    def __init__(self, host: Host, cell: Cell, call: Call):
+        self.host = host
+        self.cell = cell
+        self.call = call
+
+    def __enter__(self) -> Call:
+        self.call.task = asyncio.current_task()
+        current_call.set(self.call)
+        current_scope.set(self.cell.scope)
+        _current_host.set(self.host)
+        self.cell.calls.add(self.call)
+        return self.call
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        call, cell = self.call, self.cell
+        cell.calls.discard(call)
+        call.task = None
+        if cell.id == SERVICE:
+            return
+        method = call.name.rpartition(".")[2]
+        self.host.tracer.span(cell.name, method, call.since, self.host.now(), {"caller": call.parent})
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            note = f"in {call.name}() on host {self.host.rank}"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until each has ended; their outcomes are dropped."""
+    current = asyncio.current_task()
+    waiting = [task for task in tasks if task is not current and not task.done()]
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        await asyncio.wait(waiting)
+    for task in waiting:
+        if not task.cancelled():
+            task.exception()

@@ -1,0 +1,31 @@
+"""Errors of the runtime: what a reader of a failed run gets to see.
+
+Flows in: facts known where something went wrong (host, actor, endpoint, queue). Flows out: exceptions whose text
+says who, which call, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class RuntimeFault(Exception):
+    """Base class of every error that the runtime itself raises."""
+
+
+class UserError(RuntimeFault):
+    """Something the user asked for cannot be done as asked; the text names the fix."""
+
+
+class ActorDied(RuntimeFault):
+    """The process (host) of an actor is gone, or the actor was closed, before a call was answered."""
+
+
+class RemoteError(RuntimeFault):
+    """Stands in for an exception that could not travel between processes; carries its type name and text."""
+
+
+class QueueClosed(RuntimeFault):
+    """A channel or stream was closed while (or before) somebody used it."""
+
+
+class StallError(RuntimeFault):
+    """Something waited longer than the configured deadline; the text is the stall report."""

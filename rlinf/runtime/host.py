@@ -1,0 +1,420 @@
+"""One process of the system: its actors, its calls in both directions, and its lanes to the other hosts.
+
+Flows in: calls made here, messages from peers. Flows out: messages to peers, tasks that run endpoints. Who wakes whom:
+an arriving call starts a task; a reply settles a promise; a lost peer fails every promise that stands on it.
+
+Messages are tuples:
+    (CALL, number, actor, method, payload, flags, name, parent, gang)    reply expected
+    (REPLY, number, status, payload)                               OK value, ERROR, or HELD: the value stays here
+    (CAST, actor, method, args)                                    no reply; the runtime's own, plain data only
+    (CANCEL, number)   (DROP, key)   (FREE, slots)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import pickle
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from .actor import ActorId, Call, Cell, Gang, current_call, current_scope
+from .context import SERVICE, Running, cancel_all
+from .errors import ActorDied, RemoteError, UserError
+from .payload import Key, Payload, Place
+from .promise import KEEP, LOCAL, QUEUED, WANT, Promise, Sent
+from .queue import ItemQueue
+from .resolve import holds_promise, resolve
+from .trace import Tracer
+from .transport import Frame, Link, Message, Respond, Transport
+from .values import Values
+
+if TYPE_CHECKING:
+    from .system import ActorSystem
+
+CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
+OK, ERROR, HELD, CANCELLED = range(4)
+
+
+class Host:
+    """This process's part of the system. `ActorSystem` makes it; users never do.
+
+    Args:
+        transport: moves frames to the other hosts.
+        places: where every host lives; filled by whoever makes the hosts.
+        share_memory: send big CPU tensors through shared memory to hosts on this machine.
+        trace: record spans.
+    """
+
+    def __init__(
+        self, transport: Transport, places: dict[int, Place], *, share_memory: bool = True, trace: bool = True
+    ):
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
+        self.rank = transport.host
+        self.transport = transport
+        self.places = places
+        self.tracer = Tracer(self.rank, self.now, enabled=trace)
+        self.system: ActorSystem
+        self.cells: dict[ActorId, Cell] = {}
+        self.sent: dict[int, Sent] = {}
+        self.serving: dict[Key, asyncio.Task[None]] = {}
+        self.lost_hosts: dict[int, str] = {}
+        self.on_lost: list[Callable[[int, str], None]] = []
+        self._links: dict[int, Link] = {}
+        self._numbers = itertools.count(1)
+        self._context = contextvars.copy_context()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.queues: weakref.WeakValueDictionary[Key, ItemQueue] = weakref.WeakValueDictionary()
+        self.values = Values(self, places, share_memory)
+        self.codec = self.values.codec
+        self.held: set[ItemQueue] = set()
+        self.thread = threading.get_ident()
+        transport.bind(self)
+
+    # Calls going out ---------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        host: int,
+        actor: ActorId,
+        method: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gang: Gang | None = None,
+    ) -> Promise[Any]:
+        """Call an endpoint of an actor on any host; `name` is the call's name, e.g. "judge[0].score".
+
+        Args:
+            gang: names the group call that this is part of, for endpoints that need all ranks' devices at once.
+        """
+        running = current_call.get()
+        promise: Promise[Any] = Promise(self, host, name, next(self._numbers), running.label if running else "flow")
+        promise.gang = gang
+        if host == self.rank:
+            promise.task = self.loop.create_task(self._serve_local(promise, actor, method, args, kwargs))
+            return promise
+        if host in self.lost_hosts:
+            promise.set_exception(self._died(host, name))
+            return promise
+        with self.values.lending_to(promise):
+            payload = self.codec.encode((args, kwargs), host)
+        promise.state = QUEUED
+        promise.call_args = (actor, method, payload)
+        self.link(host).post(promise)
+        return promise
+
+    def cast(self, host: int, actor: ActorId, method: str, *args: Any) -> None:
+        """Call a plain method of the runtime's own actors, without a reply."""
+        if host == self.rank:
+            getattr(self.cells[actor].actor, method)(*args)
+        elif host not in self.lost_hosts:
+            self.link(host).post((CAST, actor, method, args))
+
+    def remember(self, promise: Promise[Any], *, strong: bool) -> None:
+        """A call message is leaving: expect its reply."""
+        self.sent[promise.number] = Sent(promise, strong)
+
+    def cancel(self, promise: Promise[Any]) -> None:
+        """The caller no longer wants it: stop the call wherever it runs."""
+        if promise.state == LOCAL:
+            if promise.task is not None:
+                promise.task.cancel()
+        else:
+            self.post_safely(promise.target, (CANCEL, promise.number))
+
+    def drop(self, owner: int, key: Key) -> None:
+        """The last handle of a kept value is gone. May be called by the garbage collector on any thread."""
+        if owner == self.rank:
+            self.values.kept.pop(key, None)
+        else:
+            self.post_safely(owner, (DROP, key))
+
+    def number(self) -> Key:
+        """A name for something new on this host, unique in the system."""
+        return (self.rank, next(self._numbers))
+
+    def bring(self, promise: Promise[Any]) -> None:
+        """Fetch the value of a call that was first thought to stay at its producer."""
+        if promise.number in self.sent:
+            self.sent[promise.number].strong = promise
+        fetching = self.call(promise.target, SERVICE, "fetch", promise.name, (promise.key,), {})
+
+        def brought(done: asyncio.Future[Any]) -> None:
+            if promise.done():
+                if not done.cancelled():
+                    done.exception()
+            elif done.cancelled():
+                promise.cancel()
+            elif (error := done.exception()) is not None:
+                promise.set_exception(error)
+            else:
+                promise.set_result(done.result())
+
+        fetching.add_done_callback(brought)
+
+    def link(self, host: int) -> Link:
+        """The lane to another host, opened at first use."""
+        link = self._links.get(host)
+        if link is None:
+            link = self._links[host] = Link(host, self.transport, self.loop, self._deliver)
+            self.transport.watch(host)
+        return link
+
+    def own(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in a task that this host owns: cancelled, and waited for, when the host closes."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Messages coming in ------------------------------------------------------------------------------------------
+
+    def receive(self, source: int, frame: Frame, respond: Respond) -> None:
+        self.link(source).receive(frame, respond)
+
+    def _deliver(self, source: int, message: Message) -> None:
+        kind = message[0]
+        if kind == REPLY:
+            self._settle(message[1], message[2], message[3])
+        elif kind == CALL:
+            key = (source, message[1])
+            if message[5] & KEEP:
+                kept = self.values.kept[key] = self.loop.create_future()
+                kept.add_done_callback(_seen)
+            call = Call(message[6], source, message[1], message[7], message[8], self.now())
+            work = self._serve(call, *message[2:6])
+            self.serving[key] = self.loop.create_task(work, context=self._context.copy())
+        elif kind == CAST:
+            getattr(self.cells[message[1]].actor, message[2])(*message[3])
+        elif kind == CANCEL:
+            if (task := self.serving.get((source, message[1]))) is not None:
+                task.cancel()
+        elif kind == DROP:
+            self.values.kept.pop(message[1], None)
+        elif kind == FREE:
+            self.values.freed(source, message[1])
+
+    def _settle(self, number: int, status: int, payload: Payload) -> None:
+        sent = self.sent.pop(number, None)
+        promise = sent.promise() if sent is not None else None
+        if sent is not None:
+            self.values.give_back(sent.lends)
+            if sent.finish is not None:
+                sent.finish()
+        if promise is None or promise.done():
+            self.codec.discard(payload)
+            if status == ERROR and promise is None and sent is not None:
+                self.log_unseen(sent.name, self.codec.decode_now(payload))
+            return
+        if status == OK:
+            promise.set_result(self.codec.decode_now(payload))
+        elif status == ERROR:
+            promise.set_exception(self.codec.decode_now(payload))
+        elif status == CANCELLED:
+            promise.cancel()
+
+    def lost(self, host: int, reason: str) -> None:
+        """A peer is gone: fail all that stands on it, take back all that it held."""
+        if host in self.lost_hosts:
+            return
+        self.lost_hosts[host] = reason
+        if (link := self._links.get(host)) is not None:
+            link.kill()
+        for number in [n for n, sent in self.sent.items() if sent.target == host]:
+            sent = self.sent.pop(number)
+            self.values.give_back(sent.lends)
+            if sent.finish is not None:
+                sent.finish()
+            promise = sent.promise()
+            if promise is not None and not promise.done():
+                promise.state = LOCAL
+                promise.set_exception(self._died(host, sent.name))
+        for key in [key for key in self.serving if key[0] == host]:
+            self.serving[key].cancel()
+        self.values.forget(host)
+        for queue in list(self.queues.values()):
+            queue.leave(lambda token: isinstance(token, tuple) and token[0] == host)
+        for notify in list(self.on_lost):
+            notify(host, reason)
+
+    def _died(self, host: int, name: str) -> ActorDied:
+        place = self.places.get(host)
+        where = f"host {host}" + (f" (pid {place.pid} on {place.node})" if place else "")
+        return ActorDied(
+            f"{where} died while {name} was pending: {self.lost_hosts.get(host, '')[:200]}. "
+            "Look for the first error above or in that process's log; a kill without one is often out-of-memory."
+        )
+
+    # Running calls -----------------------------------------------------------------------------------------------
+
+    async def _serve(self, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:
+        """Run a call from another host and reply."""
+        status, result, key = OK, None, (call.caller, call.number)
+        try:
+            if self.codec.ready(payload):
+                args, kwargs = self.codec.decode_now(payload)
+            else:
+                args, kwargs = await self.codec.decode(payload)
+            result = await self.execute(call, actor, method, args, kwargs)
+            if holds_promise(result):
+                result = await resolve(result)
+        except asyncio.CancelledError:
+            status = CANCELLED
+        except BaseException as error:  # whatever the endpoint raises belongs to the caller
+            status, result = ERROR, error
+        finally:
+            self.serving.pop(key, None)
+        self._reply(key, status, result, flags, call.name)
+
+    def _reply(self, key: Key, status: int, result: Any, flags: int, name: str) -> None:
+        kept = self.values.kept.get(key)
+        if kept is not None and not kept.done():
+            if status == OK:
+                kept.set_result(result)
+            else:
+                kept.set_exception(result if status == ERROR else asyncio.CancelledError())
+        caller = key[0]
+        if caller in self.lost_hosts:
+            return
+        payload: Payload = (b"", (), ())
+        if status == ERROR:
+            payload = self._encode_error(result, caller)
+        elif status == OK and not flags & WANT:
+            status = HELD
+        elif status == OK:
+            try:
+                payload = self.codec.encode(result, caller)
+            except UserError as error:
+                error.args = (f"the result of {name} {error.args[0]}",)
+                status, payload = ERROR, self._encode_error(error, caller)
+        self.link(caller).post((REPLY, key[1], status, payload))
+
+    async def _serve_local(
+        self, promise: Promise[Any], actor: ActorId, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run a call from this very host; values go by reference."""
+        try:
+            if holds_promise(args) or holds_promise(kwargs):
+                args, kwargs = await resolve(args), await resolve(kwargs)
+            call = Call(promise.name, self.rank, promise.number, promise.parent, promise.gang, self.now())
+            result = await self.execute(call, actor, method, args, kwargs)
+            if holds_promise(result):
+                result = await resolve(result)
+        except asyncio.CancelledError:
+            if not promise.done():
+                promise.task = None
+                promise.cancel()
+        except BaseException as error:  # whatever the endpoint raises belongs to the caller
+            if not promise.done():
+                promise.set_exception(error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+        else:
+            if not promise.done():
+                promise.set_result(result)
+        finally:
+            promise.task = None
+            if promise.finish is not None:
+                promise.finish()
+
+    async def execute(self, call: Call, actor: ActorId, method: str, args: Any, kwargs: Any) -> Any:
+        """Run one endpoint call in the current task: under its name, its actor's scope and, if need be, a lease."""
+        cell = self.cell(actor, call)
+        spec = cell.actor.endpoints[method]
+        with Running(self, cell, call):
+            if spec.device and cell.leased:
+                async with self.system.leases.hold(cell, call, gang=spec.gang):
+                    return await getattr(cell.actor, method)(*args, **kwargs)
+            return await getattr(cell.actor, method)(*args, **kwargs)
+
+    def cell(self, actor: ActorId, call: Call) -> Cell:
+        """The actor that a call is for.
+
+        Raises:
+            ActorDied: it is not here, or not any more.
+        """
+        cell = self.cells.get(actor)
+        if cell is None:
+            name, _, method = call.name.rpartition(".")
+            raise ActorDied(f"{name} on host {self.rank} was closed before {method}() could run")
+        return cell
+
+    # The loop and its thread ---------------------------------------------------------------------------------------------
+
+    def post_safely(self, host: int, message: Message) -> None:
+        if host in self.lost_hosts:
+            return
+        if threading.get_ident() == self.thread:
+            self.link(host).post(message)
+        else:
+            self.soon(lambda: self.link(host).post(message))
+
+    def soon(self, fn: Callable[[], object]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(fn)
+
+    def on_loop(self, fn: Callable[[], object]) -> None:
+        """Run `fn` on the loop's thread: now if that is this thread, else soon. For the garbage collector's calls."""
+        if threading.get_ident() == self.thread and not self.loop.is_closed():
+            fn()
+        else:
+            self.soon(fn)
+
+    def adopt(self, queue: ItemQueue) -> None:
+        """The scope in which the queue was made abandons it at its end."""
+        scope = current_scope.get()
+        if scope is not None:
+            scope.queues.add(queue)
+
+    # Errors and the end ------------------------------------------------------------------------------------------
+
+    def _encode_error(self, error: BaseException, host: int) -> Payload:
+        if self.codec.by_reference(host):
+            return (error,)
+        return (pickle.dumps(self.travelling(error), 5), (), ())
+
+    def travelling(self, error: BaseException) -> BaseException:
+        """`error`, or what stands in for it, in a shape that other processes can read."""
+        remote = "".join(traceback.format_exception(error)).rstrip()
+        if not any(note.startswith("remote traceback") for note in getattr(error, "__notes__", ())):
+            error.add_note(f"remote traceback (host {self.rank}):\n  " + remote.replace("\n", "\n  "))
+        try:
+            pickle.loads(pickle.dumps(error, 5))
+        except Exception:  # an error that does not travel is replaced by one that does
+            stand_in = RemoteError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+            for note in getattr(error, "__notes__", ()):
+                stand_in.add_note(note)
+            return stand_in
+        return error
+
+    def log_unseen(self, name: str, error: BaseException) -> None:
+        """A call that nobody awaits has failed: say so, as asyncio does for its own futures."""
+        context = {"message": f"{name} failed and nobody awaited it", "exception": error}
+        self.loop.call_exception_handler(context)
+
+    async def close(self, graceful: bool = True) -> None:
+        """Cancel what still runs, leave the transport, free shared memory."""
+        await cancel_all([*self.serving.values(), *self._tasks])
+        for sent in self.sent.values():
+            promise = sent.promise()
+            if promise is not None and not promise.done():
+                promise.state = LOCAL
+                promise.set_exception(ActorDied(f"the system was closed while {sent.name} was pending"))
+                promise.exception()
+        self.sent.clear()
+        await self.transport.close(graceful)
+        self.values.close()
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # it also travels with the reply, so asyncio need not complain here
+
+
+__all__ = ["Host"]

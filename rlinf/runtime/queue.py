@@ -1,0 +1,388 @@
+"""The queue behind channels and streams: items with ids and states, competing consumers, bounded space.
+
+Flows in: `put`. Flows out: `take`, then `ack`. Who wakes whom: a put wakes the oldest taker whose wish can be met; an
+ack, or a consumer's leaving, wakes putters that wait for space and takers that wait for the end.
+
+An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a token;
+if that consumer leaves or dies, what it holds is queued again, at the front. So nothing is lost; and because an item put
+twice under one id counts once, nothing is repeated either when a stage dies between emitting a result and
+acknowledging its input.
+
+This file knows neither hosts nor messages; `channel.py` and `stream.py` give it both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import QueueClosed
+
+Token = Hashable
+Taken = list[tuple[Hashable, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One queued or running item."""
+
+    id: Hashable
+    value: Any
+    weight: float
+    key: Hashable
+
+
+class Taker:
+    """Somebody who waits for items; `name` says who, for the stall report."""
+
+    __slots__ = ("future", "key", "least", "most", "name", "since", "spare", "token", "weight")
+
+    def __init__(
+        self, token: Token, key: Hashable, most: int, least: int, weight: float | None, spare: bool, name: str
+    ):
+        self.token, self.key, self.most, self.least = token, key, most, least
+        self.weight, self.spare, self.name = weight, spare, name
+        loop = asyncio.get_running_loop()
+        self.since = loop.time()
+        self.future: asyncio.Future[Taken] = loop.create_future()
+
+
+@dataclass(slots=True, eq=False)
+class _Putter:
+    future: asyncio.Future[None]
+    name: str
+    since: float
+
+
+class ItemQueue:
+    """A queue with item states.
+
+    Args:
+        name: for errors and reports.
+        capacity: how many items may be queued or running before `put` waits; None for no bound.
+    """
+
+    def __init__(self, name: str, capacity: int | None = None):
+        self.name = name
+        self.capacity = capacity
+        self.producers: dict[str, Callable[[], object]] = {}
+        """Who fills it, by call label, and how to stop each when all consumers are gone."""
+        self.closed = False
+        self.error: BaseException | None = None
+        self.on_end: list[Callable[[], None]] = []
+        """Told once, when the queue is closed and empty, or failed: nothing more will come out of it."""
+        self._queued: dict[Hashable, deque[Item]] = {}
+        self._running: dict[Token, dict[Hashable, Item]] = {}
+        self._takers: deque[Taker] = deque()
+        self._putters: deque[_Putter] = deque()
+        self._seen: set[Hashable] | None = None
+        self._ids = itertools.count()
+        self._size = 0
+        self._ended = False
+        self.unbounded = False
+        """Set while the producer holds a device that others wait for: it must be able to finish."""
+        self.put_count = 0
+        self.done_count = 0
+
+    # Producing ---------------------------------------------------------------------------------------------------
+
+    def put_nowait(
+        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, force: bool = False
+    ) -> bool:
+        """Queue an item; False when there is no space (`force` queues it all the same).
+
+        Args:
+            id: an item whose id was already put counts as put and is dropped.
+
+        Raises:
+            QueueClosed: the queue is closed; or its error, when it failed.
+        """
+        self._check_open()
+        if id is None:
+            id = next(self._ids)
+        else:
+            if self._seen is None:
+                self._seen = set()
+            if id in self._seen:
+                return True
+        if not force and self.full:
+            return False
+        if self._seen is not None:
+            self._seen.add(id)
+        self._queued.setdefault(key, deque()).append(Item(id, value, weight, key))
+        self._size += 1
+        self.put_count += 1
+        if self._takers:
+            self._serve()
+        return True
+
+    async def put(
+        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
+    ) -> None:
+        """Queue an item, waiting for space. Cancelled, it has not been queued."""
+        while not self.put_nowait(value, id=id, key=key, weight=weight):
+            await self.space(name)
+
+    @property
+    def full(self) -> bool:
+        """Whether `put` would wait."""
+        return self.capacity is not None and self._size >= self.capacity and not self.unbounded
+
+    async def space(self, name: str = "?") -> None:
+        """Wait until an item may be queued."""
+        while self.full:
+            loop = asyncio.get_running_loop()
+            putter = _Putter(loop.create_future(), name, loop.time())
+            self._putters.append(putter)
+            try:
+                await putter.future
+            except asyncio.CancelledError:
+                if putter.future.done() and not putter.future.cancelled():
+                    self._wake_putters()  # the turn it was given goes to the next
+                raise
+            finally:
+                if putter in self._putters:
+                    self._putters.remove(putter)
+            self._check_open()
+
+    def release_bound(self) -> None:
+        """Let producers go on without a bound from now on."""
+        self.unbounded = True
+        self._wake_putters()
+
+    def close(self) -> None:
+        """No more items will be put. What is queued can still be taken."""
+        if not self.closed:
+            self.closed = True
+            for putter in self._putters:
+                if not putter.future.done():
+                    putter.future.set_exception(
+                        QueueClosed(f"{self.name} was closed while {putter.name} waited to put")
+                    )
+            self._putters.clear()
+            self._serve()
+            self._check_end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the queue with an error, which every consumer and producer gets from now on."""
+        if self.error is not None or self._ended:
+            return
+        self.error = error
+        self.closed = True
+        for waiting in [*(t.future for t in self._takers), *(p.future for p in self._putters)]:
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # retrieved: whoever was cancelled meanwhile must not make asyncio complain
+        self._takers.clear()
+        self._putters.clear()
+        self._end()
+
+    def abandon(self) -> None:
+        """All consumers are gone for good: drop what is left and stop the producers."""
+        self.fail(QueueClosed(f"{self.name} was closed by its consumer"))
+
+    # Consuming ---------------------------------------------------------------------------------------------------
+
+    def take_nowait(
+        self,
+        token: Token,
+        most: int = 1,
+        *,
+        least: int = 1,
+        key: Hashable = None,
+        weight: float | None = None,
+        spare: bool = False,
+    ) -> Taken | None:
+        """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
+
+        Args:
+            token: holds what is taken until `ack` or `leave`.
+            least: fewer than these are only given at the end of the queue.
+            weight: take as many as reach this total weight instead (all that are left at the end of the queue).
+            spare: only take what other consumers do not need.
+        """
+        if self.error is not None:
+            raise self.error
+        queued = self._queued.get(key)
+        if queued:
+            count = self._grant(token, queued, most, least, weight, spare)
+            if count:
+                return self._hand_out(token, queued, count, key)
+        elif self._at_end():
+            return []
+        return None
+
+    def _grant(
+        self, token: Token, queued: deque[Item], most: int, least: int, weight: float | None, spare: bool
+    ) -> int:
+        """How many of `queued` a taker with these wishes gets."""
+        if weight is not None:
+            total = 0.0
+            for count, item in enumerate(queued, 1):
+                total += item.weight
+                if total >= weight:
+                    return count
+            return len(queued) if self.closed else 0
+        there = len(queued)
+        if spare:
+            there -= len(self._running) - (token in self._running)
+        if there >= least or (self.closed and there > 0):
+            return min(most, there)
+        return 0
+
+    def _hand_out(self, token: Token, queued: deque[Item], count: int, key: Hashable) -> Taken:
+        held = self._running.setdefault(token, {})
+        taken = []
+        for _ in range(count):
+            item = queued.popleft()
+            held[item.id] = item
+            taken.append((item.id, item.value))
+        if not queued:
+            del self._queued[key]
+        return taken
+
+    async def take(
+        self,
+        token: Token,
+        most: int = 1,
+        *,
+        least: int = 1,
+        key: Hashable = None,
+        weight: float | None = None,
+        spare: bool = False,
+        name: str = "?",
+    ) -> Taken:
+        """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
+        if not self._takers:
+            taken = self.take_nowait(token, most, least=least, key=key, weight=weight, spare=spare)
+            if taken is not None:
+                return taken
+        if self.error is not None:
+            raise self.error
+        taker = Taker(token, key, most, least, weight, spare, name)
+        self._takers.append(taker)
+        self._serve()
+        try:
+            return await taker.future
+        except asyncio.CancelledError:
+            if taker.future.done() and not taker.future.cancelled() and taker.future.exception() is None:
+                self.requeue(token, [id for id, _ in taker.future.result()])
+            raise
+        finally:
+            if taker in self._takers:
+                self._takers.remove(taker)
+
+    def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """The consumer is done with these items (default: all that it holds): they are gone."""
+        held = self._running.get(token)
+        if held is None:
+            return
+        for id in list(held) if ids is None else ids:
+            if held.pop(id, None) is not None:
+                self._size -= 1
+                self.done_count += 1
+        if not held:
+            del self._running[token]
+        self._wake_putters()
+        self._check_end()
+
+    def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """The consumer gives these items back (default: all that it holds): they go to the front of the queue."""
+        held = self._running.get(token)
+        if held is None:
+            return
+        back = [held.pop(id) for id in (list(held) if ids is None else ids) if id in held]
+        for item in reversed(back):
+            self._queued.setdefault(item.key, deque()).appendleft(item)
+        if not held:
+            del self._running[token]
+        self._serve()
+
+    def leave(self, tokens: Callable[[Token], bool]) -> None:
+        """Consumers are gone: give back what the tokens that match hold, forget their wishes."""
+        for taker in [t for t in self._takers if tokens(t.token)]:
+            self._takers.remove(taker)
+            taker.future.cancel()
+        for token in [token for token in self._running if tokens(token)]:
+            self.requeue(token)
+
+    def insist(self, token: Token) -> None:
+        """A consumer that asked for spare items is idle now and needs them as much as any other."""
+        for taker in self._takers:
+            if taker.token == token:
+                taker.spare = False
+        self._serve()
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Give waiting takers what they can have, oldest first; wishes for spare items come after all others."""
+        if not self._takers:
+            return
+        for spare in (False, True):
+            for taker in list(self._takers):
+                if taker.spare is spare:
+                    self._offer(taker)
+
+    def _offer(self, taker: Taker) -> None:
+        if taker.future.done():
+            return
+        taken = self.take_nowait(
+            taker.token, taker.most, least=taker.least, key=taker.key, weight=taker.weight, spare=taker.spare
+        )
+        if taken is not None:
+            self._takers.remove(taker)
+            taker.future.set_result(taken)
+
+    def _wake_putters(self) -> None:
+        free = len(self._putters) if self.capacity is None or self.unbounded else self.capacity - self._size
+        while self._putters and free > 0:
+            putter = self._putters.popleft()
+            if not putter.future.done():
+                putter.future.set_result(None)
+                free -= 1
+
+    def _at_end(self) -> bool:
+        """Closed, and nothing is held that could come back."""
+        return self.closed and not self._running
+
+    def _check_end(self) -> None:
+        if self._at_end() and not self._queued:
+            self._serve()
+            self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._queued.clear()
+            for notify in self.on_end:
+                notify()
+            self.on_end.clear()
+            if self.error is not None:
+                for stop in list(self.producers.values()):
+                    stop()
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.closed:
+            raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of items by state and of who waits, for people and for the stall report."""
+        return {
+            "name": self.name,
+            "capacity": self.capacity,
+            "queued": sum(map(len, self._queued.values())),
+            "running": sum(map(len, self._running.values())),
+            "put": self.put_count,
+            "done": self.done_count,
+            "keys": len(self._queued),
+            "waiting_to_take": [(taker.name, taker.since) for taker in self._takers],
+            "waiting_to_put": [(putter.name, putter.since) for putter in self._putters],
+            "closed": self.closed,
+        }

@@ -1,0 +1,218 @@
+"""The torch RPC transport, and the only file that imports `torch.distributed.rpc`.
+
+Flows in: frames from `Link`. Flows out: one `rpc_async` per frame, whose response carries the peer's own next frame.
+Who wakes whom: RPC threads hand frames and responses to the loop with `call_soon_threadsafe`; they never touch more.
+
+Known about torch RPC, and met here: a peer's death only fails what is in flight to it, so `watch` keeps one call open
+that a living peer answers only when it leaves; `init_rpc` hangs beyond about 18 workers unless there are at least as
+many threads as workers (pytorch#85607); messages may run on any thread, so order is kept by `Link`'s sequence
+numbers; arguments are pickled, so every peer is trusted (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from .transport import Frame, Receiver
+
+_STREAM_OF_TENSORS = 1 << 14
+"""A tensor that still rides in a frame at this many bytes goes by RPC's tensor path and is not pickled into it."""
+
+_current: RpcTransport | None = None  # torch RPC holds one agent per process; its handlers find it here
+
+
+class RpcTransport:
+    """This process's end of the torch RPC mesh.
+
+    Args:
+        host, hosts: rank and number of processes, as torchrun gives them.
+        timeout: seconds until joining the mesh is given up.
+    """
+
+    def __init__(self, host: int, hosts: int, *, timeout: float = 300.0):
+        global _current
+        self.host = host
+        self.hosts = hosts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._receiver: Receiver | None = None
+        self._early: list[Callable[[], None]] = []
+        self._watched: set[int] = set()
+        self._watchers: list[torch.futures.Future[bytes]] = []
+        self._closing = False
+        _current = self
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=max(8, hosts + 2), rpc_timeout=timeout)
+        rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
+
+    def bind(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._loop = asyncio.get_running_loop()
+        for arrive in self._early:  # a fast peer may speak before this process has a loop
+            self._loop.call_soon(arrive)
+        self._early.clear()
+
+    # Sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        data, tensors = _pack(frame)
+        self._call(host, _receive, (self.host, data, tensors), lambda answer: answered(_unpack_answer(answer)))
+
+    def watch(self, host: int) -> None:
+        if host not in self._watched and host != self.host:
+            self._watched.add(host)
+            self._call(host, _stay, (self.host,), lambda _: None)
+
+    def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
+        assert self._loop is not None
+        loop = self._loop
+
+        def settled(future: torch.futures.Future[Any]) -> None:  # on an RPC thread
+            try:
+                answer = future.value()
+            except Exception as error:  # whatever the agent raises means that the lane to this peer is broken
+                _post(loop, self._lost, host, str(error))
+            else:
+                _post(loop, done, answer)
+
+        try:
+            future = rpc.rpc_async(_name(host), handler, args=args, timeout=0)
+        except RuntimeError as error:
+            loop.call_soon(self._lost, host, str(error))
+            return
+        future.add_done_callback(settled)
+
+    def _lost(self, host: int, reason: str) -> None:
+        if self._receiver is not None and not self._closing:
+            self._receiver.lost(host, reason)
+
+    # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
+
+    def _take(self, source: int, data: bytes, tensors: list[torch.Tensor], answer: Any) -> None:
+        def arrive() -> None:
+            if self._receiver is None or self._closing:
+                answer.set_result((b"", []))
+                return
+            frame = _unpack(data, tensors)
+            self._receiver.receive(source, frame, lambda reply: answer.set_result(_pack_answer(reply)))
+
+        if self._loop is None:
+            self._early.append(arrive)
+            if self._loop is None:
+                return
+            self._early.remove(arrive)  # `bind` ran in between
+        _post(self._loop, arrive)
+
+    def _hold(self) -> torch.futures.Future[bytes]:
+        future: torch.futures.Future[bytes] = torch.futures.Future()
+        self._watchers.append(future)
+        if self._closing:
+            future.set_result(b"")
+        return future
+
+    async def close(self, graceful: bool) -> None:
+        """Leave the mesh. Graceful waits until every host leaves; otherwise peers see this host as lost."""
+        global _current
+        self._closing = True
+        if graceful:
+            for future in self._watchers:
+                if not future.done():
+                    future.set_result(b"")
+            self._watchers.clear()
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
+            await loop.run_in_executor(None, lambda: rpc.shutdown(graceful=graceful, timeout=10))
+        self._receiver = None
+        _current = None
+
+
+def _name(host: int) -> str:
+    return f"host{host}"
+
+
+def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        loop.call_soon_threadsafe(fn, *args)
+
+
+@rpc.functions.async_execution
+def _receive(source: int, data: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Any]:
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    if _current is None:
+        answer.set_result((b"", []))
+    else:
+        _current._take(source, data, tensors, answer)
+    return answer
+
+
+@rpc.functions.async_execution
+def _stay(source: int) -> torch.futures.Future[bytes]:
+    """Answered when this host leaves; a broken lane answers it with an error at the other end."""
+    if _current is None:
+        gone: torch.futures.Future[bytes] = torch.futures.Future()
+        gone.set_result(b"")
+        return gone
+    return _current._hold()
+
+
+# Frames as bytes and tensors -------------------------------------------------------------------------------------
+
+
+class _TensorSplitter(pickle.Pickler):
+    """Pickles a frame; tensors in it are collected beside the bytes, for RPC's own tensor path."""
+
+    def __init__(self, file: Any):
+        super().__init__(file, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+            return len(self.tensors) - 1
+        return None
+
+
+class _TensorJoiner(pickle.Unpickler):
+    def __init__(self, file: Any, tensors: list[torch.Tensor]):
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _pack(frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
+    import io
+
+    content = (frame.sequence, frame.messages)
+    if not any(_carries_tensors(message) for message in frame.messages):
+        return pickle.dumps(content, 5), []
+    file = io.BytesIO()
+    splitter = _TensorSplitter(file)
+    splitter.dump(content)
+    return file.getvalue(), splitter.tensors
+
+
+def _carries_tensors(message: tuple[Any, ...]) -> bool:
+    return any(type(part) is tuple and len(part) == 3 and bool(part[2]) for part in message)
+
+
+def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
+    import io
+
+    sequence, messages = _TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)
+    return Frame(sequence, messages)
+
+
+def _pack_answer(frame: Frame | None) -> tuple[bytes, list[torch.Tensor]]:
+    return (b"", []) if frame is None else _pack(frame)
+
+
+def _unpack_answer(answer: tuple[bytes, list[torch.Tensor]]) -> Frame | None:
+    data, tensors = answer
+    return _unpack(data, tensors) if data else None

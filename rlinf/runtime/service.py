@@ -1,0 +1,159 @@
+"""The actor that every host has, for the runtime's own calls: making and ending actors, fetching values, reports.
+
+Flows in: calls from `ActorSystem` on any host. Flows out: actors, values, spans. Its queue, stage and lease parts live
+beside what they serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from .actor import Actor, ActorId, Cell, Gang, current_call, endpoint
+from .channel import Channel, QueueService
+from .context import Running, cancel_all
+from .errors import UserError
+from .group import ActorGroup
+from .lease_client import LeaseService
+from .payload import Key, Place
+from .stages import StageService
+from .trace import Span
+from .waits import HostReport, report_host
+
+CLOSE_DEADLINE = 3.0
+"""Seconds an actor's cancelled calls and its `close` may take before it is given up: Ctrl-C promises five in all."""
+
+
+class Service(QueueService, StageService, LeaseService):
+    """See the module's docstring."""
+
+    def begin(self) -> None:
+        """Called once, before anything can arrive."""
+        self._names: dict[str, ActorGroup | Channel | None] = {}
+        self.all_here = asyncio.Event()
+        self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    # Joining and leaving -----------------------------------------------------------------------------------------
+
+    def hello(self, place: Place) -> None:
+        """A host tells the controller that it serves, and where it lives."""
+        host = self._cell.host
+        host.places[place.host] = place
+        if len(host.places) == host.transport.hosts:
+            for other in range(1, host.transport.hosts):
+                host.cast(other, self._cell.id, "welcome", dict(host.places))
+            self.all_here.set()
+
+    def welcome(self, places: dict[int, Place]) -> None:
+        """The controller tells a host where all others live."""
+        self._cell.host.places.update(places)
+        self.all_here.set()
+
+    def bye(self, graceful: bool) -> None:
+        """The controller ends the system."""
+        if not self.farewell.done():
+            self.farewell.set_result(graceful)
+
+    # Actors ------------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def create(
+        self,
+        actor_id: ActorId,
+        cls: type[Actor],
+        name: str,
+        rank: int,
+        group: ActorGroup,
+        leased: bool,
+        gang: Gang,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Make an actor and run its setup; with devices, while it holds them."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = Cell(cls(), actor_id, name, rank, group, host)
+        cell.scope = host.system.scope()
+        cell.leased = leased
+        host.cells[actor_id] = cell
+        call.gang = gang
+        try:
+            with Running(host, cell, call):
+                if leased:
+                    async with host.system.leases.hold(cell, call, gang=True):
+                        await cell.actor.setup(**kwargs)
+                else:
+                    await cell.actor.setup(**kwargs)
+        except BaseException:
+            host.cells.pop(actor_id, None)
+            cell.stop_computing()
+            await cell.scope.close()
+            raise
+
+    @endpoint
+    async def kill(self, actor_id: ActorId) -> None:
+        """End an actor: its running calls are cancelled, then it is closed, with all that it spawned."""
+        cell = self._cell.host.cells.pop(actor_id, None)
+        if cell is None:
+            return
+        tasks = [call.task for call in cell.calls if call.task is not None]
+        try:
+            async with asyncio.timeout(CLOSE_DEADLINE):
+                await cancel_all(tasks)
+        except TimeoutError:
+            self._complain(f"{cell.name}: a cancelled call did not end within {CLOSE_DEADLINE} s and was left behind")
+        try:
+            if cell.scope is not None:
+                await cell.scope.close()
+            async with asyncio.timeout(CLOSE_DEADLINE):
+                await cell.actor.close()
+        except TimeoutError:
+            self._complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
+        finally:
+            cell.stop_computing()
+
+    def _complain(self, message: str) -> None:
+        self._cell.host.loop.call_exception_handler({"message": message})
+
+    @endpoint
+    async def move(self, actor_id: ActorId, what: str) -> None:
+        """Offload or onload an actor for the lease manager."""
+        cell = self._cell.host.cells.get(actor_id)
+        if cell is not None:
+            start = self._cell.host.now()
+            await (cell.actor.offload() if what == "offload" else cell.actor.onload())
+            self._cell.host.tracer.span(cell.name, what, start, self._cell.host.now())
+
+    # Names (controller) ------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def reserve(self, name: str) -> None:
+        """Take a name for a group or channel that is about to be made."""
+        if name in self._names:
+            raise UserError(f"the name {name!r} is taken: give every group and channel a name of its own")
+        self._names[name] = None
+
+    @endpoint
+    async def publish(self, name: str, what: ActorGroup | Channel) -> None:
+        self._names[name] = what
+
+    def withdraw(self, name: str) -> None:
+        self._names.pop(name, None)
+
+    @endpoint
+    async def look_up(self, name: str) -> ActorGroup | Channel | None:
+        return self._names.get(name)
+
+    # Values, traces, reports -------------------------------------------------------------------------------------
+
+    @endpoint
+    async def fetch(self, key: Key) -> Any:
+        return await self._cell.host.values.kept_value(key)
+
+    @endpoint
+    async def spans(self) -> tuple[int, float, list[Span]]:
+        return self._cell.host.tracer.dump()
+
+    @endpoint
+    async def report(self) -> HostReport:
+        return report_host(self._cell.host, getattr(self, "manager", None))

@@ -1,0 +1,285 @@
+"""The two stages that fill a stream from actors: what an async-generator endpoint yields, what a map returns.
+
+Flows in: a call, or the items of a source stream. Flows out: items put into the sink stream's queue. Who wakes whom:
+the caller's host starts one stage per rank by an ordinary call; that call's end closes the sink, its failure fails the
+sink, and a sink that nobody reads any more cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from .actor import Actor, ActorId, Call, Cell, current_call, endpoint
+from .channel import QueueHandle
+from .context import Running
+from .errors import ActorDied, UserError
+from .lease_client import LeaseKeeper
+from .promise import Promise
+from .resolve import holds_promise, resolve
+from .stream import Consumer, Stream
+
+if TYPE_CHECKING:
+    from .host import Host
+
+DEFAULT_CONCURRENCY = 16
+"""Calls at a time and rank in a map over an endpoint without a device; with one, calls go one at a time."""
+
+
+def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]]) -> None:
+    """Let these calls fill the stream: closed when all have ended, failed with the first failure."""
+    queue = sink._owned
+    left = len(calls)
+
+    def ended(call: Promise[Any]) -> None:
+        nonlocal left
+        left -= 1
+        queue.producers.pop(f"{call.name}#{host.rank}.{call.number}", None)
+        if call.cancelled():
+            queue.fail(ActorDied(f"{call.name} was cancelled, so {queue.name} ends unfinished"))
+        elif (error := call.exception()) is not None:
+            queue.fail(error)
+        elif left == 0:
+            queue.close()
+
+    for call in calls:
+        queue.producers[f"{call.name}#{host.rank}.{call.number}"] = call.cancel
+        call.add_done_callback(ended)
+    if not calls:
+        queue.close()
+
+
+class Emitter:
+    """Puts items into a sink on any host, in order, as many to a message as have gathered.
+
+    At most one message is under way; `put` waits while as many items as the sink holds have gathered behind it.
+    """
+
+    def __init__(self, sink: QueueHandle, capacity: int | None):
+        self._sink = sink
+        self._window = min(capacity or 1024, 1024)
+        self._gathered: deque[tuple[tuple[Any, ...], Callable[[], None] | None]] = deque()
+        self._sending: Promise[Any] | None = None
+        self._moved: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self.unbounded = False
+
+    async def put(self, value: Any, id: Hashable = None, done: Callable[[], None] | None = None) -> None:
+        """Put an item; `done` is called once the sink has it.
+
+        Raises:
+            Exception: the sink's error, when it has failed or was closed.
+        """
+        if holds_promise(value):
+            value = await resolve(value)
+        sink = self._sink
+        queue = sink.local()
+        if queue is not None:
+            await queue.put(value, id=id, name=_who())
+            if done is not None:
+                done()
+            return
+        while len(self._gathered) >= self._window and not self.unbounded and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        host = sink.host
+        if host.codec.by_reference(sink.owner):
+            item = (id, value, None, 1.0, None)
+        else:
+            blob = host.codec.seal(value)
+            item = (id, blob, None if blob is not None else host.keep(value), 1.0, None)
+        self._gathered.append((item, done))
+        if self._sending is None:
+            self._send()
+
+    def _send(self) -> None:
+        gathered, self._gathered = list(self._gathered), deque()
+        sink = self._sink
+        plain = sink.host.codec.by_reference(sink.owner)
+        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], plain)
+        self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
+
+    def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
+        self._sending = None
+        if sent.cancelled():
+            self._error = self._error or asyncio.CancelledError()
+        elif (error := sent.exception()) is not None:
+            self._error = error
+        else:
+            for done in dones:
+                if done is not None:
+                    done()
+            if self._gathered:
+                self._send()
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
+
+    async def _wait(self) -> None:
+        if self._moved is None or self._moved.done():
+            self._moved = asyncio.get_running_loop().create_future()
+        await self._moved
+
+    async def flush(self) -> None:
+        """Wait until the sink has everything."""
+        while self._sending is not None and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def release_bound(self) -> None:
+        """Others wait for the device this stage holds: do not wait for the sink any more."""
+        self.unbounded = True
+        self._sink._cast("release_bound")
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
+
+
+def _who() -> str:
+    call = current_call.get()
+    return call.label if call is not None else "flow"
+
+
+class StageService(Actor):
+    """The part of a host's own actor that runs stages next to their actors, so that items never detour."""
+
+    @endpoint
+    async def generate(
+        self, actor: ActorId, method: str, sink: QueueHandle, capacity: int | None, args: Any, kwargs: Any
+    ) -> None:
+        """Run an async-generator endpoint and put what it yields into the sink."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        emitter = Emitter(sink.rebind(host), capacity)
+        spec = cell.actor.endpoints[method]
+        with Running(host, cell, call):
+            if spec.device and cell.leased:
+                async with host.system.leases.hold(cell, call, gang=spec.gang, wanted=emitter.release_bound):
+                    await _generate(cell, method, emitter, args, kwargs)
+            else:
+                await _generate(cell, method, emitter, args, kwargs)
+            await emitter.flush()
+
+    @endpoint
+    async def map(
+        self,
+        actor: ActorId,
+        method: str,
+        source: Stream[Any],
+        sink: QueueHandle,
+        capacity: int | None,
+        batch: int | None,
+        concurrency: int | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Call an endpoint for the items of a source, as one of those who compete for them."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        spec = cell.actor.endpoints[method]
+        emitter = Emitter(sink.rebind(host), capacity)
+        source = source if source.handle.host is host else Stream(source.handle.rebind(host))
+        keeper = LeaseKeeper(host, cell, call) if spec.device and cell.leased else None
+        if keeper is not None:
+            keeper.on_wanted = emitter.release_bound
+        count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
+        work = _Map(cell, method, source, emitter, batch, keeper, kwargs, spec.streams)
+        with Running(host, cell, call):
+            try:
+                await all_or_none([work.run(call) for _ in range(count)])
+                await emitter.flush()
+            finally:
+                if keeper is not None:
+                    await keeper.close()
+
+
+async def _generate(cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any) -> None:
+    items: AsyncIterator[Any] = getattr(cell.actor, method)(*args, **kwargs)
+    async with aclosing(items):  # type: ignore[type-var]
+        async for item in items:
+            await emitter.put(item)
+
+
+class _Map:
+    """One worker's loop: take, call, emit, acknowledge. Consumes the source; unblocked by its items or its end."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        method: str,
+        source: Stream[Any],
+        emitter: Emitter,
+        batch: int | None,
+        keeper: LeaseKeeper | None,
+        kwargs: dict[str, Any],
+        streams: bool,
+    ):
+        self.cell, self.method, self.source, self.emitter = cell, method, source, emitter
+        self.batch, self.keeper, self.kwargs, self.streams = batch, keeper, kwargs, streams
+
+    async def run(self, call: Call) -> None:
+        consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
+        try:
+            while taken := await consumer.take(acknowledge=False):
+                if self.keeper is not None:
+                    await self.keeper.acquire()
+                try:
+                    await self._one(call, consumer, taken)
+                finally:
+                    if self.keeper is not None:
+                        await self.keeper.done(more=consumer.at_hand)
+        finally:
+            consumer.give_back()
+
+    async def _one(self, call: Call, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]]) -> None:
+        host = self.cell.host
+        values = [value for _, value in taken]
+        argument = values if self.batch else values[0]
+        start = host.now()
+        method = getattr(self.cell.actor, self.method)
+        if self.streams:
+            await self._emit_all(consumer, taken, method(argument, **self.kwargs))
+            host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+            return
+        result = await method(argument, **self.kwargs)
+        host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+        results = result if self.batch else [result]
+        if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
+            what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
+            raise UserError(
+                f"{call.name} was mapped with batch={self.batch}: it gets a list of {len(taken)} items and must "
+                f"return a list of as many results, but returned {what}"
+            )
+        for (id, _), value in zip(taken, results, strict=True):
+            await self.emitter.put(value, id, lambda id=id: consumer.ack([id]))
+
+    async def _emit_all(
+        self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
+    ) -> None:
+        """A generator endpoint may make any number of items of one; their ids say which one, and which of it."""
+        first = taken[0][0]
+        async with aclosing(items):  # type: ignore[type-var]
+            index = 0
+            async for item in items:
+                await self.emitter.put(item, (first, index))
+                index += 1
+        await self.emitter.flush()
+        consumer.ack([id for id, _ in taken])
+
+
+async def all_or_none(work: Sequence[Any]) -> None:
+    """Run coroutines together; the first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

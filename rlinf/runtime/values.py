@@ -1,0 +1,148 @@
+"""Values that hosts share: promised ones kept until they are fetched, and tensors in shared memory.
+
+Flows in: results nobody has asked for yet, arguments lent to calls. Flows out: those values, when a peer fetches them;
+word to their owners when they are no longer needed. Who wakes whom: the garbage collector's word that the last handle
+or tensor is gone is noted on any thread and acted upon on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .arena import Arena
+from .context import SERVICE
+from .errors import ActorDied, UserError
+from .payload import Codec, Key, Place, ValueRef
+from .promise import KEPT, QUEUED, Promise
+from .slots import ArenaReader
+
+if TYPE_CHECKING:
+    from .host import Host
+
+
+class Values:
+    """What one host keeps for others, and holds of theirs.
+
+    Args:
+        places: where every host lives.
+        share_memory: send big CPU tensors through shared memory to hosts on this machine.
+    """
+
+    def __init__(self, host: Host, places: dict[int, Place], share_memory: bool):
+        self._host = host
+        self._rank = host.rank
+        self.kept: dict[Key, asyncio.Future[Any]] = {}
+        self._lending: list[Any] | None = None
+        self._frees: deque[tuple[int, int]] = deque()
+        use_arena = share_memory and Arena.available()
+        self.arena = Arena(host.rank) if use_arena else None
+        self.reader = ArenaReader(self._slot_free) if use_arena else None
+        self.codec = Codec(
+            places[host.rank], places, self.arena, self.reader, self._lend, self._hold, self.fetch, self._record_route
+        )
+        self.codec.host = host
+
+    @contextlib.contextmanager
+    def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
+        """What is encoded in it are the arguments of this call: promises among them are lent until its reply."""
+        self._lending = promise.lends
+        try:
+            yield
+        finally:
+            self._lending = None
+
+    def _hold(self, handle: Any) -> None:
+        if self._lending is not None:
+            self._lending.append(handle)
+        else:  # it leaves as a result: its owner is whoever called, and it stays until it is used up
+            handle.live_on()
+
+    def _lend(self, promise: Promise[Any]) -> ValueRef:
+        """A call's argument is a promise: say where its value will be, and keep the promise until the reply."""
+        if self._lending is None:
+            raise UserError(f"{promise.name} is not awaited: await it before sending it in anything but a call")
+        self._lending.append(promise)
+        if promise.state == QUEUED:
+            promise.lent = True
+        if promise.state in (QUEUED, KEPT):
+            return ValueRef(promise.target, promise.key)
+        promise.borrowers += 1
+        self.kept[promise.key] = promise
+        return ValueRef(self._rank, promise.key)
+
+    def give_back(self, lends: list[Any]) -> None:
+        """A call has its reply: its consumer has fetched the promises that were lent to it."""
+        for handle in lends:
+            if isinstance(handle, Promise) and handle.borrowers:
+                handle.borrowers -= 1
+                if not handle.borrowers:
+                    self.kept.pop(handle.key, None)
+        lends.clear()
+
+    def fetch(self, ref: ValueRef) -> Any:
+        """Awaitable for a value that some host keeps."""
+        if ref.owner == self._rank:
+            return self.kept_value(ref.key)
+        return self._host.call(ref.owner, SERVICE, "fetch", "value", (ref.key,), {})
+
+    def keep(self, value: Any) -> ValueRef:
+        """Keep a value here until `drop`, for hosts that will fetch it."""
+        kept: asyncio.Future[Any] = self._host.loop.create_future()
+        kept.set_result(value)
+        key = self._host.number()
+        self.kept[key] = kept
+        return ValueRef(self._rank, key)
+
+    async def kept_value(self, key: Key) -> Any:
+        """The value that is or will be kept under `key` on this host."""
+        kept = self.kept.get(key)
+        if kept is None:
+            raise ActorDied("a promised value is gone: its handle was dropped before the value was fetched")
+        return await asyncio.shield(kept)
+
+    def _slot_free(self, owner: int, slot: int) -> None:
+        """The last tensor over a peer's arena slot is gone; the garbage collector calls this on any thread."""
+        self._frees.append((owner, slot))
+        if len(self._frees) == 1:
+            self._host.soon(self._send_frees)
+
+    def _send_frees(self) -> None:
+        slots: dict[int, list[int]] = {}
+        while self._frees:
+            owner, slot = self._frees.popleft()
+            slots.setdefault(owner, []).append(slot)
+        for owner, ids in slots.items():
+            if owner == self._rank and self.arena is not None:
+                self.arena.release(self._rank, ids)
+            elif owner not in self._host.lost_hosts:
+                self._host.link(owner).post((5, ids))
+
+    def _record_route(self, route: str, size: int) -> None:
+        now = self._host.now()
+        self._host.tracer.span("payload", route, now, now, {"bytes": size})
+
+    def freed(self, holder: int, slots: list[int]) -> None:
+        """A peer is done with these slots of this host's arena."""
+        if self.arena is not None:
+            self.arena.release(holder, slots)
+
+    def forget(self, host: int) -> None:
+        """A peer is gone: drop what was kept for it, take back the memory it held."""
+        for key in [key for key in self.kept if key[0] == host]:
+            del self.kept[key]
+        if self.arena is not None:
+            self.arena.forget(host)
+        if self.reader is not None:
+            self.reader.forget(host)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.kept.clear()
+        if self.reader is not None:
+            self.reader.close()
+        if self.arena is not None:
+            self.arena.close()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
+
+import torch
 
 from .compute import ComputeThread
 
@@ -131,6 +133,15 @@ class Actor:
     def system(self) -> ActorSystem:
         """The system, for spawning and finding other actors. What it spawns is closed with it."""
         return self._cell.host.system
+
+    def empty_shared(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor that goes to other processes of this machine without a copy.
+
+        Do not write to it once it was sent: its receivers look at the same memory. Its memory comes back when nobody
+        uses it any more.
+        """
+        arena = self._cell.host.values.arena
+        return torch.empty(tuple(shape), dtype=dtype) if arena is None else arena.empty(shape, dtype)
 
     async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run blocking work in this actor's own thread; the loop goes on answering meanwhile.

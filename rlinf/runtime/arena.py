@@ -83,7 +83,10 @@ class _Slot:
 
 
 class Arena:
-    """The memory that one host lends to others. Every method may be called from any thread.
+    """The memory that one host lends to others.
+
+    Every method may be called from any thread, but only `release` from a finalizer: the others take a lock, inside of
+    which a garbage collection may happen to run it.
 
     Args:
         owner: rank of this host; travels in every `SlotRef`.
@@ -94,8 +97,9 @@ class Arena:
     def __init__(self, owner: int, limit_bytes: int | None = None):
         self.owner = owner
         self.limit = _physical_memory() // 2 if limit_bytes is None else limit_bytes
-        # Only grows under the lock, but a collected tensor may be met anywhere, also inside the lock: it just appends.
-        self._dead: deque[Watch] = deque()
+        # Local tensors that are gone, and (holder, slots) released. A garbage collection may append at any point, also
+        # within the lock, so this is the one thing that changes without it.
+        self._done: deque[Watch | tuple[int, tuple[int, ...]]] = deque()
         self._lock = threading.Lock()
         self._segment: Segment | None = None
         self._closed = False
@@ -140,7 +144,7 @@ class Arena:
             slot = self._allocate(nbytes)
             try:
                 ref = SlotRef(self._here, slot.id, slot.start, nbytes, dtype, shape, contiguous_strides(shape))
-                tensor, self._watches[slot.id] = view(self._memory, ref, self._dead.append)  # type: ignore[arg-type]
+                tensor, self._watches[slot.id] = view(self._memory, ref, self._done.append)  # type: ignore[arg-type]
             except BaseException:
                 self._watches.pop(slot.id, None)
                 self._unuse(slot)
@@ -172,12 +176,13 @@ class Arena:
         with self._lock:
             slot = self._allocate(max(nbytes, dtype.itemsize))
             slot.holders[holder] = 1
-            here, whole = self._here, self._whole
+            here, memory = self._here, self._memory
         try:
             # Of Tensor.copy_, numpy.copyto and ctypes.memmove the first is fastest (by 10-20 %); all release the GIL.
             # Populating pages ahead costs what the faults cost, so only their reuse helps: a cold copy is 8 x slower.
             if nbytes:
-                whole[slot.start : slot.start + nbytes].view(dtype).view(shape).copy_(tensor)
+                to = torch.frombuffer(memory, dtype=dtype, count=tensor.numel(), offset=slot.start)
+                to.view(shape).copy_(tensor)
         except BaseException:
             self.release(holder, (slot.id,))
             raise
@@ -188,20 +193,17 @@ class Arena:
 
     def release(self, holder: int, slot_ids: Iterable[int]) -> None:
         """Host `holder` is done with one export of each slot named. What it no longer holds is passed over, because
-        word from a host may arrive after `forget`."""
-        with self._lock:
-            for slot_id in slot_ids:
-                slot = self._slots.get(slot_id)
-                if slot is None or holder not in slot.holders:
-                    continue
-                slot.holders[holder] -= 1
-                if not slot.holders[holder]:
-                    del slot.holders[holder]
-                    self._free_unused(slot)
+        word from a host may arrive after `forget`.
+
+        Takes no lock, so that a finalizer or `ArenaReader`'s `on_free` may call it: the next method to need memory, or
+        to look at it, does the work.
+        """
+        self._done.append((holder, tuple(slot_ids)))
 
     def forget(self, holder: int) -> None:
         """Host `holder` died: all that it held comes back. It must be gone, for its memory is used again."""
         with self._lock:
+            self._drain()
             for slot in [slot for slot in self._slots.values() if holder in slot.holders]:
                 del slot.holders[holder]
                 self._free_unused(slot)
@@ -221,7 +223,7 @@ class Arena:
         with self._lock:
             if self._segment is not None and not self._closed:
                 os.close(self._segment.fd)
-                del self._memory, self._whole
+                del self._memory
             self._closed = True
             self._slots.clear()
             self._at.clear()
@@ -287,7 +289,8 @@ class Arena:
         slot = _Slot(next(self._ids), start, size)
         self._slots[slot.id] = self._at[start] = slot
         self._used += size
-        self._peak = max(self._peak, self._used)
+        if self._used > self._peak:
+            self._peak = self._used
         self._allocations += 1
         self._reused += warm
         return slot
@@ -301,16 +304,26 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
-        self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._base = self._whole.data_ptr()
+        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._small, self._large = Holes(0, span), Holes(span, 3 * span)
         self._here = self._segment = Segment(self.owner, os.getpid(), fd, os.fstat(fd).st_ino, 3 * span)
 
     def _drain(self) -> None:
-        while self._dead:
-            slot_id = self._dead.popleft().slot
-            if self._watches.pop(slot_id, None) is not None:
-                self._unuse(self._slots[slot_id])
+        while self._done:
+            done = self._done.popleft()
+            if isinstance(done, Watch):
+                if self._watches.pop(done.slot, None) is not None:
+                    self._unuse(self._slots[done.slot])
+                continue
+            holder, slot_ids = done
+            for slot_id in slot_ids:
+                slot = self._slots.get(slot_id)
+                if slot is None or holder not in slot.holders:
+                    continue
+                slot.holders[holder] -= 1
+                if not slot.holders[holder]:
+                    del slot.holders[holder]
+                    self._free_unused(slot)
 
     def _unuse(self, slot: _Slot) -> None:
         slot.local -= 1

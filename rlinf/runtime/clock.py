@@ -160,7 +160,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _pass_time(self) -> None:
         """Move the clock to the next timer; called when the loop is idle and nothing runs outside."""
-        if self._ready:  # a thread queued its last words after the base class had looked
+        if self._ready:  # a thread that nobody announced queued something after the base class had looked
             return
         when = self._scheduled[0].when() if self._scheduled else math.inf
         if when == math.inf:

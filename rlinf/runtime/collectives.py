@@ -10,10 +10,9 @@ identity: it is a prefix of one store, on which the members also agree that they
 overlap and may be made in any order. Each use of the store has its own connection (`Store.clone`): a connection is
 locked while it waits, and two groups that are made at once would otherwise wait for each other.
 
-Why meshes are registered groups. A process can have one default group, but may be a member of several meshes (an actor
-and a critic on the same devices), so a mesh cannot be the default group. `DeviceMesh` needs a default group all the
-same, though only to ask for its own rank. It gets one that knows ranks and cannot communicate: a collective that was
-not told its group raises at once, instead of mixing with another role's or waiting for hosts that never join in.
+Why meshes are registered groups. The other working design, one default group per worker group, allows a process one
+membership only, and an actor and a critic on the same devices need two. So a mesh is made of explicitly named groups
+that torch can find, and the default group merely knows ranks (`torch_world.py`).
 
 Hosts are named everywhere by their rank in the job, never by their position in a group.
 """
@@ -21,219 +20,31 @@ Hosts are named everywhere by their rank in the job, never by their position in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-import time
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from .compute import ComputeThread
-from .errors import RuntimeFault, UserError
+from .errors import UserError
+from .process_group import CollectiveError, CollectiveTimeout, Group, in_thread
+from .torch_world import enter_world, leave_world
 
-T = TypeVar("T")
+__all__ = ["CollectiveError", "CollectiveTimeout", "Collectives", "Group", "backend_for"]
 
-_WORLD = "rlinf_world"
-"""Name of the backend of the default group that cannot communicate."""
-
-
-class CollectiveError(RuntimeFault):
-    """An operation of a group failed, or the group could not be made."""
-
-
-class CollectiveTimeout(CollectiveError, TimeoutError):
-    """Some member of a group did not join in before the deadline; the text names group, operation and hosts."""
+_lone = itertools.count()
+"""Numbers the registered groups of one host, which no other host has to find."""
 
 
 def backend_for(device_type: str) -> str:
     """The backend that serves tensors on a device type: NCCL on CUDA, gloo elsewhere."""
     return "nccl" if device_type == "cuda" else "gloo"
-
-
-class Group:
-    """Collectives over a fixed set of hosts. Made by `Collectives.group`.
-
-    All members call the same operations in the same order. A cancelled operation is not undone: the backend goes on
-    with it, and uses its tensor, until the others join in or the deadline passes. After a failure in a group of more
-    than one host, members disagree on what was done, so every later call raises that failure again.
-
-    Attributes:
-        name: its name, the same on every member.
-        ranks: hosts that are members; the order is that of `all_gather`.
-    """
-
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: Any, deadline: float):
-        self.name = name
-        self.ranks = ranks
-        self._rank = rank
-        self._backend = backend  # ProcessGroupGloo or ProcessGroupNCCL; None in a group of one
-        self._deadline = deadline
-        self._limit = timedelta(seconds=deadline)
-        self._thread = ComputeThread(f"group {name}", asyncio.get_running_loop())
-        self._waiting: dict[asyncio.Future[Any], str] = {}
-        self._broken: CollectiveError | None = None
-
-    async def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        """Copy `tensor` of host `src` into `tensor` of every other member, in place, and return it.
-
-        Args:
-            tensor: any shape and dtype, the same on every member.
-            src: host that has the value.
-
-        Raises:
-            CollectiveTimeout: not all members joined in before the deadline.
-            CollectiveError: the connection to a member broke, or the group is broken or closed.
-        """
-        root = self._position(src)
-        data = _bytes(tensor)
-
-        def post(backend: Any) -> Any:
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            options.rootTensor = 0
-            options.timeout = self._limit
-            return backend.broadcast([data], options)
-
-        await self._run(f"broadcast from host {src}", post)
-        return _into(tensor, data)
-
-    async def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Combine `tensor` of all members, in place on every member, and return it.
-
-        Args:
-            tensor: any shape, the same on every member; a dtype that the backend can compute with.
-            op: `torch.distributed.ReduceOp`; gloo has no AVG.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        data = tensor.detach().contiguous()
-
-        def post(backend: Any) -> Any:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
-            options.timeout = self._limit
-            return backend.allreduce([data], options)
-
-        await self._run("all_reduce", post)
-        return _into(tensor, data)
-
-    async def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all members, `[members, *tensor.shape]`, in the order of `ranks`.
-
-        Args:
-            tensor: any shape and dtype, the same on every member.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        gathered = torch.empty((len(self.ranks), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        data = _bytes(tensor)
-        if self._backend is None:
-            gathered[0].copy_(tensor.detach())
-
-        def post(backend: Any) -> Any:
-            options = c10d.AllgatherOptions()
-            options.timeout = self._limit
-            return backend._allgather_base(_bytes(gathered), data, options)
-
-        await self._run("all_gather", post)
-        return gathered
-
-    async def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Send `tensor` to host `dst`, which receives it with the same tag; returns when it may be changed again.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        peer = self._peer(dst)
-        data = _bytes(tensor)
-        await self._run(f"send to host {dst} with tag {tag}", lambda backend: backend.send([data], peer, tag))
-
-    async def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
-        """Receive what host `src` sends with this tag into `tensor`, in place, and return it.
-
-        Args:
-            tensor: of the shape and dtype that is sent.
-            src: host that sends.
-            tag: tells apart what is under way between two hosts at once; NCCL ignores it and keeps the order.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        peer = self._peer(src)
-        data = _bytes(tensor)
-        await self._run(f"recv from host {src} with tag {tag}", lambda backend: backend.recv([data], peer, tag))
-        return _into(tensor, data)
-
-    async def barrier(self) -> None:
-        """Wait until every member has called it. Raises as `broadcast` does."""
-
-        def post(backend: Any) -> Any:
-            device = "cuda" if backend.name() == "nccl" else "cpu"
-            options = dist.AllreduceOptions()
-            options.timeout = self._limit
-            return backend.allreduce([torch.zeros(1, device=device)], options)
-
-        await self._run("barrier", post)
-
-    async def close(self) -> None:
-        """Leave the group. Operations under way here raise `CollectiveError`; the name stays taken."""
-        self._broken = CollectiveError(f"{self} is closed")
-        for future, operation in self._waiting.items():
-            if not future.done():
-                future.set_exception(CollectiveError(f"{operation}: {self} was closed meanwhile"))
-        self._waiting.clear()
-        self._thread.close()
-        if self._backend is not None:
-            release = [self._backend]
-            self._backend = None
-            _in_thread(release.clear)  # the destructor waits for operations under way, perhaps until their deadline
-
-    def __repr__(self) -> str:
-        return f"group {self.name!r} of hosts {list(self.ranks)}"
-
-    async def _run(self, operation: str, post: Callable[[Any], Any]) -> None:
-        """Post one operation in the group's thread, then wait for its end in one of its own."""
-        if self._broken is not None:
-            raise self._broken
-        if self._backend is None:
-            return
-        begun = time.monotonic()
-        try:
-            work = await self._thread.run(post, self._backend)
-            done = _in_thread(lambda: work.wait(self._limit))
-            self._waiting[done] = operation
-            try:
-                await asyncio.shield(done)  # a cancelled waiter must not hide the end from `close`
-            finally:
-                self._waiting.pop(done, None)
-        except (RuntimeError, ValueError) as error:
-            where = f"{operation} in {self}, on host {self._rank}"
-            if time.monotonic() - begun >= self._deadline or "timed out" in str(error).lower():
-                failure: CollectiveError = CollectiveTimeout(
-                    f"{where}: not done after {self._deadline:g} s. Some member did not call it, called another "
-                    f"operation before it, or is gone"
-                )
-            else:
-                failure = CollectiveError(f"{where}: {error}")
-            self._broken = self._broken or failure
-            raise failure from error
-
-    def _position(self, rank: int) -> int:
-        if rank not in self.ranks:
-            raise UserError(f"host {rank} is no member of {self}")
-        return self.ranks.index(rank)
-
-    def _peer(self, rank: int) -> int:
-        if rank == self._rank:
-            raise UserError(f"host {rank} cannot send to itself in {self}")
-        return self._position(rank)
 
 
 class Collectives:
@@ -249,7 +60,7 @@ class Collectives:
 
     def __init__(
         self,
-        store: dist.Store | None,
+        store: Store | None,
         rank: int,
         world_size: int,
         *,
@@ -287,10 +98,11 @@ class Collectives:
         async def make() -> Group:
             pg = None
             if len(members) > 1:
-                pg = await _in_thread(lambda: self._connect(f"group {name!r}", name, members, backend, limit))
+                pg = await in_thread(lambda: self._connect(f"group {name!r}", name, members, backend, limit))
             return Group(name, members, self.rank, pg, limit)
 
-        return await self._once(name, f"hosts {list(members)} over {backend}", make)
+        made: Group = await self._once(name, f"hosts {list(members)} over {backend}", make)
+        return made
 
     async def mesh(
         self,
@@ -330,7 +142,7 @@ class Collectives:
 
         async def make() -> DeviceMesh:
             self._enter_world()
-            groups = await _in_thread(lambda: self._register_lines(name, grid, dims, device_type))
+            groups = await in_thread(lambda: self._register_lines(name, grid, dims, device_type))
             return DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0],
                 device_type,
@@ -338,21 +150,21 @@ class Collectives:
                 mesh_dim_names=tuple(f"{name}.{dim}" for dim in dims),
             )
 
-        return await self._once(name, f"a {device_type} mesh {lengths} of hosts {list(members)}", make)
+        made: DeviceMesh = await self._once(name, f"a {device_type} mesh {lengths} of hosts {list(members)}", make)
+        return made
 
     async def close(self) -> None:
         """Close all groups and meshes of this host; who waits for one to be made is cancelled."""
         for _, task in self._made.values():
             if not task.done():
                 task.cancel()
-            elif task.exception() is None and isinstance(made := task.result(), Group):
+            elif not task.cancelled() and task.exception() is None and isinstance(made := task.result(), Group):
                 await made.close()
-        for pg in self._registered:
-            dist.destroy_process_group(pg)
-        self._registered.clear()
+        while self._registered:
+            await in_thread(functools.partial(dist.destroy_process_group, self._registered.pop()))
         if self._in_world:
             self._in_world = False
-            _leave_world()
+            leave_world()
 
     # Making ------------------------------------------------------------------------------------------------------
 
@@ -382,29 +194,35 @@ class Collectives:
             )
         return members
 
-    def _meet(self, what: str, store: dist.Store, members: tuple[int, ...], kind: str, limit: float) -> None:
+    def _meet(self, what: str, store: Store, members: tuple[int, ...], kind: str, limit: float) -> None:
         """In a thread: wait until all members have come and mean the same. The backends' own waits name nobody."""
         mine = f"hosts {list(members)} over {kind}"
         try:
             theirs = store.compare_set("members", "", mine).decode()
             if theirs != mine:
-                raise UserError(f"{what} is {mine} on host {self.rank} but {theirs} on another; take different names")
+                quarrel = f"{what} is {mine} on host {self.rank} but {theirs} on another; take different names"
+                store.set("outcome", quarrel)  # wakes the others, who could only wait for the deadline
+                raise UserError(quarrel)
             store.set(f"here/{self.rank}", "")
-            keys = {rank: f"here/{rank}" for rank in members}
+            if store.add("count", 1) == len(members):
+                store.set("outcome", "complete")
             try:
-                store.wait(list(keys.values()), timedelta(seconds=limit))
+                store.wait(["outcome"], timedelta(seconds=limit))
             except dist.DistStoreError:
-                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                missing = [rank for rank in members if not store.check([f"here/{rank}"])]
                 raise CollectiveTimeout(
                     f"{what} of {mine} was not complete {limit:g} s after host {self.rank} came: "
                     f"hosts {missing} did not make it"
                 ) from None
+            outcome = store.get("outcome").decode()
         except RuntimeError as error:
             raise CollectiveError(f"{what} of {mine} lost the store, which lives on another host: {error}") from error
+        if outcome != "complete":
+            raise UserError(outcome)
 
     def _connect(self, what: str, name: str, members: tuple[int, ...], backend: str, limit: float) -> Any:
         """In a thread: a group that torch knows nothing of."""
-        store = dist.PrefixStore(f"group/{name}", self._own_store())
+        store = PrefixStore(f"group/{name}", self._own_store())
         self._meet(what, store, members, backend, limit)
         position = members.index(self.rank)
         try:
@@ -437,8 +255,8 @@ class Collectives:
         """
         full = f"mesh/{name}/{'-'.join(map(str, line))}"
         if len(line) == 1:
-            full += f"/{self.rank}"  # hosts that share a process each have theirs
-        store = dist.PrefixStore(full, self._own_store())
+            full += f"/{next(_lone)}"  # hosts that share a process each have theirs
+        store = PrefixStore(full, self._own_store())
         if len(line) > 1:
             self._meet(f"mesh {name!r}", store, tuple(line), device_type, self._deadline)
         backend = self._backend_for(device_type)
@@ -457,101 +275,14 @@ class Collectives:
         self._registered.append(pg)
         return pg
 
-    def _own_store(self) -> dist.Store:
-        return self._store.clone() if self._store is not None else dist.HashStore()
+    def _own_store(self) -> Store:
+        if self._store is None:
+            return HashStore()
+        own: Store = self._store.clone()  # type: ignore[attr-defined]  # the stubs of torch do not list it
+        return own
 
     def _enter_world(self) -> None:
         if not self._in_world:
             rank, size = (self.rank, self.world_size) if self._store is not None else (0, 1)
-            _enter_world(rank, size)
+            enter_world(rank, size)
             self._in_world = True
-
-
-# The default group -----------------------------------------------------------------------------------------------
-
-
-class _World(dist.ProcessGroup):
-    """A default group that knows its rank and size and nothing else."""
-
-    users = 0
-
-
-def _refuse(self: _World, *_: object, **__: object) -> Any:
-    raise UserError(
-        "a collective was called without a group. Roles that share this process must not share a default group: pass "
-        "group=mesh.get_group() (process_group=… for checkpoints), or use a Group of rlinf.runtime.collectives"
-    )
-
-
-for _operation in (
-    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "monitored_barrier"),
-    *("broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-    *("reduce_scatter_tensor_coalesced", "scatter", "send"),
-):
-    setattr(_World, _operation, _refuse)
-
-
-def _enter_world(rank: int, size: int) -> None:
-    """Have torch know this process as rank `rank` of `size`, unless it does already."""
-    if not dist.is_initialized():
-        dist.Backend.register_backend(_WORLD, lambda store, rank, size, timeout: _World(rank, size), devices=["cpu"])
-        dist.init_process_group(_WORLD, store=dist.HashStore(), rank=rank, world_size=size)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        raise UserError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in a default group that other code "
-            f"made, and a mesh needs it to be rank {rank} of {size}: do not call init_process_group"
-        )
-    _World.users += 1
-
-
-def _leave_world() -> None:
-    _World.users -= 1
-    if _World.users == 0 and isinstance(dist.group.WORLD, _World):
-        dist.destroy_process_group()
-
-
-# Helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, or a copy if it is not contiguous: backends move bytes of every dtype."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _into(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Copy what arrived in `data` into `tensor`, unless they share memory."""
-    if data.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
-    return tensor
-
-
-def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
-
-    Not the loop's executor: that has few threads, and the interpreter would wait for them when it exits.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result: Any = function()
-            error = None
-        except Exception as caught:
-            result, error = None, caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_settle, future, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
-        future.exception()  # marks it as seen: the one who waited may have been cancelled

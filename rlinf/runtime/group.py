@@ -56,7 +56,9 @@ class ActorRef:
     def __getattr__(self, name: str) -> EndpointOf:
         if name.startswith("__"):
             raise AttributeError(name)
-        return EndpointOf([self], find_endpoint(self._cls, name), one=True)
+        found = EndpointOf([self], find_endpoint(self._cls, name), one=True)
+        self.__dict__[name] = found  # the next call finds it without coming here
+        return found
 
     def __reduce__(self) -> Any:
         return _ref_arrived, (self._cls, self._name, self._host, self._actor)

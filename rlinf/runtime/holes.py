@@ -44,7 +44,8 @@ class Holes:
         if hole > size:
             self._add(start + size, end, start in self._cold)
         self._cold.discard(start)
-        self.warm = max(self.warm, start + size)
+        if start + size > self.warm:
+            self.warm = start + size
         return start, warm
 
     def give(self, start: int, size: int) -> None:

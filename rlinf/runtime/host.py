@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from .actor import ActorId, Call, Cell, Gang, current_call, current_scope
 from .context import SERVICE, Running, cancel_all
 from .errors import ActorDied, RemoteError, UserError
-from .payload import Key, Payload, Place
+from .payload import Key, Payload, Place, is_plain
 from .promise import KEEP, LOCAL, QUEUED, WANT, Promise, Sent
 from .queue import ItemQueue
 from .resolve import holds_promise, resolve
@@ -102,8 +102,11 @@ class Host:
         if host in self.lost_hosts:
             promise.set_exception(self._died(host, name))
             return promise
-        with self.values.lending_to(promise):
-            payload = self.codec.encode((args, kwargs), host)
+        if is_plain(args) and not kwargs:
+            payload: Payload = ((args, kwargs), None)
+        else:
+            with self.values.lending_to(promise):
+                payload = self.codec.encode((args, kwargs), host)
         promise.state = QUEUED
         promise.call_args = (actor, method, payload)
         self.link(host).post(promise)
@@ -190,8 +193,8 @@ class Host:
             call = Call(message[6], source, message[1], message[7], message[8], self.now())
             work = self._serve(call, *message[2:6])
             self.serving[key] = self.loop.create_task(work, context=self._context.copy())
-        elif kind == CAST:
-            getattr(self.cells[message[1]].actor, message[2])(*message[3])
+        elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
+            self.loop.call_soon(getattr(self.cells[message[1]].actor, message[2]), *message[3])
         elif kind == CANCEL:
             if (task := self.serving.get((source, message[1]))) is not None:
                 task.cancel()
@@ -204,7 +207,8 @@ class Host:
         sent = self.sent.pop(number, None)
         promise = sent.promise() if sent is not None else None
         if sent is not None:
-            self.values.give_back(sent.lends)
+            if sent.lends:
+                self.values.give_back(sent.lends)
             if sent.finish is not None:
                 sent.finish()
         if promise is None or promise.done():

@@ -262,7 +262,7 @@ class LeaseManager:
         lease._grant = grant
         lease.since = asyncio.get_running_loop().time()
         if grant.task is None:
-            if grant.ready or self._residency.loaded(grant.names):
+            if self._residency.loaded(grant.names):
                 self._begin(grant)
             else:
                 grant.task = asyncio.create_task(self._prepare(grant), name=f"lease of {', '.join(grant.names)}")
@@ -283,7 +283,6 @@ class LeaseManager:
 
     def _begin(self, grant: _Grant) -> None:
         grant.ready = True
-        self._residency.touch(grant.names)
         for lease in grant.leases:
             if not lease._future.done():
                 lease.since = asyncio.get_running_loop().time()

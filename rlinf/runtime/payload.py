@@ -46,7 +46,8 @@ SEALED_BYTES = 32 << 10
 SEALED = -1
 """In place of a host number: encode for whoever will read it."""
 
-Payload = tuple[Any, ...]  # (value,) by reference, or (blob, refs, parts)
+Payload = tuple[Any, ...]
+"""(value,) by reference; (value, None) short atoms; (blob, refs, parts) anything else."""
 Key = tuple[int, int]
 
 
@@ -153,6 +154,8 @@ class Codec:
         """
         if self.by_reference(host):
             return (value,)
+        if is_plain(value):
+            return (value, None)  # the frame pickles it with all others, which is cheapest
         file = io.BytesIO()
         pickler = _Pickler(file, self, host)
         try:
@@ -183,19 +186,19 @@ class Codec:
 
     def ready(self, payload: Payload) -> bool:
         """Whether `decode_now` can read it: nothing to wait for."""
-        if len(payload) == 1:
-            return not holds_promise(payload[0])
+        if len(payload) < 3:
+            return len(payload) == 2 or not holds_promise(payload[0])
         return not payload[1] and not any(type(part) is GroupRef for part in payload[2])
 
     def decode_now(self, payload: Payload) -> Any:
         """The value of a payload that is `ready`."""
-        if len(payload) == 1:
+        if len(payload) < 3:
             return payload[0]
         return self._load(payload[0], (), payload[2])
 
     async def decode(self, payload: Payload) -> Any:
         """The value of a payload, after fetching what it refers to."""
-        if len(payload) == 1:
+        if len(payload) < 3:
             return await resolve(payload[0])
         blob, refs, parts = payload
         try:
@@ -213,7 +216,7 @@ class Codec:
 
     def discard(self, payload: Payload, *, own: bool = False, host: int = -1) -> None:
         """Let go of a payload that nobody will read, so that its arena slots return."""
-        if len(payload) == 1:
+        if len(payload) < 3:
             return
         for part in payload[2]:
             if type(part) is SlotRef:
@@ -317,6 +320,21 @@ class _Pickler(pickle.Pickler):
 
 class _TooBig(Exception):
     """What is being sealed is too big to ride along."""
+
+
+_PLAIN = frozenset({int, float, bool, type(None)})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a call's (args, kwargs) or result is nothing but short atoms, which need no encoding of their own."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is str or kind is bytes:
+        return len(value) <= INLINE_BYTES
+    if kind is tuple and len(value) <= 8:
+        return all(type(each) in _PLAIN or is_plain(each) for each in value)
+    return kind is dict and not value
 
 
 def _value(index: int) -> Any:

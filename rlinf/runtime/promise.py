@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -50,18 +50,27 @@ class Promise(asyncio.Future[T]):
         """The call that made this one, or "flow"."""
         self.since = host.now()
         """Loop time (seconds) at which the call was made."""
-        self.state = LOCAL
         self.target = target
         self.number = number
-        self.wanted = False
-        self.lent = False
         self.host = host
-        self.call_args: tuple[Any, ...] = ()  # (actor id, method, payload) until sent
-        self.lends: list[Any] = []  # promises and streams among its arguments: alive until the call has its reply
-        self.finish: Callable[[], None] | None = None  # told once, when the call is over (load accounting)
-        self.task: asyncio.Task[Any] | None = None
-        self.gang: Gang | None = None
-        self.borrowers = 0  # calls that may fetch its value from this host
+
+    # Most promises never need more than these defaults, and making one must be cheap.
+    state = LOCAL
+    wanted = False
+    lent = False
+    """Its value will be fetched by another call, so it stays at the producer."""
+    gang: Gang | None = None
+    """The group call it is part of."""
+    call_args: tuple[Any, ...] = ()
+    """(actor id, method, payload), until the call is sent."""
+    lends: Sequence[Any] = ()
+    """Promises and streams among its arguments: alive until the call has its reply."""
+    borrowers = 0
+    """Calls that may fetch its value from this host."""
+    finish: Callable[[], None] | None = None
+    """Told once, when the call is over."""
+    task: asyncio.Task[Any] | None = None
+    """What computes it, if that is on this host."""
 
     @property
     def key(self) -> Key:

@@ -287,6 +287,7 @@ class ItemQueue:
                 self.done_count += 1
         if not held:
             del self._running[token]
+            self._serve()  # one consumer fewer is busy, so there may be items to spare
         self._wake_putters()
         self._check_end()
 

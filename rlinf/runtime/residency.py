@@ -95,7 +95,7 @@ class _Entry:
     """Ready to work. If not, with `bytes` above the parked ones, a move is under way or has failed."""
     move: asyncio.Task[None] | None = None
     used: int = 0
-    """Ticks at each use: the least is the least recently used."""
+    """The tick of its last use: the least is the least recently used."""
 
     @property
     def releasable(self) -> int:
@@ -238,10 +238,11 @@ class Residency:
                     f"{', '.join(staying)} do not fit on device {device.number} together: {missing[device]} of its "
                     f"{device.capacity} bytes are missing even with all other tenants parked"
                 )
-        # Whoever was chosen late may free enough alone, on several devices at once: spare the others.
+        # Whoever was chosen late may free enough alone, on several devices at once: spare the others, or the wait
+        # for those who are leaving anyway.
         for entry in sorted(leaving, key=lambda entry: -entry.used):
             room = [-missing[device] for device in entry.devices if device in missing]
-            if entry.move is None and entry.releasable <= min(room):
+            if entry.releasable <= min(room):
                 del leaving[entry]
                 leave(entry, -1)
         return list(leaving)

@@ -199,7 +199,9 @@ def _pack(frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _carries_tensors(message: tuple[Any, ...]) -> bool:
-    return any(type(part) is tuple and len(part) == 3 and bool(part[2]) for part in message)
+    """Whether the payload of a call or reply has parts beside its bytes."""
+    payload = message[4] if message[0] == 0 else message[3] if message[0] == 1 else ()
+    return len(payload) == 3 and bool(payload[2])
 
 
 def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ def run(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on shared cores a second OpenMP thread was measured to cost up to 40 times
     sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.freeze()  # what was imported lives for ever; scanning it at every full collection would stall the loop
     if world == 1:
         return _run_loop(
             _run_local(main, 1 if "TORCHELASTIC_RUN_ID" in os.environ else hosts, trace, device_memory, stall_after)

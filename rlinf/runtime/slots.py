@@ -84,8 +84,11 @@ def view(memory: mmap.mmap, ref: SlotRef, gone: Callable[[weakref.ref[_Mapped]],
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a row-major tensor."""
-    strides = itertools.accumulate(reversed(shape[1:]), lambda step, size: step * max(size, 1), initial=1)
-    return tuple(reversed(list(strides))) if shape else ()
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size or 1
+    return tuple(reversed(strides))
 
 
 class ArenaReader:
@@ -93,9 +96,9 @@ class ArenaReader:
 
     Args:
         on_free: called with (owner, slot) once per `open`, when nothing refers to that tensor's storage any more. It
-            runs wherever the last reference went, perhaps within a garbage collection on any thread, perhaps while
-            that thread is inside an `Arena` method: so it takes no lock, calls no `Arena`, and only notes the fact
-            (`deque.append`, `loop.call_soon_threadsafe`).
+            runs wherever the last reference went, perhaps within a garbage collection on any thread, which perhaps
+            holds any lock: so it takes none and only notes the fact (`deque.append`, `loop.call_soon_threadsafe`, or
+            `Arena.release` if the arena is at hand).
     """
 
     def __init__(self, on_free: Callable[[int, int], None]):

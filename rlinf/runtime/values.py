@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .arena import Arena
@@ -49,11 +49,13 @@ class Values:
     @contextlib.contextmanager
     def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
         """What is encoded in it are the arguments of this call: promises among them are lent until its reply."""
-        self._lending = promise.lends
+        self._lending = lends = []
         try:
             yield
         finally:
             self._lending = None
+            if lends:
+                promise.lends = lends
 
     def _hold(self, handle: Any) -> None:
         if self._lending is not None:
@@ -74,14 +76,13 @@ class Values:
         self.kept[promise.key] = promise
         return ValueRef(self._rank, promise.key)
 
-    def give_back(self, lends: list[Any]) -> None:
+    def give_back(self, lends: Sequence[Any]) -> None:
         """A call has its reply: its consumer has fetched the promises that were lent to it."""
         for handle in lends:
             if isinstance(handle, Promise) and handle.borrowers:
                 handle.borrowers -= 1
                 if not handle.borrowers:
                     self.kept.pop(handle.key, None)
-        lends.clear()
 
     def fetch(self, ref: ValueRef) -> Any:
         """Awaitable for a value that some host keeps."""

@@ -1,0 +1,82 @@
+# Works on a machine that has Python and make, and nothing else: every target that needs the environment makes it first.
+# `make PYTHON=/path/to/python3.12 install` chooses an interpreter; it is asked for only when .venv does not exist.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PEERS := .venv-peers
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTHON ?= python3
+
+# The first of these that runs and is new enough; only PYTHON when it was named. (A name on the PATH may be a version
+# manager's stub for an interpreter that is not there, so each is run.)
+PYTHONS := $(if $(filter file,$(origin PYTHON)),$(PYTHON) python3.13 python3.12 python3.11,$(PYTHON))
+FIND_PYTHON = for python in $(PYTHONS); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit 0; fi; \
+	done; \
+	found="$$("$(PYTHON)" --version 2>&1)" || found="not there"; \
+	echo "rlinf needs Python 3.11 or newer; $(PYTHON) is $$found. Install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+.PHONY: help
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+.PHONY: install
+install: $(VENV)/.installed  ## create .venv and install rlinf with its tools; does nothing when that is up to date
+
+$(VENV)/bin/python:
+	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $(VENV)
+
+# torch first and by itself: asked for through a range, pip may choose another build of it.
+# Without build isolation: setuptools came with torch, so nothing unpinned is downloaded to build.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)" setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+# One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
+.PHONY: test
+test: install  ## run all tests; PYTEST_ARGS="-k name" chooses
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest --durations=15 --durations-min=1 $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: install  ## style, formatting, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: format
+format: install  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: quickstart
+quickstart: install  ## train a small model by GRPO on this machine's CPU
+	$(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml
+
+.PHONY: bench
+bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses
+	$(BIN)/python -m benchmarks.runtime $(BENCH_ARGS)
+
+# The peers have pins of their own, so they get an environment of their own.
+.PHONY: bench-peers
+bench-peers: $(PEERS)/.installed  ## create .venv-peers with the systems that `make bench` compares with
+
+$(PEERS)/bin/python:
+	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $(PEERS)
+
+$(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/requirements.txt
+	$(PEERS)/bin/python -c 'import importlib.metadata, ray, xoscar; print("ray", ray.__version__, "xoscar", importlib.metadata.version("xoscar"))'
+	touch $@
+
+.PHONY: clean
+clean:  ## remove the environments and everything that tools left here; outputs/ stays
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

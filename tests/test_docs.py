@@ -1,0 +1,18 @@
+"""The pages in docs/ are true: their Python blocks run, in order, as one program per page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "docs" / "runtime.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)

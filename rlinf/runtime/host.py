@@ -216,12 +216,25 @@ class Host:
             if status == ERROR and promise is None and sent is not None:
                 self.log_unseen(sent.name, self.codec.decode_now(payload))
             return
-        if status == OK:
+        if status == OK and not self.codec.ready(payload):
+            self.own(self._settle_later(promise, payload))
+        elif status == OK:
             promise.set_result(self.codec.decode_now(payload))
         elif status == ERROR:
             promise.set_exception(self.codec.decode_now(payload))
         elif status == CANCELLED:
             promise.cancel()
+
+    async def _settle_later(self, promise: Promise[Any], payload: Payload) -> None:
+        """A reply whose tensors are still on their way."""
+        try:
+            value = await self.codec.decode(payload)
+        except Exception as error:  # whoever awaits the value must hear of it, whatever went wrong
+            if not promise.done():
+                promise.set_exception(error)
+        else:
+            if not promise.done():
+                promise.set_result(value)
 
     def lost(self, host: int, reason: str) -> None:
         """A peer is gone: fail all that stands on it, take back all that it held."""

@@ -16,6 +16,7 @@ fetched before it can be read, and the tensors that travel beside it. `Codec.rou
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import pickle
@@ -65,6 +66,8 @@ class GroupRef:
 
     source: int
     tag: int
+    device: str
+    """The type of device it comes from and goes to."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -85,7 +88,7 @@ class Place:
 
 
 class Bulk(Protocol):
-    """Moves a tensor between two hosts through a process group (see `collectives.py`)."""
+    """Moves a tensor between two hosts through a process group (see `bulk.py`)."""
 
     def send(self, tensor: torch.Tensor, host: int) -> GroupRef: ...
     async def receive(self, ref: GroupRef) -> torch.Tensor: ...
@@ -201,18 +204,23 @@ class Codec:
         if len(payload) < 3:
             return await resolve(payload[0])
         blob, refs, parts = payload
+        coming = self._receive(parts)  # before anything else waits: receives follow the order of the messages
         try:
             values = [await self._fetch(ref) for ref in refs]
         except BaseException:
-            self.discard(payload)
+            self.discard((blob, refs, [part for part in parts if type(part) is SlotRef]))
             raise
-        received = []
-        for part in parts:
+        received = [await coming[i] if i in coming else part for i, part in enumerate(parts)]
+        return self._load(blob, values, received)
+
+    def _receive(self, parts: Iterable[Any]) -> dict[int, asyncio.Task[torch.Tensor]]:
+        """Start receiving what process groups bring; tasks of the host, so they end even if nobody waits."""
+        coming = {}
+        for index, part in enumerate(parts):
             if type(part) is GroupRef:
                 assert self.bulk is not None
-                part = await self.bulk.receive(part)
-            received.append(part)
-        return self._load(blob, values, received)
+                coming[index] = self.host.own(self.bulk.receive(part))
+        return coming
 
     def discard(self, payload: Payload, *, own: bool = False, host: int = -1) -> None:
         """Let go of a payload that nobody will read, so that its arena slots return."""
@@ -224,6 +232,8 @@ class Codec:
                     self.arena.release(host, [part.slot])
                 elif self.reader is not None:
                     self.reader.open(part)
+        if not own:
+            self._receive(payload[2])
 
     def _load(self, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
         previous = getattr(_reading, "now", None)

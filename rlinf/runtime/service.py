@@ -42,11 +42,13 @@ class Service(QueueService, StageService, LeaseService):
         if len(host.places) == host.transport.hosts:
             for other in range(1, host.transport.hosts):
                 host.cast(other, self._cell.id, "welcome", dict(host.places))
+            host.system.places_known()
             self.all_here.set()
 
     def welcome(self, places: dict[int, Place]) -> None:
         """The controller tells a host where all others live."""
         self._cell.host.places.update(places)
+        self._cell.host.system.places_known()
         self.all_here.set()
 
     def bye(self, graceful: bool) -> None:

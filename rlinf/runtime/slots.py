@@ -61,11 +61,7 @@ class SlotRef:
         return self.segment.owner
 
 
-class _Mapped(np.ndarray[Any, Any]):
-    """A piece of a mapping. Of its own class, because a plain array would not be kept as the base of views over it."""
-
-
-class Watch(weakref.ref[_Mapped]):
+class Watch(weakref.ref[np.ndarray[Any, Any]]):
     """Knows which slot's memory is no longer referenced once its array is gone."""
 
     __slots__ = ("key", "owner", "slot")
@@ -74,11 +70,14 @@ class Watch(weakref.ref[_Mapped]):
     slot: int
 
 
-def view(memory: mmap.mmap, ref: SlotRef, gone: Callable[[weakref.ref[_Mapped]], None]) -> tuple[torch.Tensor, Watch]:
-    """A tensor over `ref`, and what calls `gone` when its storage is freed: the storage owns the array."""
-    array = _Mapped((ref.nbytes,), np.uint8, memory, ref.offset)
+def view(
+    memory: mmap.mmap, ref: SlotRef, gone: Callable[[weakref.ref[np.ndarray[Any, Any]]], None]
+) -> tuple[torch.Tensor, Watch]:
+    """A tensor over `ref`, and what calls `gone` when its storage is freed."""
+    array: np.ndarray[Any, Any] = np.ndarray((ref.nbytes,), np.uint8, memory, ref.offset)
     watch = Watch(array, gone)
     watch.owner, watch.slot = ref.segment.owner, ref.slot
+    # `frombuffer` makes the storage own this very array, and so do all views, of torch and numpy, through the storage.
     return torch.frombuffer(array, dtype=ref.dtype).as_strided(ref.shape, ref.stride), watch
 
 

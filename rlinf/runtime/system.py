@@ -17,9 +17,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from .actor import Actor, Cell, current_scope
 from .arena import Arena
+from .bulk import GroupBulk
 from .channel import Channel, QueueHandle
+from .collectives import Collectives
 from .context import CONTROLLER, SERVICE, enter_host
 from .errors import ActorDied, StallError, UserError
 from .group import ActorGroup, ActorRef
@@ -58,6 +62,7 @@ class ActorSystem:
         self._network = network
         host.system = self
         self.leases = LeaseClient(host)
+        self._collectives: Collectives | None = None
         self.root = Scope(self)
         service = Service()
         Cell(service, SERVICE, "host", host.rank, ActorGroup("host", []), host)
@@ -114,6 +119,22 @@ class ActorSystem:
                 await each._host.close()
             with contextlib.suppress(ValueError):  # opened by a fixture, closed in another context
                 current_scope.reset(token)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Named process groups and device meshes over hosts; see `collectives.py`."""
+        if self._collectives is None:
+            store = None
+            if self._network is None:
+                store, _, _ = next(dist.rendezvous("env://"))
+            self._collectives = Collectives(store, self.host, self.hosts)
+        return self._collectives
+
+    def places_known(self) -> None:
+        """All hosts have said where they live: use process groups if some are on other machines or GPUs."""
+        places = self._host.places.values()
+        if len({place.machine for place in places}) > 1 or any(place.device != "cpu" for place in places):
+            self._host.codec.bulk = GroupBulk(self._host, self.collectives)
 
     # Spawning and finding ----------------------------------------------------------------------------------------
 

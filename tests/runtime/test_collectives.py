@@ -1,0 +1,384 @@
+"""Groups with names work in any overlap and order, fail with names, and carry FSDP2 over any subset of the hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from rlinf.runtime.collectives import CollectiveError, Collectives, CollectiveTimeout
+from rlinf.runtime.errors import UserError
+from rlinf.runtime.worker import Worker
+
+HOSTS = 3
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Scenario = Callable[[Collectives, int], Any]
+
+
+class Host:
+    """One process of the job, in a child of the test."""
+
+    def __init__(self, rank: int, port: int):
+        torch.set_num_threads(1)
+        self.rank = rank
+        self._runner = asyncio.Runner()
+        store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+        self._collectives = Collectives(store, rank, HOSTS, deadline=20.0)
+
+    def run(self, scenario: str) -> Any:
+        coroutine = globals()[scenario](self._collectives, self.rank)
+        return self._runner.run(asyncio.wait_for(coroutine, 25))
+
+    def close(self) -> None:
+        self._runner.run(self._collectives.close())
+
+
+class Job:
+    def __init__(self, port: int):
+        kwargs = [{"rank": rank, "port": port} for rank in range(HOSTS)]
+        self.hosts = [Worker(f"{__name__}:Host", kwargs[rank], name=f"host{rank}") for rank in range(HOSTS)]
+
+    async def __call__(self, scenario: Scenario, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Any]:
+        """Run a scenario on hosts at the same time."""
+        return await asyncio.gather(*(self.hosts[rank].call("run", scenario.__name__, timeout=30) for rank in ranks))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def job() -> AsyncIterator[Job]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job(store.port)
+    await asyncio.gather(*(host.start() for host in job.hosts))
+    yield job
+    await asyncio.gather(*(host.stop() for host in job.hosts))
+
+
+# Making groups ---------------------------------------------------------------------------------------------------
+
+
+async def overlap(c: Collectives, rank: int) -> list[float]:
+    """Host 0 makes both its groups at once, and host 1 comes to its one only when host 2 has long finished."""
+    if rank == 0:
+        pairs = await asyncio.gather(c.group("a", [0, 1]), c.group("b", [0, 2]))
+    elif rank == 1:
+        await c.group("alone", [1])
+        late = await c.group("c", [2, 1])
+        await late.recv(torch.empty(1), src=2)
+        pairs = [await c.group("a", [0, 1])]
+    else:
+        pairs = [await c.group("b", [0, 2])]
+        await (await c.group("c", [2, 1])).send(torch.ones(1), dst=1)
+    assert await c.group(pairs[0].name, pairs[0].ranks) is pairs[0]
+    return [float(await pair.all_reduce(torch.tensor([10.0**rank]))) for pair in pairs]
+
+
+async def test_groups_may_overlap_and_be_made_in_any_order_and_number(job: Job) -> None:
+    assert await job(overlap) == [[11.0, 101.0], [11.0], [101.0]]
+
+
+async def incomplete(c: Collectives, rank: int) -> str:
+    with pytest.raises(CollectiveTimeout) as caught:
+        await c.group("incomplete", [0, 1, 2], deadline=0.5)
+    return str(caught.value)
+
+
+async def test_a_group_that_does_not_come_together_names_who_is_missing(job: Job) -> None:
+    (text,) = await job(incomplete, (0,))
+    assert "group 'incomplete' of hosts [0, 1, 2]" in text
+    assert "hosts [1, 2] did not make it" in text
+
+
+async def quarrel(c: Collectives, rank: int) -> str:
+    with pytest.raises(UserError) as caught:
+        await c.group("quarrel", [0, 1] if rank == 0 else [1, 2])
+    return str(caught.value)
+
+
+async def test_hosts_that_mean_different_things_by_a_name_all_learn_both(job: Job) -> None:
+    texts = await job(quarrel, (0, 1))
+    assert texts[0] == texts[1]
+    assert "hosts [0, 1] over gloo" in texts[0]
+    assert "hosts [1, 2] over gloo" in texts[0]
+
+
+# Operations ------------------------------------------------------------------------------------------------------
+
+
+async def values(c: Collectives, rank: int) -> dict[str, Any]:
+    group = await c.group("values", [2, 0, 1])
+    sent = [torch.arange(6.0).reshape(2, 3).t(), torch.tensor(7), torch.tensor([True, False]), torch.ones(2).bfloat16()]
+    got = [tensor if rank == 1 else torch.zeros_like(tensor) for tensor in sent]
+    await asyncio.gather(*(group.broadcast(tensor, src=1) for tensor in got))
+    weight = nn.Parameter(torch.full((2,), float(rank)))
+    await group.broadcast(weight, src=2)
+    await group.barrier()
+    return {
+        "broadcast": all(torch.equal(a, b) for a, b in zip(got, sent, strict=True)),
+        "parameter": weight.tolist(),
+        "sum": (await group.all_reduce(torch.tensor([rank, 1]))).tolist(),
+        "max": (await group.all_reduce(torch.full((2, 1), float(rank)).t(), dist.ReduceOp.MAX)).tolist(),
+        "gather": (await group.all_gather(torch.tensor([[rank]], dtype=torch.bfloat16))).tolist(),
+    }
+
+
+async def test_operations_give_the_values_of_all_members(job: Job) -> None:
+    expected = {
+        "broadcast": True,
+        "parameter": [2.0, 2.0],
+        "sum": [3, 3],
+        "max": [[2.0, 2.0]],
+        "gather": [[[2.0]], [[0.0]], [[1.0]]],
+    }
+    assert await job(values) == [expected] * 3
+
+
+async def crossing(c: Collectives, rank: int) -> list[float]:
+    group = await c.group("crossing", [0, 1])
+    first, second, third = torch.full((1,), rank + 1.0), torch.full((1,), rank + 2.0), torch.zeros(1)
+    if rank == 0:  # waits for both messages, in the wrong order, and for a broadcast that comes before them
+        a, b, _ = await asyncio.gather(
+            group.recv(first, src=1, tag=2), group.recv(second, src=1, tag=1), group.broadcast(third, src=1)
+        )
+        return [float(a), float(b), float(third)]
+    await group.broadcast(third.fill_(5.0), src=1)
+    await group.send(first, dst=0, tag=1)
+    await group.send(second, dst=0, tag=2)
+    return []
+
+
+async def test_operations_under_way_do_not_hold_up_each_other(job: Job) -> None:
+    assert (await job(crossing, (0, 1)))[0] == [3.0, 2.0, 5.0]
+
+
+async def deserted(c: Collectives, rank: int) -> list[Any]:
+    group = await c.group("deserted", [0, 2], deadline=1.0)
+    if rank == 2:
+        return []
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(CollectiveTimeout) as caught:
+        await group.all_reduce(torch.ones(1))
+    ticking.cancel()
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeout):
+        await group.barrier()
+    return [str(caught.value), ticks > 20, time.monotonic() - begun < 0.1]
+
+
+async def test_a_missing_member_ends_in_an_error_that_names_group_operation_and_hosts(job: Job) -> None:
+    (text, others_ran, broken_at_once), _ = await job(deserted, (0, 2))
+    assert "all_reduce in group 'deserted' of hosts [0, 2], on host 0: not done after 1 s" in text
+    assert others_ran
+    assert broken_at_once
+
+
+async def leaving(c: Collectives, rank: int) -> list[str]:
+    group = await c.group("leaving", [0, 1])
+    await group.barrier()
+    if rank == 1:
+        await group.close()
+        return []
+    texts = []
+    with pytest.raises(CollectiveError) as lost:
+        await group.recv(torch.ones(1), src=1)
+    texts.append(str(lost.value))
+    other = await c.group("leaving", [0, 1])
+    with pytest.raises(CollectiveError) as again:
+        await other.barrier()
+    return [*texts, str(again.value)]
+
+
+async def test_a_member_that_leaves_fails_the_others_at_once(job: Job) -> None:
+    lost, again = (await job(leaving, (0, 1)))[0]
+    assert lost.startswith("recv from host 1 with tag 0 in group 'leaving' of hosts [0, 1]")
+    assert again == lost
+
+
+async def closing(c: Collectives, rank: int) -> str:
+    group = await c.group("closing", [1, 2])
+    if rank == 2:
+        return ""
+    waiting = asyncio.create_task(group.recv(torch.ones(1), src=2))
+    await asyncio.sleep(0.05)
+    await group.close()
+    with pytest.raises(CollectiveError) as caught:
+        await waiting
+    return str(caught.value)
+
+
+async def test_closing_ends_operations_under_way(job: Job) -> None:
+    assert "was closed" in (await job(closing, (1, 2)))[0]
+
+
+# Meshes ----------------------------------------------------------------------------------------------------------
+
+BATCH = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def gradients(model: nn.Module) -> list[list[float]]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [getattr(grad, "full_tensor", lambda grad=grad: grad)().flatten().tolist() for grad in grads]
+
+
+def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+async def sharded(c: Collectives, rank: int) -> list[Any]:
+    """Hosts 0 and 2 share an actor and a critic, hosts 1 and 2 a judge; each role trains in a thread of its own."""
+    names = {"critic": [0, 2], "actor": [0, 2]} if rank == 0 else {"judge": [1, 2]}
+    if rank == 2:
+        names = {"actor": [0, 2], "judge": [1, 2], "critic": [0, 2]}
+    meshes = dict(zip(names, await asyncio.gather(*(c.mesh(name, names[name]) for name in names)), strict=True))
+    models = {name: shard(network(len(name)), meshes[name]) for name in sorted(names)}
+
+    def train(name: str) -> tuple[list[list[float]], float]:
+        mesh, model = meshes[name], models[name]
+        for _ in range(5):
+            model.zero_grad()
+            rows = BATCH[mesh.get_local_rank() :: 2]
+            model(rows).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        return gradients(model), float(norm.full_tensor())
+
+    results = await asyncio.gather(*(asyncio.to_thread(train, name) for name in names))
+    return list(zip(names, results, strict=True))
+
+
+async def test_fsdp_on_overlapping_meshes_gives_the_gradients_of_one_process(job: Job) -> None:
+    trained = await job(sharded)
+    assert sorted(name for host in trained for name, _ in host) == sorted(["actor", "critic", "judge"] * 2)
+    for name, (found, norm) in (entry for host in trained for entry in host):
+        model = network(len(name))
+        model(BATCH).square().mean().backward()
+        for mine, expected in zip(found, gradients(model), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected))
+        expected_norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert norm == pytest.approx(float(expected_norm), rel=1e-5)
+
+
+async def grid(c: Collectives, rank: int) -> list[Any]:
+    """A mesh of two dimensions, whose lines are groups of their own."""
+    mesh = await c.mesh("grid", [2, 0], shape=(2, 1), dims=("replicate", "shard"))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh["grid.replicate"].get_group())
+    return [mesh.get_coordinate(), float(total), dist.get_world_size(mesh["grid.shard"].get_group())]
+
+
+async def test_a_mesh_may_have_several_dimensions(job: Job) -> None:
+    assert await job(grid, (0, 2)) == [[(1, 0), 2.0, 1], [(0, 0), 2.0, 1]]
+
+
+async def without_group(c: Collectives, rank: int) -> list[Any]:
+    await c.mesh("lone", [rank])
+    for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(1)), lambda: dist.broadcast_object_list([1])):
+        with pytest.raises(UserError, match="without a group"):
+            call()
+    return [dist.get_rank(), dist.get_world_size()]
+
+
+async def test_a_collective_without_a_group_is_refused(job: Job) -> None:
+    assert await job(without_group, (1,)) == [[1, 3]]
+
+
+# One process -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_group_of_one_needs_no_network() -> None:
+    group = await Collectives(None, 2, 4).group("alone", [2])
+    assert (await group.broadcast(torch.ones(2), src=2)).tolist() == [1, 1]
+    assert (await group.all_reduce(torch.ones(2))).tolist() == [1, 1]
+    assert (await group.all_gather(torch.ones(2))).tolist() == [[1, 1]]
+    await group.barrier()
+    with pytest.raises(UserError, match="cannot send to itself"):
+        await group.send(torch.ones(1), dst=2)
+    with pytest.raises(UserError, match="host 1 is no member"):
+        await group.broadcast(torch.ones(1), src=1)
+    await group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        await group.barrier()
+
+
+async def test_hosts_in_one_process_cannot_form_bigger_groups() -> None:
+    with pytest.raises(UserError, match="one process per host"):
+        await Collectives(None, 0, 2).group("both", [0, 1])
+
+
+async def test_what_a_name_or_list_of_hosts_cannot_be() -> None:
+    collectives = Collectives(None, 0, 2)
+    await collectives.group("name", [0])
+    with pytest.raises(UserError, match=r"hosts \[0\] over gloo.*cannot be hosts \[0\] over nccl"):
+        await collectives.group("name", [0], "nccl")
+    with pytest.raises(UserError, match="no member"):
+        await collectives.group("others", [1])
+    with pytest.raises(UserError, match="different hosts"):
+        await collectives.group("twice", [0, 0])
+    with pytest.raises(UserError, match="from 0 to 1"):
+        await collectives.group("far", [0, 7])
+    with pytest.raises(UserError, match="names of dimensions"):
+        await collectives.mesh("flat", [0], shape=(1, 1))
+
+
+async def check_local_mesh(device: str) -> None:
+    hosts = [Collectives(None, rank, 2) for rank in range(2)]
+    for host in hosts:
+        mesh = await host.mesh("trainer", [host.rank], device)
+        model = network(0)
+        twin = copy.deepcopy(model).to(device)
+        shard(model, mesh)(BATCH.to(device)).sum().backward()
+        twin(BATCH.to(device)).sum().backward()
+        for mine, expected in zip(gradients(model), gradients(twin), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected))
+    for host in hosts:
+        await host.close()
+    assert not dist.is_initialized()
+
+
+async def test_each_host_of_one_process_may_have_a_mesh_of_its_own() -> None:
+    await check_local_mesh("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_a_mesh_of_one_gpu_trains() -> None:
+    await check_local_mesh("cuda")
+
+
+async def on_gpus(c: Collectives, rank: int) -> list[float]:
+    torch.cuda.set_device(rank)
+    group = await c.group("gpus", [0, 1], "nccl")
+    await group.barrier()
+    total = await group.all_reduce(torch.full((2,), rank + 1.0, device="cuda"))
+    await group.broadcast(total, src=1)
+    return total.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL takes one rank per device")
+async def test_nccl_groups_carry_cuda_tensors(job: Job) -> None:
+    assert await job(on_gpus, (0, 1)) == [[3.0, 3.0]] * 2

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlinf.runtime.residency import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
+from .residency import DeviceMemory, LeaseError, Move, Residency, Statistics, Tenant
 
 __all__ = ["Claim", "DeviceMemory", "Lease", "LeaseError", "LeaseManager", "Statistics", "Tenant"]
 

@@ -1,7 +1,7 @@
 """The queue behind channels and streams: items with ids and states, competing consumers, bounded space.
 
 Flows in: `put`. Flows out: `take`, then `ack`. Who wakes whom: a put wakes the oldest taker whose wish can be met; an
-ack, or a consumer's leaving, wakes putters that wait for space and takers that wait for the end.
+ack, or a taker that waits for more than there is, wakes the oldest putter; a consumer's leaving wakes takers.
 
 An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a token;
 if that consumer leaves or dies, what it holds is queued again, at the front. So nothing is lost; and because an item put
@@ -34,6 +34,8 @@ class Item:
     value: Any
     weight: float
     key: Hashable
+    number: int
+    """Order of putting; items that come back take their old place."""
 
 
 class Taker:
@@ -53,7 +55,10 @@ class Taker:
 
 @dataclass(slots=True, eq=False)
 class _Putter:
+    """Somebody who waits for space; once woken, a place is reserved for it."""
+
     future: asyncio.Future[None]
+    key: Hashable
     name: str
     since: float
 
@@ -63,10 +68,16 @@ class ItemQueue:
 
     Args:
         name: for errors and reports.
-        capacity: how many items may be queued or running before `put` waits; None for no bound.
+        capacity: how many items may be queued or running before `put` waits; None for no bound. While a taker waits
+            for more than there is, its items are let in beyond that: a small queue must still fill a large batch.
+
+    Raises:
+        ValueError: a capacity below 1.
     """
 
     def __init__(self, name: str, capacity: int | None = None):
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"{name}: a capacity must be at least 1, or None for no bound; got {capacity}")
         self.name = name
         self.capacity = capacity
         self.producers: dict[str, Callable[[], object]] = {}
@@ -79,7 +90,8 @@ class ItemQueue:
         self._running: dict[Token, dict[Hashable, Item]] = {}
         self._takers: deque[Taker] = deque()
         self._putters: deque[_Putter] = deque()
-        self._seen: set[Hashable] | None = None
+        self._reserved = 0
+        self._seen: set[Hashable] = set()
         self._ids = itertools.count()
         self._size = 0
         self._ended = False
@@ -102,52 +114,67 @@ class ItemQueue:
             QueueClosed: the queue is closed; or its error, when it failed.
         """
         self._check_open()
+        if id in self._seen:
+            return True
+        if not force and not self._space_for(key):
+            return False
         if id is None:
             id = next(self._ids)
         else:
-            if self._seen is None:
-                self._seen = set()
-            if id in self._seen:
-                return True
-        if not force and self.full:
-            return False
-        if self._seen is not None:
             self._seen.add(id)
-        self._queued.setdefault(key, deque()).append(Item(id, value, weight, key))
+        self._queued.setdefault(key, deque()).append(Item(id, value, weight, key, self.put_count))
         self._size += 1
         self.put_count += 1
         if self._takers:
             self._serve()
+            self._wake_putters()  # a taker that needs more lets one more in
         return True
 
     async def put(
         self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
     ) -> None:
-        """Queue an item, waiting for space. Cancelled, it has not been queued."""
-        while not self.put_nowait(value, id=id, key=key, weight=weight):
-            await self.space(name)
+        """Queue an item, waiting for space, after those who wait already. Cancelled, it has not been queued."""
+        if self._putters or not self.put_nowait(value, id=id, key=key, weight=weight):
+            await self._reserve(key, name)
+            self._reserved -= 1
+            self.put_nowait(value, id=id, key=key, weight=weight, force=True)
+            self._wake_putters()
 
     @property
-    def full(self) -> bool:
-        """Whether `put` would wait."""
-        return self.capacity is not None and self._size >= self.capacity and not self.unbounded
+    def has_space(self) -> bool:
+        """Whether `put` would not wait."""
+        return not self._putters and self._space_for(None)
 
     async def space(self, name: str = "?") -> None:
         """Wait until an item may be queued."""
-        while self.full:
-            loop = asyncio.get_running_loop()
-            putter = _Putter(loop.create_future(), name, loop.time())
-            self._putters.append(putter)
-            try:
-                await putter.future
-            except asyncio.CancelledError:
-                if putter.future.done() and not putter.future.cancelled():
-                    self._wake_putters()  # the turn it was given goes to the next
-                raise
-            finally:
-                if putter in self._putters:
-                    self._putters.remove(putter)
-            self._check_open()
+        self._check_open()
+        if not self.has_space:
+            await self._reserve(None, name)
+            self._unreserve()
+
+    def _space_for(self, key: Hashable) -> bool:
+        if self.capacity is None or self.unbounded or self._size + self._reserved < self.capacity:
+            return True
+        return not self._reserved and any(taker.key == key and not taker.spare for taker in self._takers)
+
+    async def _reserve(self, key: Hashable, name: str) -> None:
+        """Wait for a place; it counts as taken until `_reserved` is lowered again."""
+        loop = asyncio.get_running_loop()
+        putter = _Putter(loop.create_future(), key, name, loop.time())
+        self._putters.append(putter)
+        self._wake_putters()
+        try:
+            await putter.future
+        except asyncio.CancelledError:
+            if putter in self._putters:
+                self._putters.remove(putter)
+            elif not putter.future.cancelled() and putter.future.exception() is None:
+                self._unreserve()
+            raise
+
+    def _unreserve(self) -> None:
+        self._reserved -= 1
+        self._wake_putters()
 
     def release_bound(self) -> None:
         """Let producers go on without a bound from now on."""
@@ -160,9 +187,7 @@ class ItemQueue:
             self.closed = True
             for putter in self._putters:
                 if not putter.future.done():
-                    putter.future.set_exception(
-                        QueueClosed(f"{self.name} was closed while {putter.name} waited to put")
-                    )
+                    _set_error(putter.future, QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
             self._putters.clear()
             self._serve()
             self._check_end()
@@ -173,17 +198,16 @@ class ItemQueue:
             return
         self.error = error
         self.closed = True
-        for waiting in [*(t.future for t in self._takers), *(p.future for p in self._putters)]:
-            if not waiting.done():
-                waiting.set_exception(error)
-                waiting.exception()  # retrieved: whoever was cancelled meanwhile must not make asyncio complain
+        for waiting in [*self._takers, *self._putters]:
+            if not waiting.future.done():
+                _set_error(waiting.future, error)
         self._takers.clear()
         self._putters.clear()
         self._end()
 
     def abandon(self) -> None:
         """All consumers are gone for good: drop what is left and stop the producers."""
-        self.fail(QueueClosed(f"{self.name} was closed by its consumer"))
+        self.fail(QueueClosed(f"{self.name} was closed by its consumer, or its scope ended"))
 
     # Consuming ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +236,7 @@ class ItemQueue:
             count = self._grant(token, queued, most, least, weight, spare)
             if count:
                 return self._hand_out(token, queued, count, key)
-        elif self._at_end():
+        elif self._at_end(key):
             return []
         return None
 
@@ -266,15 +290,15 @@ class ItemQueue:
         taker = Taker(token, key, most, least, weight, spare, name)
         self._takers.append(taker)
         self._serve()
+        self._wake_putters()  # for a taker that needs more than may be queued
         try:
             return await taker.future
         except asyncio.CancelledError:
-            if taker.future.done() and not taker.future.cancelled() and taker.future.exception() is None:
-                self.requeue(token, [id for id, _ in taker.future.result()])
-            raise
-        finally:
             if taker in self._takers:
                 self._takers.remove(taker)
+            elif not taker.future.cancelled() and taker.future.exception() is None:
+                self.requeue(token, [id for id, _ in taker.future.result()])
+            raise
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer is done with these items (default: all that it holds): they are gone."""
@@ -287,18 +311,19 @@ class ItemQueue:
                 self.done_count += 1
         if not held:
             del self._running[token]
-            self._serve()  # one consumer fewer is busy, so there may be items to spare
+        self._serve()  # one consumer fewer may be busy, so there may be items to spare; or this was the end
         self._wake_putters()
         self._check_end()
 
     def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
-        """The consumer gives these items back (default: all that it holds): they go to the front of the queue."""
+        """The consumer gives these items back (default: all that it holds): they take their old places."""
         held = self._running.get(token)
         if held is None:
             return
-        back = [held.pop(id) for id in (list(held) if ids is None else ids) if id in held]
-        for item in reversed(back):
-            self._queued.setdefault(item.key, deque()).appendleft(item)
+        for item in [held.pop(id) for id in (list(held) if ids is None else ids) if id in held]:
+            queued = self._queued.setdefault(item.key, deque())
+            place = next((i for i, other in enumerate(queued) if other.number > item.number), len(queued))
+            queued.insert(place, item)
         if not held:
             del self._running[token]
         self._serve()
@@ -317,20 +342,20 @@ class ItemQueue:
             if taker.token == token:
                 taker.spare = False
         self._serve()
+        self._wake_putters()
 
     # Inside ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         """Give waiting takers what they can have, oldest first; wishes for spare items come after all others."""
-        if not self._takers:
-            return
         for spare in (False, True):
-            for taker in list(self._takers):
-                if taker.spare is spare:
-                    self._offer(taker)
+            for taker in [taker for taker in self._takers if taker.spare is spare]:
+                if not self._queued and not self.closed:
+                    return
+                self._offer(taker)
 
     def _offer(self, taker: Taker) -> None:
-        if taker.future.done():
+        if taker.future.done():  # cancelled, and not yet told
             return
         taken = self.take_nowait(
             taker.token, taker.most, least=taker.least, key=taker.key, weight=taker.weight, spare=taker.spare
@@ -340,20 +365,24 @@ class ItemQueue:
             taker.future.set_result(taken)
 
     def _wake_putters(self) -> None:
-        free = len(self._putters) if self.capacity is None or self.unbounded else self.capacity - self._size
-        while self._putters and free > 0:
-            putter = self._putters.popleft()
+        """Reserve places for putters, oldest first, as long as there is space."""
+        while self._putters:
+            putter = next((putter for putter in self._putters if self._space_for(putter.key)), None)
+            if putter is None:
+                return
+            self._putters.remove(putter)
             if not putter.future.done():
+                self._reserved += 1
                 putter.future.set_result(None)
-                free -= 1
 
-    def _at_end(self) -> bool:
-        """Closed, and nothing is held that could come back."""
-        return self.closed and not self._running
+    def _at_end(self, key: Hashable) -> bool:
+        """Closed, and nothing of this key is held that could come back."""
+        return self.closed and not any(
+            item.key == key for held in self._running.values() for item in held.values()
+        )
 
     def _check_end(self) -> None:
-        if self._at_end() and not self._queued:
-            self._serve()
+        if self.closed and not self._running and not self._queued:
             self._end()
 
     def _end(self) -> None:
@@ -387,3 +416,8 @@ class ItemQueue:
             "waiting_to_put": [(putter.name, putter.since) for putter in self._putters],
             "closed": self.closed,
         }
+
+
+def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # seen: whoever was cancelled meanwhile must not make asyncio complain

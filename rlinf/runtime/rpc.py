@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
 import pickle
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +26,12 @@ from torch.distributed import rpc
 
 from .transport import Frame, Receiver
 
-_STREAM_OF_TENSORS = 1 << 14
-"""A tensor that still rides in a frame at this many bytes goes by RPC's tensor path and is not pickled into it."""
+Packed = tuple[bytes, list[torch.Tensor]]
+"""A frame as it travels: pickled, with its tensors beside it, which RPC sends without pickling."""
+
+NOTHING: Packed = (b"", [])
+FAREWELL = 5.0
+"""Seconds that leaving waits for the others to leave as well."""
 
 _current: RpcTransport | None = None  # torch RPC holds one agent per process; its handlers find it here
 
@@ -42,31 +50,39 @@ class RpcTransport:
         self.hosts = hosts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: Receiver | None = None
+        self._lock = threading.Lock()  # between RPC threads and the loop's: guards the next three
         self._early: list[Callable[[], None]] = []
-        self._watched: set[int] = set()
         self._watchers: list[torch.futures.Future[bytes]] = []
         self._closing = False
+        self._watched: set[int] = set()
         _current = self
         options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=max(8, hosts + 2), rpc_timeout=timeout)
-        rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
+        with warnings.catch_warnings():  # of init_rpc, about init_rpc
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._loop = asyncio.get_running_loop()
-        for arrive in self._early:  # a fast peer may speak before this process has a loop
-            self._loop.call_soon(arrive)
-        self._early.clear()
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            for arrive in self._early:  # a fast peer may speak before this process has a loop
+                self._loop.call_soon(arrive)
+            self._early.clear()
 
     # Sending -----------------------------------------------------------------------------------------------------
 
     def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
-        data, tensors = _pack(frame)
-        self._call(host, _receive, (self.host, data, tensors), lambda answer: answered(_unpack_answer(answer)))
+        try:
+            packed = _pack(frame)
+        except Exception as error:  # without this frame the lane can deliver nothing behind it
+            self._break(host, f"a frame for it could not be pickled: {error!r}")
+            return
+        self._call(host, _receive, (self.host, *packed), lambda answer: answered(_unpack_answer(answer)))
 
     def watch(self, host: int) -> None:
         if host not in self._watched and host != self.host:
             self._watched.add(host)
-            self._call(host, _stay, (self.host,), lambda _: None)
+            self._call(host, _stay, (self.host,), lambda _: self._lost(host, "it left"))
 
     def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         assert self._loop is not None
@@ -83,9 +99,14 @@ class RpcTransport:
         try:
             future = rpc.rpc_async(_name(host), handler, args=args, timeout=0)
         except RuntimeError as error:
-            loop.call_soon(self._lost, host, str(error))
+            self._break(host, str(error))
             return
         future.add_done_callback(settled)
+
+    def _break(self, host: int, reason: str) -> None:
+        """Report a loss soon: whoever is sending must not be told while it does."""
+        assert self._loop is not None
+        self._loop.call_soon(self._lost, host, reason)
 
     def _lost(self, host: int, reason: str) -> None:
         if self._receiver is not None and not self._closing:
@@ -93,40 +114,46 @@ class RpcTransport:
 
     # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
 
-    def _take(self, source: int, data: bytes, tensors: list[torch.Tensor], answer: Any) -> None:
+    def _take(self, source: int, packed: Packed, answer: torch.futures.Future[Packed]) -> None:
         def arrive() -> None:
             if self._receiver is None or self._closing:
-                answer.set_result((b"", []))
+                answer.set_result(NOTHING)
                 return
-            frame = _unpack(data, tensors)
+            try:
+                frame = _unpack(*packed)
+            except Exception as error:  # nothing behind this frame can be delivered any more
+                answer.set_exception(error)
+                self._lost(source, f"it sent a frame that cannot be read here: {error!r}")
+                return
             self._receiver.receive(source, frame, lambda reply: answer.set_result(_pack_answer(reply)))
 
-        if self._loop is None:
-            self._early.append(arrive)
+        with self._lock:
             if self._loop is None:
+                self._early.append(arrive)
                 return
-            self._early.remove(arrive)  # `bind` ran in between
         _post(self._loop, arrive)
 
     def _hold(self) -> torch.futures.Future[bytes]:
         future: torch.futures.Future[bytes] = torch.futures.Future()
-        self._watchers.append(future)
-        if self._closing:
-            future.set_result(b"")
+        with self._lock:
+            if not self._closing:
+                self._watchers.append(future)
+                return future
+        future.set_result(b"")
         return future
 
     async def close(self, graceful: bool) -> None:
         """Leave the mesh. Graceful waits until every host leaves; otherwise peers see this host as lost."""
         global _current
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            watchers, self._watchers = self._watchers, []
         if graceful:
-            for future in self._watchers:
-                if not future.done():
-                    future.set_result(b"")
-            self._watchers.clear()
-        loop = asyncio.get_running_loop()
+            for future in watchers:
+                future.set_result(b"")
+        logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)  # it logs what is suppressed here
         with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
-            await loop.run_in_executor(None, lambda: rpc.shutdown(graceful=graceful, timeout=10))
+            await asyncio.to_thread(rpc.shutdown, graceful=graceful, timeout=FAREWELL)
         self._receiver = None
         _current = None
 
@@ -141,23 +168,23 @@ def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) 
 
 
 @rpc.functions.async_execution
-def _receive(source: int, data: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Any]:
-    answer: torch.futures.Future[Any] = torch.futures.Future()
+def _receive(source: int, data: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Packed]:
+    answer: torch.futures.Future[Packed] = torch.futures.Future()
     if _current is None:
-        answer.set_result((b"", []))
+        answer.set_result(NOTHING)
     else:
-        _current._take(source, data, tensors, answer)
+        _current._take(source, (data, tensors), answer)
     return answer
 
 
 @rpc.functions.async_execution
 def _stay(source: int) -> torch.futures.Future[bytes]:
     """Answered when this host leaves; a broken lane answers it with an error at the other end."""
-    if _current is None:
-        gone: torch.futures.Future[bytes] = torch.futures.Future()
-        gone.set_result(b"")
-        return gone
-    return _current._hold()
+    if _current is not None:
+        return _current._hold()
+    gone: torch.futures.Future[bytes] = torch.futures.Future()
+    gone.set_result(b"")
+    return gone
 
 
 # Frames as bytes and tensors -------------------------------------------------------------------------------------
@@ -166,7 +193,7 @@ def _stay(source: int) -> torch.futures.Future[bytes]:
 class _TensorSplitter(pickle.Pickler):
     """Pickles a frame; tensors in it are collected beside the bytes, for RPC's own tensor path."""
 
-    def __init__(self, file: Any):
+    def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
 
@@ -178,7 +205,7 @@ class _TensorSplitter(pickle.Pickler):
 
 
 class _TensorJoiner(pickle.Unpickler):
-    def __init__(self, file: Any, tensors: list[torch.Tensor]):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
         super().__init__(file)
         self._tensors = tensors
 
@@ -186,9 +213,7 @@ class _TensorJoiner(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _pack(frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
-    import io
-
+def _pack(frame: Frame) -> Packed:
     content = (frame.sequence, frame.messages)
     if not any(_carries_tensors(message) for message in frame.messages):
         return pickle.dumps(content, 5), []
@@ -199,22 +224,19 @@ def _pack(frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _carries_tensors(message: tuple[Any, ...]) -> bool:
-    """Whether the payload of a call or reply has parts beside its bytes."""
-    payload = message[4] if message[0] == 0 else message[3] if message[0] == 1 else ()
-    return len(payload) == 3 and bool(payload[2])
+    """Whether one of its parts is a payload (bytes, references, tensors) with tensors."""
+    return any(type(part) is tuple and len(part) == 3 and type(part[0]) is bytes and bool(part[2]) for part in message)
 
 
 def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
-    import io
-
     sequence, messages = _TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)
     return Frame(sequence, messages)
 
 
-def _pack_answer(frame: Frame | None) -> tuple[bytes, list[torch.Tensor]]:
-    return (b"", []) if frame is None else _pack(frame)
+def _pack_answer(frame: Frame | None) -> Packed:
+    return NOTHING if frame is None else _pack(frame)
 
 
-def _unpack_answer(answer: tuple[bytes, list[torch.Tensor]]) -> Frame | None:
+def _unpack_answer(answer: Packed) -> Frame | None:
     data, tensors = answer
     return _unpack(data, tensors) if data else None

@@ -1,17 +1,23 @@
 """What streams become on their owner's host: batches, first items, copies, shares.
 
 Flows in: a consumer of a stream. Flows out: items in one or more queues, which close with the source. Each is a task of
-the host: it ends with its source, fails its sinks when it fails, and is cancelled when nobody reads them any more.
-Weights are computed here, so the items pass through this host; plain batches and copies are passed on unread.
+the host: it ends with its source, fails its sinks when it fails, and is cancelled when nobody reads them any more. Who
+wakes whom: an item at the source wakes the stage; space in a sink lets it go on.
+
+Plain batches, copies and shares pass items on unread; weights are computed here, so those items are opened here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from .actor import Call, current_call
+from .channel import caller_name
+from .context import cancel_all
 from .errors import QueueClosed
 from .queue import ItemQueue
 
@@ -20,13 +26,14 @@ if TYPE_CHECKING:
     from .stream import Consumer
 
 
-def run(host: Host, work: Any, sink: ItemQueue, name: str, *more: ItemQueue) -> None:
-    """Run a coroutine that fills queues, in a task of the host; they close when it ends and fail when it fails."""
-    sinks = (sink, *more)
+def run(host: Host, work: Callable[[], Coroutine[Any, Any, None]], sinks: Sequence[ItemQueue], name: str) -> None:
+    """Run what fills queues, in a task of the host; they close when it ends and fail when it fails."""
+    call = Call(name, host.rank, host.number()[1], caller_name(), None, host.now())
 
     async def stage() -> None:
+        current_call.set(call)  # whose waits these are, for the stall report
         try:
-            await work
+            await work()
         except asyncio.CancelledError:
             for queue in sinks:
                 queue.fail(QueueClosed(f"{queue.name}: its source {name} was cancelled"))
@@ -37,30 +44,35 @@ def run(host: Host, work: Any, sink: ItemQueue, name: str, *more: ItemQueue) -> 
         else:
             for queue in sinks:
                 queue.close()
+        finally:
+            for queue in sinks:
+                queue.producers.pop(call.label, None)
+
+    def stop_unless_used() -> None:
+        if all(queue.error is not None for queue in sinks):
+            task.cancel()
 
     task = host.own(stage())
     for queue in sinks:
-        queue.producers[name] = lambda: _stop_unless_used(task, sinks)
-
-
-def _stop_unless_used(task: asyncio.Task[None], sinks: Sequence[ItemQueue]) -> None:
-    if all(queue.error is not None for queue in sinks):
-        task.cancel()
+        queue.producers[call.label] = stop_unless_used
 
 
 async def feed(items: Iterable[Any] | AsyncIterable[Any], sink: ItemQueue) -> None:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            await sink.put(item)
-    else:
+    if not isinstance(items, AsyncIterable):
         for item in items:
-            await sink.put(item)
+            await sink.put(item, name=caller_name())
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        if hasattr(items, "aclose"):
+            await stack.enter_async_context(aclosing(items))
+        async for item in items:
+            await sink.put(item, name=caller_name())
 
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
     source.most = n
     while taken := await source.take():
-        await sink.put([value for _, value in taken])
+        await sink.put([value for _, value in taken], name=caller_name())
 
 
 async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callable[[Any], float], limit: float) -> None:
@@ -70,12 +82,12 @@ async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callab
         item = taken[0][1]
         heavy = weight(item)
         if gathered and total + heavy > limit:
-            await sink.put(gathered)
+            await sink.put(gathered, name=caller_name())
             gathered, total = [], 0.0
         gathered.append(item)
         total += heavy
     if gathered:
-        await sink.put(gathered)
+        await sink.put(gathered, name=caller_name())
 
 
 async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
@@ -83,16 +95,16 @@ async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
         taken = await source.take()
         if not taken:
             return
-        await sink.put(taken[0][1])
+        await sink.put(taken[0][1], name=caller_name())
     source.leave()
-    source._handle.abandon()
+    source.abandon()
 
 
 async def tee(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> None:
     while taken := await source.take():
         for sink in sinks:
-            with contextlib.suppress(QueueClosed):  # this branch was dropped; the others go on
-                sink.put_nowait(taken[0][1], force=True)
+            _put(sink, taken[0][1])
+        await _space_in_any(sinks)
 
 
 async def deal(
@@ -109,6 +121,25 @@ async def deal(
             if position < len(weighed):
                 heavy, index = weighed[position]
                 dealt[sink] += heavy
-                sinks[sink].put_nowait(taken[index][1], force=True)
+                _put(sinks[sink], taken[index][1])
             else:
-                sinks[sink].put_nowait(pad, force=True)
+                _put(sinks[sink], pad)
+        await _space_in_any(sinks)
+
+
+def _put(sink: ItemQueue, item: Any) -> None:
+    """Put into one of several sinks: those that nobody reads any more are passed over."""
+    with contextlib.suppress(QueueClosed):
+        sink.put_nowait(item, force=True)
+
+
+async def _space_in_any(sinks: Sequence[ItemQueue]) -> None:
+    """Wait until somebody needs more, so that the stage runs ahead of its slowest reader only as far as its fastest."""
+    used = [sink for sink in sinks if sink.error is None]
+    if any(sink.has_space for sink in used):
+        return
+    waits = [asyncio.ensure_future(sink.space(caller_name())) for sink in used]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_all(waits)

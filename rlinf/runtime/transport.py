@@ -81,7 +81,8 @@ class Link:
         self._unanswered = 0
         self._next_out = 0
         self._next_in = 0
-        self._early: dict[int, Frame] = {}
+        self._early: dict[int, tuple[Frame, Respond | None]] = {}
+        self._unconfirmed = False
         self._dead = False
         self._quiet: asyncio.Future[None] | None = None
 
@@ -98,6 +99,9 @@ class Link:
         self._scheduled = False
         if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._dead:
             return
+        self._send()
+
+    def _send(self) -> None:
         self._unanswered += 1
         self._transport.send(self.peer, self._take(), self._answered)
 
@@ -111,37 +115,47 @@ class Link:
     def _answered(self, frame: Frame | None) -> None:
         self._unanswered -= 1
         if frame is not None:
-            self._arrive(frame)
+            self._arrive(frame, None)
         if self._outbox:
             self._flush()
-        else:
-            self._moved()
+        self._moved()
 
     def receive(self, frame: Frame, respond: Respond) -> None:
         """Deliver a frame that the peer sent and answer it one tick later, with whatever there is to say by then.
 
         Calls that end without ever waiting are finished by then: tasks made while delivering run before `_respond`.
+        A frame that overtook another waits for it, and so does its answer: an answered frame has been delivered.
         """
-        self._arrive(frame)
-        self._loop.call_soon(self._respond, respond)
+        self._arrive(frame, respond)
 
     def _respond(self, respond: Respond) -> None:
-        respond(self._take() if self._outbox and not self._dead else None)
+        answer = self._take() if self._outbox and not self._dead else None
+        self._unconfirmed |= answer is not None
+        respond(answer)
 
-    def _arrive(self, frame: Frame) -> None:
+    def _arrive(self, frame: Frame, respond: Respond | None) -> None:
         if frame.sequence != self._next_in:
-            self._early[frame.sequence] = frame
+            self._early[frame.sequence] = (frame, respond)
             return
         arrived: Frame | None = frame
         while arrived is not None:
             self._next_in += 1
             for message in arrived.messages:
-                self._deliver(self.peer, message)
-            arrived = self._early.pop(self._next_in, None)
+                try:
+                    self._deliver(self.peer, message)
+                except Exception as error:  # it must not take the messages behind it along, or the lane
+                    what = f"a message from host {self.peer} could not be delivered"
+                    self._loop.call_exception_handler({"message": what, "exception": error})
+            if respond is not None:
+                self._loop.call_soon(self._respond, respond)
+            arrived, respond = self._early.pop(self._next_in, (None, None))
 
     async def drained(self) -> None:
         """Wait until all that was posted so far has been delivered, or the peer is gone."""
-        while (self._outbox or self._unanswered) and not self._dead:
+        while (self._outbox or self._unanswered or self._unconfirmed) and not self._dead:
+            if self._unconfirmed and not self._outbox and self._unanswered < FRAMES_IN_FLIGHT:
+                self._unconfirmed = False  # responses are not answered: an empty frame behind them is
+                self._send()
             if self._quiet is None or self._quiet.done():
                 self._quiet = self._loop.create_future()
             await self._quiet

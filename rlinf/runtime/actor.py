@@ -9,6 +9,7 @@ Life cycle: made by `ActorSystem.spawn`, which awaits `setup(**kwargs)`; serving
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -21,8 +22,10 @@ from .compute import ComputeThread
 
 if TYPE_CHECKING:
     from .group import ActorGroup
+    from .held_lease import HeldLease
     from .host import Host
-    from .system import ActorSystem, Scope
+    from .scope import Scope
+    from .system import ActorSystem
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,8 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ActorId = tuple[int, int]
 """(host that spawned it, number there): unique in the system."""
-Gang = tuple[int, int]
-"""(host, number) of a call on a whole group."""
+Gang = tuple[int, int, int]
+"""A call on several ranks of a group at once: (host that made it, number there, how many ranks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ class Actor:
 class Call:
     """A call that is running on this host: for stall reports, traces, and the name on errors."""
 
-    __slots__ = ("caller", "doing", "gang", "name", "number", "parent", "since", "task")
+    __slots__ = ("caller", "doing", "gang", "killed", "lease", "moves", "name", "number", "parent", "since", "task")
 
     def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
         self.name = name
@@ -164,6 +167,11 @@ class Call:
         self.gang = gang
         self.since = since
         self.doing: str | None = None
+        self.moves = 0
+        """Computations begun: a call that computes is not stuck."""
+        self.lease: HeldLease | None = None
+        self.killed = False
+        """Its actor was ended over it, so nothing it had in hand is done."""
         self.task: asyncio.Task[Any] | None = None
 
     @property
@@ -204,8 +212,11 @@ class Cell:
         start = self.host.now()
         if call is not None:
             call.doing = f"computing {name}"
+            call.moves += 1
+        lease = call.lease if call is not None else None
         try:
-            return await self._thread.run(fn, *args, **kwargs)
+            async with lease.computing() if lease is not None else contextlib.nullcontext():
+                return await self._thread.run(fn, *args, **kwargs)
         finally:
             if call is not None:
                 call.doing = None

@@ -8,13 +8,14 @@ ones stay where they were made until their consumer fetches them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .actor import Actor, current_call, endpoint
-from .context import SERVICE
+from .context import SERVICE, waiter
 from .errors import QueueClosed
 from .payload import Key, ValueRef, reading_codec
+from .promise import Promise
 from .queue import ItemQueue, Taken, Token
 from .resolve import holds_promise, resolve
 
@@ -44,15 +45,9 @@ class Sealed:
 async def open_item(item: tuple[bytes | None, ValueRef | None], host: Host) -> Any:
     blob, ref = item
     if ref is not None:
-        return await host.fetch(ref)
+        return await host.values.fetch(ref)
     assert blob is not None
     return host.codec.unseal(blob)
-
-
-def caller_name() -> str:
-    """The running endpoint call, or "flow": who waits, for reports."""
-    call = current_call.get()
-    return call.label if call is not None else "flow"
 
 
 class QueueHandle:
@@ -86,47 +81,56 @@ class QueueHandle:
         """The same queue, seen from another host of this process."""
         return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name)
 
-    async def put_many(self, items: Sequence[tuple[Hashable, Any, float, Hashable]]) -> None:
-        """Put (id, value, weight, key) items; returns once there is space for more.
+    async def put(self, value: Any, key: Hashable, weight: float) -> None:
+        """Put one item, waiting for space.
 
         Raises:
             QueueClosed: nothing may be put any more.
         """
-        queue = self.local()
-        if queue is not None:
-            for id, value, weight, key in items:
-                if holds_promise(value):
-                    value = await resolve(value)
-                await queue.put(value, id=id, key=key, weight=weight, name=caller_name())
-            return
-        host = self.host
-        if host.codec.by_reference(self.owner):
-            sealed = [(id, value, None, weight, key) for id, value, weight, key in items]
-        else:
-            sealed = [(id, *await self._seal(value), weight, key) for id, value, weight, key in items]
-        await self._call("queue_put", self.id, sealed, host.codec.by_reference(self.owner))
-
-    async def _seal(self, value: Any) -> tuple[bytes | None, ValueRef | None]:
         if holds_promise(value):
             value = await resolve(value)
-        blob = self.host.codec.seal(value)
-        return (blob, None) if blob is not None else (None, self.host.keep(value))
-
-    async def take(self, token: Token, most: int = 1, **wishes: Any) -> Taken:
-        """Take items as `ItemQueue.take` does; values are opened."""
         queue = self.local()
         if queue is not None:
-            taken = await queue.take(token, most, name=caller_name(), **wishes)
-            return await self.open(taken)
-        try:
-            taken = await self._call("queue_take", self.id, token, most, wishes)
-        except asyncio.CancelledError:
-            self.requeue(token)
-            raise
-        return await self.open(taken)
+            await queue.put(value, key=key, weight=weight, name=waiter())
+        else:
+            await self._call("queue_put_one", self.id, (None, *self.seal(value), weight, key), self.plain)
+
+    @property
+    def plain(self) -> bool:
+        """Values go to the queue as they are."""
+        return self.host.codec.by_reference(self.owner)
+
+    def seal(self, value: Any) -> tuple[Any, ValueRef | None]:
+        """What goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or where
+        it is kept, until its `Sealed` at the queue is dropped."""
+        if self.plain:
+            return (value, None)
+        blob = self.host.codec.seal(value)
+        return (blob, None) if blob is not None else (None, self.host.values.keep(value))
+
+    async def take(self, token: Token, most: int = 1, *, unread: bool = False, **wishes: Any) -> Taken:
+        """Take items as `ItemQueue.take` does, and open them.
+
+        Args:
+            unread: leave them sealed if the queue is here, for whoever passes them on.
+        """
+        queue = self.local()
+        if queue is None:
+            return await self.open(await self.ask(token, most, **wishes))
+        taken = await queue.take(token, most, name=waiter(), **wishes)
+        return taken if unread else await self.open(taken)
+
+    def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Taken]:
+        """Ask a queue on another host for items; they come unopened."""
+        asked: Promise[Taken] = self._call("queue_take", self.id, token, most, wishes)
+        asked.want()
+        return asked
 
     async def open(self, taken: Taken) -> Taken:
         """Open what was taken: sealed items, and those that travelled as (blob, ref)."""
+        if sum(_is_kept(value) for _, value in taken) > 1:
+            values = await asyncio.gather(*(self._opened(value) for _, value in taken))
+            return [(id, value) for (id, _), value in zip(taken, values, strict=True)]
         return [(id, await self._opened(value)) for id, value in taken]
 
     async def _opened(self, value: Any) -> Any:
@@ -140,6 +144,13 @@ class QueueHandle:
         if kind is list and any(type(each) is Sealed for each in value):
             return [await self._opened(each) for each in value]
         return await resolve(value) if holds_promise(value) else value
+
+    def hold(self, change: int) -> None:
+        """One more, or one fewer, keeps the queue; the last to let go stops the producers."""
+        if self.owner == self.host.rank:
+            hold_queue(self.host, self.id, change)
+        else:
+            self.host.cast(self.owner, SERVICE, "queue_hold", self.id, change)
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """These items are done (default: all held under the token)."""
@@ -189,6 +200,13 @@ class _Wire:
         return _Wire, (self.blob, self.ref, self.many)
 
 
+def _is_kept(value: Any) -> bool:
+    """Whether opening it means fetching it from its producer."""
+    if type(value) is _Wire and value.many is not None:
+        return any(map(_is_kept, value.many))
+    return (type(value) is _Wire or type(value) is Sealed) and value.ref is not None
+
+
 def _on_wire(value: Any) -> Any:
     if type(value) is Sealed:
         return _Wire(value.blob, value.ref, None)
@@ -210,35 +228,55 @@ class QueueService(Actor):
     @endpoint
     async def queue_put(self, id: Key, items: list[tuple[Hashable, Any, Any, float, Hashable]], plain: bool) -> None:
         host = self._cell.host
+        arrived = [  # before anything can go wrong: the end of a sealed item frees what its producer keeps
+            (item_id, value if plain else Sealed(host, value, ref), weight, key)
+            for item_id, value, ref, weight, key in items
+        ]
         queue = _find(host, id)
-        for item_id, blob_or_value, ref, weight, key in items:
-            value = blob_or_value if plain else Sealed(host, blob_or_value, ref)
+        for item_id, value, weight, key in arrived:
             queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
-        await queue.space(caller_name())
+        await queue.space(_asker())
 
     @endpoint
     async def queue_put_one(self, id: Key, item: Any, plain: bool) -> None:
         host = self._cell.host
-        item_id, blob_or_value, ref, weight, key = item
-        value = blob_or_value if plain else Sealed(host, blob_or_value, ref)
-        await _find(host, id).put(value, id=item_id, key=key, weight=weight, name=caller_name())
+        item_id, value, ref, weight, key = item
+        if not plain:
+            value = Sealed(host, value, ref)
+        await _find(host, id).put(value, id=item_id, key=key, weight=weight, name=_asker())
 
     @endpoint
     async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
-        queue = _find(self._cell.host, id)
-        call = current_call.get()
-        name = call.parent if call is not None else "?"
-        taken = await queue.take(token, most, name=name, **wishes)
+        taken = await _find(self._cell.host, id).take(token, most, name=_asker(), **wishes)
         return [(item_id, _on_wire(value)) for item_id, value in taken]
 
     @endpoint
     async def queue_statistics(self, id: Key) -> dict[str, Any]:
         return _find(self._cell.host, id).statistics()
 
+    def queue_hold(self, id: Key, change: int) -> None:
+        hold_queue(self._cell.host, id, change)
+
     def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
         queue = self._cell.host.queues.get(id)
         if queue is not None:
             getattr(queue, method)(*args)
+
+
+def _asker() -> str:
+    """The call that made the running one."""
+    call = current_call.get()
+    return call.parent if call is not None else "flow"
+
+
+def hold_queue(host: Host, id: Key, change: int) -> None:
+    queue = host.queues.get(id)
+    if queue is None:
+        return
+    host.held[queue] = count = host.held.get(queue, 0) + change
+    if not count:
+        del host.held[queue]
+        queue.abandon()
 
 
 def _find(host: Host, id: Key) -> ItemQueue:
@@ -257,9 +295,10 @@ class Channel:
         >>> await channel.get(key="a")                            # doctest: +SKIP
         {'x': 1}
 
-    It can be sent to any actor. `put` waits while the channel is full, `get` while it is empty; both may be
-    cancelled and lose nothing. After `close`, what is left can still be taken; then `get` raises `QueueClosed` and
-    `async for` ends. Each key is a queue of its own, and is forgotten when it is empty.
+    It can be sent to any actor. `put` waits while the channel is full, `get` while it is empty. A cancelled `get` has
+    taken nothing; a cancelled `put` has put nothing, or, from another host, may have been too late to be stopped. After
+    `close`, what is left can still be taken; then `get` raises `QueueClosed` and `async for` ends. Each key is a queue
+    of its own, and is forgotten when it is empty.
     """
 
     def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None):
@@ -278,18 +317,7 @@ class Channel:
             key: the queue within the channel.
             weight: what `get_batch` counts, e.g. the number of tokens.
         """
-        handle = self._handle
-        if handle.local() is not None:
-            await handle.put_many([(None, value, weight, key)])
-            return
-        plain = handle.host.codec.by_reference(handle.owner)
-        item = (value, None) if plain else await handle._seal(value)
-        try:
-            await handle._call("queue_put_one", handle.id, (None, *item, weight, key), plain)
-        except BaseException:
-            if not plain and item[1] is not None:
-                handle.host.drop(handle.host.rank, item[1].key)
-            raise
+        await self._handle.put(value, key, weight)
 
     async def get(self, *, key: Hashable = None) -> Any:
         """Take the oldest value of a key, waiting for one.
@@ -352,7 +380,7 @@ class Channel:
         token = self._handle.host.number()
         try:
             taken = await self._handle.take(token, most, **wishes)
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or it cannot be opened here: it stays in the channel
             self._handle.requeue(token)
             raise
         self._handle.ack(token)

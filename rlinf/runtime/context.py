@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .actor import ActorId, Call, Cell, current_call, current_scope
+from .errors import ActorDied
 
 if TYPE_CHECKING:
     from .host import Host
@@ -73,20 +74,51 @@ class Running:
             return
         method = call.name.rpartition(".")[2]
         self.host.tracer.span(cell.name, method, call.since, self.host.now(), {"caller": call.parent})
-        if error is not None and not isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError):
+            if call.killed:
+                raise ActorDied(f"{cell.name} on host {self.host.rank} was closed while {method}() ran") from None
+        elif error is not None:
             note = f"in {call.name}() on host {self.host.rank}"
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until each has ended; their outcomes are dropped."""
+def waiter() -> str:
+    """Who the running code is, in reports: its call, or "flow"; with the task's name if that is not the call's own."""
+    call, host, task = current_call.get(), _current_host.get(), asyncio.current_task()
+    name, own = (call.label, call.task) if call is not None else ("flow", host.flow if host is not None else None)
+    return name if task is own or own is None or task is None else f"{name}/{task.get_name()}"
+
+
+async def finish(task: asyncio.Task[Any]) -> None:
+    """Wait until a task has ended, come what may; a cancellation meanwhile is raised after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]], seconds: float | None = None) -> list[asyncio.Task[Any]]:
+    """Cancel tasks and wait until each has ended; their outcomes are dropped.
+
+    Args:
+        seconds: to wait at most.
+
+    Returns:
+        Those that have not ended.
+    """
     current = asyncio.current_task()
     waiting = [task for task in tasks if task is not current and not task.done()]
     for task in waiting:
         task.cancel()
-    if waiting:
-        await asyncio.wait(waiting)
-    for task in waiting:
+    if not waiting:
+        return []
+    done, pending = await asyncio.wait(waiting, timeout=seconds)
+    for task in done:
         if not task.cancelled():
             task.exception()
+    return list(pending)

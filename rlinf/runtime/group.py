@@ -36,7 +36,7 @@ def find_endpoint(cls: type[Actor], name: str) -> Endpoint:
             f"{cls.__name__}.{name} is not an endpoint: mark the method with @endpoint to call it from outside"
         )
     near = difflib.get_close_matches(name, cls.endpoints, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise AttributeError(
         f"{cls.__name__} has no endpoint {name!r}{hint} It has: {', '.join(sorted(cls.endpoints)) or 'none'}."
     )
@@ -79,8 +79,9 @@ class ActorRef:
         return self._counted(self._owner.call(self._host, SERVICE, stage, name, (self._actor, method, *args), {}, gang))
 
     def _counted(self, promise: Promise[Any]) -> Promise[Any]:
-        self._load += 1
-        promise.finish = self._finished
+        if not promise.done():  # its host is not lost
+            self._load += 1
+            promise.finish = self._finished
         return promise
 
     def _finished(self) -> None:
@@ -107,6 +108,8 @@ class EndpointOf:
 
     def bounded(self, capacity: int | None) -> EndpointOf:
         """The same endpoint; streams from it hold at most so many items before their producers pause."""
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"bounded needs a capacity >= 1, or None for no bound; got {capacity}")
         return EndpointOf(self._refs, self._spec, one=self._one, capacity=capacity)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +119,7 @@ class EndpointOf:
         if self._one:
             return self._refs[0]._call(method, args, kwargs)
         owner = self._refs[0]._owner
-        gang = owner.number() if self._spec.device else None
+        gang = (*owner.number(), len(self._refs)) if self._spec.device else None
         return Gathered([ref._call(method, args, kwargs, gang) for ref in self._refs], owner.loop)
 
     def each(self, *args: Sequence[Any], **kwargs: Sequence[Any]) -> Any:
@@ -135,7 +138,7 @@ class EndpointOf:
         if self._spec.streams:
             return self._stream(per_rank)
         owner = self._refs[0]._owner
-        gang = owner.number() if self._spec.device else None
+        gang = (*owner.number(), len(self._refs)) if self._spec.device else None
         calls = [ref._call(self._spec.name, a, k, gang) for ref, (a, k) in zip(self._refs, per_rank, strict=True)]
         return Gathered(calls, owner.loop)
 
@@ -165,13 +168,14 @@ class EndpointOf:
         stream = source if isinstance(source, Stream) else Stream.of(source)
         sink = self._sink()
         args = (stream, sink.handle, self._capacity, batch, concurrency, kwargs)
-        drive(sink.handle.host, sink, [ref._serve_stage("map", self._spec.name, args) for ref in self._refs])
+        calls = [ref._serve_stage("map", self._spec.name, args) for ref in self._refs]
+        drive(sink.handle.host, sink, calls, redeliver=True)
         return sink
 
     def _stream(self, per_rank: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Stream[Any]:
         sink = self._sink()
         owner = sink.handle.host
-        gang = owner.number() if self._spec.device and self._spec.gang and not self._one else None
+        gang = (*owner.number(), len(self._refs)) if self._spec.device and self._spec.gang and not self._one else None
         calls = [
             ref._serve_stage("generate", self._spec.name, (sink.handle, self._capacity, args, kwargs), gang)
             for ref, (args, kwargs) in zip(self._refs, per_rank, strict=True)
@@ -213,6 +217,8 @@ class ActorGroup:
     def __getattr__(self, name: str) -> EndpointOf:
         if name.startswith("__"):
             raise AttributeError(name)
+        if not self._refs:
+            raise UserError(f"{self._group_name}[...] selects no rank, so there is nobody to call {name}() on")
         return EndpointOf(self._refs, find_endpoint(self._refs[0]._cls, name), one=False)
 
     @property
@@ -238,6 +244,8 @@ class ActorGroup:
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
             return ActorGroup(self._group_name, self._refs[rank])
+        if not -len(self) <= rank < len(self):
+            raise IndexError(f"{self._group_name} has {len(self)} ranks, so no rank {rank}")
         return self._refs[rank]
 
     def __len__(self) -> int:

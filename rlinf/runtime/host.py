@@ -17,14 +17,16 @@ import contextvars
 import itertools
 import pickle
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from .actor import ActorId, Call, Cell, Gang, current_call, current_scope
-from .context import SERVICE, Running, cancel_all
-from .errors import ActorDied, RemoteError, UserError
+from .clock import is_virtual
+from .context import SERVICE, Running, cancel_all, waiter
+from .errors import ActorDied, RemoteError
 from .payload import Key, Payload, Place, is_plain
 from .promise import KEEP, LOCAL, QUEUED, WANT, Promise, Sent
 from .queue import ItemQueue
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
 OK, ERROR, HELD, CANCELLED = range(4)
+
+LATE = 1.0
+"""Seconds that tasks get to end when their host closes."""
 
 
 class Host:
@@ -54,12 +59,15 @@ class Host:
         self, transport: Transport, places: dict[int, Place], *, share_memory: bool = True, trace: bool = True
     ):
         self.loop = asyncio.get_running_loop()
-        self.now = self.loop.time
+        # uvloop's own clock stands still during an iteration and counts in milliseconds
+        self.now = self.loop.time if is_virtual(self.loop) else time.monotonic
         self.rank = transport.host
         self.transport = transport
         self.places = places
-        self.tracer = Tracer(self.rank, self.now, enabled=trace)
+        self.tracer = Tracer(enabled=trace)
         self.system: ActorSystem
+        self.flow: asyncio.Task[Any] | None = None
+        """On the controller, the task that runs the program."""
         self.cells: dict[ActorId, Cell] = {}
         self.sent: dict[int, Sent] = {}
         self.serving: dict[Key, asyncio.Task[None]] = {}
@@ -72,8 +80,10 @@ class Host:
         self.queues: weakref.WeakValueDictionary[Key, ItemQueue] = weakref.WeakValueDictionary()
         self.values = Values(self, places, share_memory)
         self.codec = self.values.codec
-        self.held: set[ItemQueue] = set()
+        self.held: dict[ItemQueue, int] = {}
+        """Queues of streams, and how many handles hold each."""
         self.thread = threading.get_ident()
+        self.closed = False
         transport.bind(self)
 
     # Calls going out ---------------------------------------------------------------------------------------------
@@ -93,11 +103,14 @@ class Host:
         Args:
             gang: names the group call that this is part of, for endpoints that need all ranks' devices at once.
         """
-        running = current_call.get()
-        promise: Promise[Any] = Promise(self, host, name, next(self._numbers), running.label if running else "flow")
+        promise: Promise[Any] = Promise(self, host, name, next(self._numbers), waiter())
         promise.gang = gang
+        if self.closed:
+            promise.fail(ActorDied(f"{name} was called after the system was closed: call and await inside it"))
+            return promise
         if host == self.rank:
-            promise.task = self.loop.create_task(self._serve_local(promise, actor, method, args, kwargs))
+            work = self._serve_local(promise, actor, method, args, kwargs)
+            promise.task = self.serving[promise.key] = self.loop.create_task(work)
             return promise
         if host in self.lost_hosts:
             promise.set_exception(self._died(host, name))
@@ -127,9 +140,13 @@ class Host:
         """The caller no longer wants it: stop the call wherever it runs."""
         if promise.state == LOCAL:
             if promise.task is not None:
-                promise.task.cancel()
+                self._stop(promise.task)
         else:
             self.post_safely(promise.target, (CANCEL, promise.number))
+
+    def _stop(self, task: asyncio.Task[None]) -> None:
+        """Cancel what serves a call; a tick later, for a task cancelled before its first step runs no line of it."""
+        self.loop.call_soon(task.cancel)
 
     def drop(self, owner: int, key: Key) -> None:
         """The last handle of a kept value is gone. May be called by the garbage collector on any thread."""
@@ -197,7 +214,7 @@ class Host:
             self.loop.call_soon(getattr(self.cells[message[1]].actor, message[2]), *message[3])
         elif kind == CANCEL:
             if (task := self.serving.get((source, message[1]))) is not None:
-                task.cancel()
+                self._stop(task)
         elif kind == DROP:
             self.values.kept.pop(message[1], None)
         elif kind == FREE:
@@ -214,14 +231,18 @@ class Host:
         if promise is None or promise.done():
             self.codec.discard(payload)
             if status == ERROR and promise is None and sent is not None:
-                self.log_unseen(sent.name, self.codec.decode_now(payload))
+                self._log_unseen(sent.name, self._read_error(payload))
             return
         if status == OK and not self.codec.ready(payload):
             self.own(self._settle_later(promise, payload))
         elif status == OK:
-            promise.set_result(self.codec.decode_now(payload))
+            try:
+                promise.set_result(self.codec.decode_now(payload))
+            except Exception as error:  # e.g. it is of a class that cannot be imported here
+                error.add_note(f"while the result of {promise.name} was read on host {self.rank}")
+                promise.set_exception(error)
         elif status == ERROR:
-            promise.set_exception(self.codec.decode_now(payload))
+            promise.fail(self._read_error(payload))
         elif status == CANCELLED:
             promise.cancel()
 
@@ -251,9 +272,9 @@ class Host:
             promise = sent.promise()
             if promise is not None and not promise.done():
                 promise.state = LOCAL
-                promise.set_exception(self._died(host, sent.name))
+                promise.fail(self._died(host, sent.name))
         for key in [key for key in self.serving if key[0] == host]:
-            self.serving[key].cancel()
+            self._stop(self.serving[key])
         self.values.forget(host)
         for queue in list(self.queues.values()):
             queue.leave(lambda token: isinstance(token, tuple) and token[0] == host)
@@ -277,8 +298,11 @@ class Host:
             if self.codec.ready(payload):
                 args, kwargs = self.codec.decode_now(payload)
             else:
+                current_call.set(call)
                 args, kwargs = await self.codec.decode(payload)
+                call.since = self.now()
             result = await self.execute(call, actor, method, args, kwargs)
+            args = kwargs = None  # frees what they hold of the caller's shared memory, so that word of it rides along
             if holds_promise(result):
                 result = await resolve(result)
         except asyncio.CancelledError:
@@ -288,6 +312,7 @@ class Host:
         finally:
             self.serving.pop(key, None)
         self._reply(key, status, result, flags, call.name)
+        result = args = kwargs = None  # an error's traceback leads here, and to them
 
     def _reply(self, key: Key, status: int, result: Any, flags: int, name: str) -> None:
         kept = self.values.kept.get(key)
@@ -307,19 +332,22 @@ class Host:
         elif status == OK:
             try:
                 payload = self.codec.encode(result, caller)
-            except UserError as error:
-                error.args = (f"the result of {name} {error.args[0]}",)
+            except Exception as error:  # the caller must hear of it, whatever went wrong
+                error.add_note(f"while the result of {name} was sent from host {self.rank}")
                 status, payload = ERROR, self._encode_error(error, caller)
+        self.values.send_frees()
         self.link(caller).post((REPLY, key[1], status, payload))
 
     async def _serve_local(
         self, promise: Promise[Any], actor: ActorId, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run a call from this very host; values go by reference."""
+        call = Call(promise.name, self.rank, promise.number, promise.parent, promise.gang, self.now())
         try:
             if holds_promise(args) or holds_promise(kwargs):
-                args, kwargs = await resolve(args), await resolve(kwargs)
-            call = Call(promise.name, self.rank, promise.number, promise.parent, promise.gang, self.now())
+                current_call.set(call)
+                args, kwargs = await resolve((args, kwargs), shared=True)
+                call.since = self.now()
             result = await self.execute(call, actor, method, args, kwargs)
             if holds_promise(result):
                 result = await resolve(result)
@@ -329,7 +357,7 @@ class Host:
                 promise.cancel()
         except BaseException as error:  # whatever the endpoint raises belongs to the caller
             if not promise.done():
-                promise.set_exception(error)
+                promise.fail(error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
         else:
@@ -337,8 +365,10 @@ class Host:
                 promise.set_result(result)
         finally:
             promise.task = None
+            self.serving.pop(promise.key, None)
             if promise.finish is not None:
                 promise.finish()
+            del promise, args, kwargs  # an error's traceback leads here, and to them
 
     async def execute(self, call: Call, actor: ActorId, method: str, args: Any, kwargs: Any) -> Any:
         """Run one endpoint call in the current task: under its name, its actor's scope and, if need be, a lease."""
@@ -362,7 +392,7 @@ class Host:
             raise ActorDied(f"{name} on host {self.rank} was closed before {method}() could run")
         return cell
 
-    # The loop and its thread ---------------------------------------------------------------------------------------------
+    # The loop and its thread -------------------------------------------------------------------------------------
 
     def post_safely(self, host: int, message: Message) -> None:
         if host in self.lost_hosts:
@@ -410,14 +440,31 @@ class Host:
             return stand_in
         return error
 
-    def log_unseen(self, name: str, error: BaseException) -> None:
+    def _read_error(self, payload: Payload) -> BaseException:
+        try:
+            error: BaseException = self.codec.decode_now(payload)
+            return error
+        except Exception as error:
+            return RemoteError(f"an error arrived that cannot be read here: {error!r}")
+
+    def _log_unseen(self, name: str, error: BaseException) -> None:
         """A call that nobody awaits has failed: say so, as asyncio does for its own futures."""
+        if isinstance(error, ActorDied):
+            return  # calls that run for as long as their actor lives end like this
         context = {"message": f"{name} failed and nobody awaited it", "exception": error}
         self.loop.call_exception_handler(context)
 
+    def complain(self, message: str, error: BaseException | None = None) -> None:
+        """Say what cannot be raised anywhere, as asyncio does."""
+        self.loop.call_exception_handler({"message": message} | ({"exception": error} if error else {}))
+
     async def close(self, graceful: bool = True) -> None:
         """Cancel what still runs, leave the transport, free shared memory."""
-        await cancel_all([*self.serving.values(), *self._tasks])
+        self.closed = True
+        await asyncio.sleep(0)  # a task cancelled before its first step settles nothing
+        late = await cancel_all([*self.serving.values(), *self._tasks], LATE)
+        if late:
+            self.complain(f"{len(late)} tasks of host {self.rank} did not end and are left behind: {late}")
         for sent in self.sent.values():
             promise = sent.promise()
             if promise is not None and not promise.done():
@@ -425,6 +472,8 @@ class Host:
                 promise.set_exception(ActorDied(f"the system was closed while {sent.name} was pending"))
                 promise.exception()
         self.sent.clear()
+        for link in self._links.values():
+            link.kill()
         await self.transport.close(graceful)
         self.values.close()
 

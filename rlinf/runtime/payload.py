@@ -29,16 +29,17 @@ import numpy as np
 import torch
 
 from .arena import Arena
-from .errors import UserError
+from .errors import RuntimeFault, UserError
 from .resolve import holds_promise, resolve
 from .slots import ArenaReader, SlotRef
 
 if TYPE_CHECKING:
     from .host import Host
     from .promise import Promise
+    from .stream import Stream
 
-INLINE_BYTES = 8 << 10
-"""Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying 8 KB."""
+INLINE_BYTES = 64 << 10
+"""Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much."""
 BULK_BYTES = 1 << 20
 """From this size on a process group's start-up cost per transfer is repaid by its bandwidth."""
 
@@ -102,7 +103,7 @@ class Codec:
         places: where every host lives, filled as hosts become known.
         arena, reader: shared memory of this host, and its view of others'; None where the platform has none.
         lend: registers a promise whose value a peer will fetch, and says where from.
-        hold: keeps a handle alive as long as the receiver of what is being encoded may use it.
+        hold: keeps a stream alive as long as the receiver of what is being encoded may use it.
         fetch: brings a promised value from another host.
         record: told (route, bytes) for the trace.
     """
@@ -114,7 +115,7 @@ class Codec:
         arena: Arena | None,
         reader: ArenaReader | None,
         lend: Callable[[Promise[Any]], ValueRef],
-        hold: Callable[[Any], None],
+        hold: Callable[[Stream[Any]], bool],
         fetch: Callable[[ValueRef], Awaitable[Any]],
         record: Callable[[str, int], None],
         bulk: Bulk | None = None,
@@ -163,7 +164,7 @@ class Codec:
         pickler = _Pickler(file, self, host)
         try:
             pickler.dump(value)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except Exception as error:  # user code runs in it, so it may be any
             self.discard((b"", (), tuple(pickler.parts)), own=True, host=host)
             raise _unpicklable(value, error) from error
         return (file.getvalue(), tuple(pickler.refs), tuple(pickler.parts))
@@ -179,7 +180,7 @@ class Codec:
             _Pickler(file, self, SEALED).dump(value)
         except _TooBig:
             return None
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except Exception as error:  # user code runs in it, so it may be any
             raise _unpicklable(value, error) from error
         return file.getvalue() if file.tell() <= SEALED_BYTES else None
 
@@ -202,11 +203,11 @@ class Codec:
     async def decode(self, payload: Payload) -> Any:
         """The value of a payload, after fetching what it refers to."""
         if len(payload) < 3:
-            return await resolve(payload[0])
+            return await resolve(payload[0], shared=True)
         blob, refs, parts = payload
         coming = self._receive(parts)  # before anything else waits: receives follow the order of the messages
         try:
-            values = [await self._fetch(ref) for ref in refs]
+            values = await asyncio.gather(*(self._fetch(ref) for ref in refs))
         except BaseException:
             self.discard((blob, refs, [part for part in parts if type(part) is SlotRef]))
             raise
@@ -237,9 +238,13 @@ class Codec:
 
     def _load(self, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
         previous = getattr(_reading, "now", None)
-        _reading.now = _Reading(self, list(values), list(parts))
+        _reading.now = now = _Reading(self, list(values), list(parts))
         try:
             return pickle.loads(blob)
+        except BaseException:
+            self.discard((blob, (), tuple(now.parts)))  # those that it had not come to
+            now.parts.clear()  # the traceback leads here
+            raise
         finally:
             _reading.now = previous
 
@@ -286,14 +291,16 @@ class _Pickler(pickle.Pickler):
         self.refs.append(self._codec._lend(promise))
         return _value, (len(self.refs) - 1,)
 
-    def hold(self, handle: Any) -> None:
-        """Keep a handle alive here as long as the receiver may use it."""
-        self._codec._hold(handle)
+    def hold(self, stream: Stream[Any]) -> bool:
+        """Keep a stream alive as long as the receiver may use it; whether the receiver's handle does that itself."""
+        return self._codec._hold(stream)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
-        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return NotImplemented
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         codec, host = self._codec, self._host
         if host == SEALED:
             self._sealed_bytes += tensor.nbytes
@@ -356,7 +363,7 @@ def _part(index: int, to_device: bool) -> torch.Tensor:
     part = now.parts[index]
     if type(part) is SlotRef:
         assert now.codec.reader is not None
-        part = now.codec.reader.open(part)
+        part = now.parts[index] = now.codec.reader.open(part)
     return _on_device(part, to_device)
 
 
@@ -375,15 +382,19 @@ def _to_array(dtype: np.dtype[Any], shape: tuple[int, ...], rebuild: Any, args: 
     return flat.view(dtype).reshape(shape)
 
 
-def _unpicklable(value: Any, error: Exception) -> UserError:
+def _unpicklable(value: Any, error: Exception) -> Exception:
+    if isinstance(error, RuntimeFault):  # it says itself what to do
+        return error
+    where, culprit = _culprit(value)
+    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
     return UserError(
-        f"cannot send {_culprit(value)} to another process: {error}. "
+        f"cannot send {where}a {kind} ({str(culprit)[:80]}) to another process: {error}. "
         "Send plain data and tensors, or classes and functions defined at the top level of a module."
     )
 
 
-def _culprit(value: Any, depth: int = 0) -> str:
-    """The smallest part of `value` that does not pickle, described for a human."""
+def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
+    """The smallest part of `value` that does not pickle, and where it sits, as "[0]['fn'].hook: "."""
     children: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         children = [(f"[{key!r}]", child) for key, child in value.items()]
@@ -391,18 +402,24 @@ def _culprit(value: Any, depth: int = 0) -> str:
         children = [(f"[{i}]", child) for i, child in enumerate(value)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    if depth < 5:
-        for _, child in children:
-            if not _pickles(child):
-                return _culprit(child, depth + 1)
-    return f"a {type(value).__module__}.{type(value).__qualname__} ({str(value)[:80]})"
+    for step, child in children:
+        if where.count("[") + where.count(".") < 8 and not _pickles(child):
+            return _culprit(child, where.removesuffix(": ") + step + ": ")
+    return where, value
+
+
+class _Trial(pickle.Pickler):
+    """Pickles all but what the real one would replace, and what would be replaced is fine."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.Tensor, np.ndarray)) or hasattr(type(obj), "__lend__"):
+            return str, ()
+        return NotImplemented
 
 
 def _pickles(value: Any) -> bool:
-    if hasattr(type(value), "__lend__"):
-        return True
     try:
-        pickle.dumps(value, 5)
+        _Trial(io.BytesIO(), protocol=5).dump(value)
     except Exception:  # any failure at all means "not this one"
         return False
     return True

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from .errors import ActorDied
 from .payload import Key, Payload
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ WANT, KEEP = 1, 2
 class Promise(asyncio.Future[T]):
     """The value that an endpoint call will produce.
 
-    Await it, gather it, wrap it in `asyncio.timeout`: it is a future of the running loop. Cancelling it, or the only
-    task that awaits it, cancels the call. Passed un-awaited as an argument of another call, its value travels from
-    producer to consumer directly. Dropped un-awaited, the call still runs and its value is freed.
+    Await it, gather it, wrap it in `asyncio.timeout`: it is a future of the running loop. Cancelling it, or a task that
+    awaits it, cancels the call; `asyncio.shield` it where that is not wanted. Passed un-awaited as an argument of
+    another call, its value travels from producer to consumer directly. Dropped un-awaited, the call still runs and its
+    value is freed.
     """
 
     __promised__ = True
@@ -66,11 +68,16 @@ class Promise(asyncio.Future[T]):
     lends: Sequence[Any] = ()
     """Promises and streams among its arguments: alive until the call has its reply."""
     borrowers = 0
-    """Calls that may fetch its value from this host."""
+    """Calls that may fetch its value."""
     finish: Callable[[], None] | None = None
     """Told once, when the call is over."""
     task: asyncio.Task[Any] | None = None
     """What computes it, if that is on this host."""
+
+    @property
+    def label(self) -> str:
+        """The call's name, unique in the system, e.g. "judge[0].score#0.17"."""
+        return f"{self.name}#{self.host.rank}.{self.number}"
 
     @property
     def key(self) -> Key:
@@ -94,13 +101,21 @@ class Promise(asyncio.Future[T]):
         if self.state == KEPT:
             self.host.bring(self)
 
+    def fail(self, error: BaseException) -> None:
+        """The call has failed; complain if nobody ever looks, unless a call that borrowed the value tells of it."""
+        self.set_exception(error)
+        if self.lent or isinstance(error, ActorDied):  # and calls that run as long as their actor end with it
+            self.exception()
+        if not self.borrowers:
+            self.release()  # the error came along
+
     def __await__(self) -> Generator[Any, None, T]:
         self.want()
         return super().__await__()
 
     __iter__ = __await__
 
-    def add_done_callback(self, fn: Callable[[Promise[T]], object], *, context: Context | None = None) -> None:  # type: ignore[override]
+    def add_done_callback(self, fn: Callable[[Promise[T]], object], *, context: Context | None = None) -> None:
         self.want()
         super().add_done_callback(cast(Any, fn), context=context)
 
@@ -110,10 +125,15 @@ class Promise(asyncio.Future[T]):
         self.host.cancel(self)
         return super().cancel(msg)
 
-    def __del__(self) -> None:
+    def release(self) -> None:
+        """Nobody will fetch the value from its producer any more."""
         if self.state == KEPT:
+            self.state = INLINE
             self.host.drop(self.target, self.key)
-        super().__del__()  # type: ignore[misc]
+
+    def __del__(self) -> None:
+        self.release()
+        super().__del__()
 
     def __lend__(self, pickler: Any) -> Any:
         return pickler.lend(self)

@@ -3,9 +3,9 @@
 Flows in: `put`. Flows out: `take`, then `ack`. Who wakes whom: a put wakes the oldest taker whose wish can be met; an
 ack, or a taker that waits for more than there is, wakes the oldest putter; a consumer's leaving wakes takers.
 
-An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a token;
-if that consumer leaves or dies, what it holds is queued again, at the front. So nothing is lost; and because an item put
-twice under one id counts once, nothing is repeated either when a stage dies between emitting a result and
+An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a
+token; if that consumer leaves or dies, what it holds is queued again, in its old place. So nothing is lost; and because
+an item put twice under one id counts once, nothing is repeated either when a stage dies between emitting a result and
 acknowledging its input.
 
 This file knows neither hosts nor messages; `channel.py` and `stream.py` give it both.
@@ -186,8 +186,7 @@ class ItemQueue:
         if not self.closed:
             self.closed = True
             for putter in self._putters:
-                if not putter.future.done():
-                    _set_error(putter.future, QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
+                _set_error(putter.future, QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
             self._putters.clear()
             self._serve()
             self._check_end()
@@ -198,9 +197,10 @@ class ItemQueue:
             return
         self.error = error
         self.closed = True
-        for waiting in [*self._takers, *self._putters]:
-            if not waiting.future.done():
-                _set_error(waiting.future, error)
+        for taker in self._takers:
+            _set_error(taker.future, error)
+        for putter in self._putters:
+            _set_error(putter.future, error)
         self._takers.clear()
         self._putters.clear()
         self._end()
@@ -377,9 +377,7 @@ class ItemQueue:
 
     def _at_end(self, key: Hashable) -> bool:
         """Closed, and nothing of this key is held that could come back."""
-        return self.closed and not any(
-            item.key == key for held in self._running.values() for item in held.values()
-        )
+        return self.closed and not any(item.key == key for held in self._running.values() for item in held.values())
 
     def _check_end(self) -> None:
         if self.closed and not self._running and not self._queued:
@@ -419,5 +417,6 @@ class ItemQueue:
 
 
 def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
-    future.set_exception(error)
-    future.exception()  # seen: whoever was cancelled meanwhile must not make asyncio complain
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen: whoever was cancelled meanwhile must not make asyncio complain

@@ -1,7 +1,13 @@
-"""Promises inside values that go by reference: find them, and put what they promised in their place."""
+"""Promises inside values that go by reference: find them, and put what they promised in their place.
+
+Flows in: arguments, results and items that may hold promises in nested lists, tuples, sets, dicts and dataclasses.
+Flows out: the same with values. Who wakes whom: the last of the promises wakes `resolve`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,33 +18,75 @@ _ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.n
 
 
 def holds_promise(value: Any) -> bool:
-    """Whether a promise sits anywhere in nested lists, tuples, dicts and dataclasses."""
+    """Whether a promise sits anywhere in `value`."""
     kind = type(value)
     if kind in _ATOMS:
         return False
     if hasattr(kind, "__promised__"):
         return True
-    if kind is list or kind is tuple:
-        kinds = set(map(type, value))
-        return not kinds <= _ATOMS and any(holds_promise(child) for child in value)
-    if kind is dict:
-        kinds = set(map(type, value.values()))
-        return not kinds <= _ATOMS and any(holds_promise(child) for child in value.values())
-    if dataclasses.is_dataclass(kind):
+    if isinstance(value, dict):
+        value = value.values()
+    elif dataclasses.is_dataclass(kind):
         return any(holds_promise(getattr(value, name, None)) for name in kind.__dataclass_fields__)
-    return False
+    elif not isinstance(value, (list, tuple, set, frozenset)):
+        return False
+    return not _ATOMS.issuperset(map(type, value)) and any(map(holds_promise, value))
 
 
-async def resolve(value: Any) -> Any:
-    """`value` with every promise in it replaced by what it promised; containers are rebuilt only where needed."""
+async def resolve(value: Any, *, shared: bool = False) -> Any:
+    """`value` with every promise in it replaced by what it promised; containers are rebuilt only where needed.
+
+    Args:
+        shared: the promises are others' as well, so giving up waiting must not cancel their calls.
+    """
+    promises: list[asyncio.Future[Any]] = []
+    _collect(value, promises)
+    if not promises:
+        return value
+    calls: list[Any] = [call for promise in promises for call in getattr(promise, "promises", [promise])]
+    waits = [call.host.values.note_wait(call.label) for call in calls]
+    try:
+        if len(promises) == 1:
+            await (asyncio.shield(promises[0]) if shared else promises[0])
+        else:
+            await asyncio.gather(*(map(asyncio.shield, promises) if shared else promises))
+    finally:
+        for over in waits:
+            over()
+    return _rebuilt(value)
+
+
+def _collect(value: Any, promises: list[asyncio.Future[Any]]) -> None:
+    if not holds_promise(value):
+        return
+    if isinstance(value, asyncio.Future):
+        promises.append(value)
+        return
+    for child in _children(value):
+        _collect(child, promises)
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, name, None) for name in value.__dataclass_fields__]
+    return value
+
+
+def _rebuilt(value: Any) -> Any:
     if not holds_promise(value):
         return value
-    kind = type(value)
-    if hasattr(kind, "__promised__"):
-        return await value
-    if kind is list or kind is tuple:
-        return kind([await resolve(child) for child in value])
-    if kind is dict:
-        return {key: await resolve(child) for key, child in value.items()}
-    changes = {name: await resolve(getattr(value, name)) for name in kind.__dataclass_fields__}
-    return dataclasses.replace(value, **changes)
+    if isinstance(value, asyncio.Future):
+        return value.result()
+    if dataclasses.is_dataclass(value):
+        changed: Any = copy.copy(value)
+        for name in value.__dataclass_fields__:
+            object.__setattr__(changed, name, _rebuilt(getattr(value, name)))  # also where it is frozen
+        return changed
+    if isinstance(value, dict):
+        changed = copy.copy(value)  # whatever kind of dict it is
+        changed.update((key, _rebuilt(child)) for key, child in value.items())
+        return changed
+    children = [_rebuilt(child) for child in value]
+    return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)

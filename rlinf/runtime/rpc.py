@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import os
 import pickle
 import threading
 import warnings
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from .errors import UserError
 from .transport import Frame, Receiver
 
 Packed = tuple[bytes, list[torch.Tensor]]
@@ -50,13 +52,16 @@ class RpcTransport:
         self.hosts = hosts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: Receiver | None = None
-        self._lock = threading.Lock()  # between RPC threads and the loop's: guards the next three
+        self._lock = threading.Lock()  # between RPC threads and the loop's: guards what follows
         self._early: list[Callable[[], None]] = []
         self._watchers: list[torch.futures.Future[bytes]] = []
         self._closing = False
+        self._graceful = False
         self._watched: set[int] = set()
         _current = self
-        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=max(8, hosts + 2), rpc_timeout=timeout)
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=max(8, hosts + 2), rpc_timeout=timeout, **_transport_options()
+        )
         with warnings.catch_warnings():  # of init_rpc, about init_rpc
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
             rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
@@ -82,7 +87,7 @@ class RpcTransport:
     def watch(self, host: int) -> None:
         if host not in self._watched and host != self.host:
             self._watched.add(host)
-            self._call(host, _stay, (self.host,), lambda _: self._lost(host, "it left"))
+            self._call(host, _stay, (self.host,), lambda _: None)
 
     def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         assert self._loop is not None
@@ -117,12 +122,13 @@ class RpcTransport:
     def _take(self, source: int, packed: Packed, answer: torch.futures.Future[Packed]) -> None:
         def arrive() -> None:
             if self._receiver is None or self._closing:
-                answer.set_result(NOTHING)
+                if self._graceful:
+                    answer.set_result(NOTHING)
                 return
             try:
                 frame = _unpack(*packed)
             except Exception as error:  # nothing behind this frame can be delivered any more
-                answer.set_exception(error)
+                answer.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
                 self._lost(source, f"it sent a frame that cannot be read here: {error!r}")
                 return
             self._receiver.receive(source, frame, lambda reply: answer.set_result(_pack_answer(reply)))
@@ -138,15 +144,14 @@ class RpcTransport:
         with self._lock:
             if not self._closing:
                 self._watchers.append(future)
-                return future
-        future.set_result(b"")
+            elif self._graceful:
+                future.set_result(b"")
         return future
 
     async def close(self, graceful: bool) -> None:
         """Leave the mesh. Graceful waits until every host leaves; otherwise peers see this host as lost."""
-        global _current
         with self._lock:
-            self._closing = True
+            self._closing, self._graceful = True, graceful
             watchers, self._watchers = self._watchers, []
         if graceful:
             for future in watchers:
@@ -155,7 +160,26 @@ class RpcTransport:
         with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
             await asyncio.to_thread(rpc.shutdown, graceful=graceful, timeout=FAREWELL)
         self._receiver = None
-        _current = None
+
+
+SPINNING_CORES = 4
+"""Cores per host from which on TensorPipe may use its shared-memory transport. That one spins on a core in every process,
+idle or not: it answers sooner on an idle machine, but on shared cores it was measured to take half the CPU of a training
+run, and to answer later than sockets do."""
+
+
+def _transport_options() -> dict[str, list[str]]:
+    """Which of TensorPipe's transports to use; `RLINF_RPC_TRANSPORT=shm` or `=uv` (sockets) overrides the choice."""
+    asked = os.environ.get("RLINF_RPC_TRANSPORT")
+    if asked not in (None, "shm", "uv"):
+        raise UserError(f"RLINF_RPC_TRANSPORT is {asked!r}; it can be shm or uv")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    per_host = cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if asked == "shm" or (asked is None and per_host >= SPINNING_CORES):
+        return {}
+    if torch.cuda.is_available():
+        return {"_transports": ["uv"]}  # with TensorPipe's own choice of channels for CUDA tensors
+    return {"_transports": ["uv"], "_channels": ["basic"]}
 
 
 def _name(host: int) -> str:
@@ -167,24 +191,19 @@ def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) 
         loop.call_soon_threadsafe(fn, *args)
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _receive(source: int, data: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Packed]:
     answer: torch.futures.Future[Packed] = torch.futures.Future()
-    if _current is None:
-        answer.set_result(NOTHING)
-    else:
-        _current._take(source, (data, tensors), answer)
+    assert _current is not None
+    _current._take(source, (data, tensors), answer)
     return answer
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _stay(source: int) -> torch.futures.Future[bytes]:
     """Answered when this host leaves; a broken lane answers it with an error at the other end."""
-    if _current is not None:
-        return _current._hold()
-    gone: torch.futures.Future[bytes] = torch.futures.Future()
-    gone.set_result(b"")
-    return gone
+    assert _current is not None
+    return _current._hold()
 
 
 # Frames as bytes and tensors -------------------------------------------------------------------------------------
@@ -209,7 +228,7 @@ class _TensorJoiner(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: int) -> torch.Tensor:
         return self._tensors[pid]
 
 

@@ -1,39 +1,58 @@
 """`rlinf.run(main)`: one program, in one process or under torchrun.
 
-Flows in: torchrun's environment. Flows out: the value of `main` on rank 0, and the process's exit code. Who wakes
-whom: rank 0 runs `main`; the others serve until rank 0 says goodbye or is lost.
+Flows in: torchrun's environment; signals; the loss of hosts. Flows out: the value of `main` on rank 0, and the
+process's exit code. Who wakes whom: rank 0 runs `main`; the others serve until rank 0 says goodbye or is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .actor import current_scope
-from .context import SERVICE, enter_host
+from .context import SERVICE, cancel_all, enter_host
 from .errors import ActorDied, StallError
 from .host import Host
-from .payload import Place
-from .system import ActorSystem, here
+from .network import here
+from .system import ActorSystem
 
 if TYPE_CHECKING:
     from .rpc import RpcTransport
 
 T = TypeVar("T")
 Main = Callable[[ActorSystem], Awaitable[T]]
+End = Callable[[BaseException], None]
+"""Says why the program has to end early; the first reason counts."""
 
 SWITCH_INTERVAL = 5e-4
 """Seconds of Python's thread switch interval. With the default of 5 ms a compute thread that runs Python keeps the
 loop, and so every answer of this host, waiting that long."""
 GRACE = 0.5
-"""Seconds that `main` gets to fail by itself, with its own error, once a host was lost."""
+"""Seconds that `main` gets to fail by itself, with its own error, once a host was lost; and to end when cancelled."""
+CLOSING = 20.0
+"""Seconds until what does not end is left behind."""
+CLOSING_ON_SIGNAL = 3.0
+"""The same after Ctrl-C, which promises five seconds in all."""
+FAREWELL = 3.5
+"""Seconds that a host which got a signal waits for rank 0, which got the same one, to end the system in order."""
+REPEATED = 1.0
+"""Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
+PR_SET_PDEATHSIG = 1
+
+
+class Stopped(SystemExit):
+    """The process was told to stop by a signal; exits with 128 + its number, as shells do."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
 
 
 def run(
@@ -55,13 +74,14 @@ def run(
         hosts: without torchrun, how many hosts; default: as many as the program names.
         trace: record spans.
         device_memory: bytes per device, for leases; default: any number of roles fits.
-        stall_after: seconds that a wait may last before the stall report ends the job; default: for ever.
+        stall_after: seconds without any progress after which the stall report ends the job, so more than the longest
+            single computation takes; default: never.
         interface: network interface that RPC listens on. Default: `RLINF_INTERFACE`, or the loopback when all hosts
             are on this machine. See docs/security.md before naming one.
 
     Raises:
-        Exception: what `main` raised, or `ActorDied` when a host was lost.
-        SystemExit: on ranks other than 0, when rank 0 was lost.
+        Exception: what `main` raised, or `ActorDied` when a host was lost, or `StallError`.
+        SystemExit: a signal told the process to stop; or on ranks other than 0, rank 0 was lost.
     """
     import torch
 
@@ -70,196 +90,82 @@ def run(
         torch.set_num_threads(1)  # on shared cores a second OpenMP thread was measured to cost up to 40 times
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.freeze()  # what was imported lives for ever; scanning it at every full collection would stall the loop
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        hosts = 1
+        _die_with_torchrun()
     if world == 1:
-        return _run_loop(
-            _run_local(main, 1 if "TORCHELASTIC_RUN_ID" in os.environ else hosts, trace, device_memory, stall_after)
-        )
+        return _run_loop(_run_local(main, hosts, trace, device_memory, stall_after))
     _bind_interface(interface, world)
-    from .rpc import RpcTransport
-
-    transport = RpcTransport(rank, world)
+    transport = _join(rank, world)
     if rank == 0:
-        return _run_loop(_run_controller(main, transport, trace, device_memory, stall_after))
+        return _run_loop(_control(main, transport, trace, device_memory, stall_after))
     if not _run_loop(_serve(transport, trace)):
         sys.exit(1)
     return None
 
 
-def _run_loop(work: Any) -> Any:
+def _run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, but nothing that refuses to end keeps the process."""
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        task = loop.create_task(work)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except SystemExit:  # leaves the loop from wherever it is raised; the system still ends in order
+                if task.done():
+                    raise
+    finally:
+        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop), GRACE))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+# Joining ---------------------------------------------------------------------------------------------------------
 
 
 def _bind_interface(interface: str | None, world: int) -> None:
     """Tell TensorPipe and gloo where to listen, before they start."""
     interface = interface or os.environ.get("RLINF_INTERFACE")
-    if interface is None and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world:
+    all_local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
+    if interface is None and (all_local or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
         interface = "lo0" if sys.platform == "darwin" else "lo"
     if interface is not None:
         os.environ["TP_SOCKET_IFNAME"] = interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-async def _run_local(
-    main: Main[T], hosts: int | None, trace: bool, memory: Mapping[int, int] | None, stall_after: float | None
-) -> T:
-    async with ActorSystem.local(hosts, trace=trace, device_memory=memory, stall_after=stall_after) as system:
-        task = asyncio.ensure_future(main(system))
-        with _stop_on_signals(task.cancel):
-            return await _first_cause(task, system)
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
-async def _run_controller(
-    main: Main[T],
-    transport: RpcTransport,
-    trace: bool,
-    memory: Mapping[int, int] | None,
-    stall_after: float | None,
-) -> T:
-    system = _open(transport, trace)
-    host, service = system._host, system.service
-    service.open_leases(dict(memory) if memory is not None else None)
-    lost: asyncio.Future[None] = host.loop.create_future()
+def _join(rank: int, world: int) -> RpcTransport:
+    """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order."""
+    from .rpc import RpcTransport
 
-    def on_lost(number: int, reason: str) -> None:
-        service.lease_forget(number)
-        if not lost.done():
-            lost.set_exception(_host_lost(host, number, reason))
-
-    host.on_lost.append(on_lost)
-    graceful = False
     try:
-        for other in range(1, transport.hosts):
-            host.link(other)  # from here on its loss is noticed
-        await _race(asyncio.ensure_future(service.all_here.wait()), lost)
-        task = asyncio.ensure_future(main(system))
-        if stall_after is not None:
-            host.own(_watch(system, stall_after, lost))
-        with _stop_on_signals(task.cancel):
-            result = await _race(task, lost)
-        graceful = True
-        return result
-    except asyncio.CancelledError:
-        raise SystemExit("rlinf: stopped by a signal") from None
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ValueError:  # not the main thread, where signals are none of our business
+        return RpcTransport(rank, world)
+    try:
+        return RpcTransport(rank, world)
     finally:
-        await _end(system, graceful and not host.lost_hosts)
-        if lost.done() and not lost.cancelled():
-            lost.exception()
+        signal.signal(signal.SIGINT, before)
 
 
-async def _end(system: ActorSystem, graceful: bool) -> None:
-    """Close all actors, say goodbye to all hosts, and leave."""
-    host = system._host
-    with contextlib.suppress(ActorDied):  # whoever is lost has nothing left to close
-        await system.root.close()
-    await system.service.manager.close()
-    for other in range(1, host.transport.hosts):
-        if other not in host.lost_hosts:
-            host.cast(other, SERVICE, "bye", graceful)
-    for other in range(1, host.transport.hosts):
-        if other not in host.lost_hosts:
-            await host.link(other).drained()
-    await host.close(graceful)
-
-
-async def _first_cause(task: asyncio.Task[T], system: ActorSystem) -> T:
-    try:
-        return await task
-    except asyncio.CancelledError:
-        raise SystemExit("rlinf: stopped by a signal") from None
-
-
-async def _race(task: asyncio.Task[T], lost: asyncio.Future[None]) -> T:
-    """The task's value; or, when the system fails first, that failure, unless the task itself fails in time."""
-    await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-        await asyncio.wait({task}, timeout=GRACE)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=GRACE)
-    if task.done() and not task.cancelled():
-        return task.result()
-    if lost.done():
-        lost.result()
-    raise asyncio.CancelledError
-
-
-async def _watch(system: ActorSystem, stall_after: float, lost: asyncio.Future[None]) -> None:
-    try:
-        await system.watch(stall_after, lambda: None)
-    except StallError as error:
-        if not lost.done():
-            lost.set_exception(error)
-
-
-def _host_lost(host: Host, number: int, reason: str) -> ActorDied:
-    place = host.places.get(number)
-    where = f" (pid {place.pid} on {place.node})" if place is not None else ""
-    actors = sorted(
-        ref_name
-        for what in host.system.service._names.values()
-        for ref_name, where_it_is in zip(getattr(what, "names", ()), getattr(what, "hosts", ()), strict=False)
-        if where_it_is == number
-    )
-    return ActorDied(
-        f"host {number}{where} died, and with it {', '.join(actors) or 'no actor'}: {reason[:200]}. "
-        "The job ends; torchrun --max-restarts starts it again from the last checkpoint."
-    )
-
-
-async def _serve(transport: RpcTransport, trace: bool) -> bool:
-    """Serve actors until the controller says goodbye; False if it was lost instead."""
-    system = _open(transport, trace)
-    host, service = system._host, system.service
-
-    def on_lost(number: int, reason: str) -> None:
-        if number == 0 and not service.farewell.done():
-            service.farewell.set_exception(ActorDied(reason))
-
-    host.on_lost.append(on_lost)
-    host.link(0)
-    host.cast(0, SERVICE, "hello", host.places[host.rank])
-    stopped = asyncio.ensure_future(_wait_for(service.farewell))
-    with _stop_on_signals(stopped.cancel):
-        try:
-            graceful = await stopped
-        except asyncio.CancelledError:
-            # torchrun signals every rank, and rank 0 ends the system in order; it gets a moment for that
-            graceful = await _moment(service.farewell)
-        except ActorDied as error:
-            print(f"rlinf: host {host.rank} stops: the controller (host 0) is gone: {error}", file=sys.stderr)
-            graceful = None
-    await _close_all(system)
-    await host.close(bool(graceful))
-    return graceful is not None
-
-
-async def _wait_for(future: asyncio.Future[bool]) -> bool | None:
-    return await asyncio.shield(future)
-
-
-async def _moment(farewell: asyncio.Future[bool]) -> bool | None:
-    await asyncio.wait({farewell}, timeout=4.0)
-    if farewell.done() and farewell.exception() is None:
-        return farewell.result()
-    return None
-
-
-async def _close_all(system: ActorSystem) -> None:
-    """End the actors that are still here: the controller is gone, or did not get to it."""
-    service = system.service
-    for actor in [id for id in system._host.cells if id != service._cell.id]:
-        try:
-            await service.kill(actor)
-        except Exception:  # one actor's close must not keep the others from theirs
-            traceback.print_exc()
+def _die_with_torchrun() -> None:
+    """Be told to stop when torchrun is killed: nobody else would end this process then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _open(transport: RpcTransport, trace: bool) -> ActorSystem:
-    places: dict[int, Place] = {transport.host: here(transport.host, device=_device())}
-    host = Host(transport, places, trace=trace)
+    place = here(transport.host, device=_device())
+    host = Host(transport, {transport.host: place}, trace=trace)
     system = ActorSystem(host)
     enter_host(host)
     current_scope.set(system.root)
@@ -276,16 +182,205 @@ def _device() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
+# Rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+async def _run_local(
+    main: Main[T], hosts: int | None, trace: bool, memory: Mapping[int, int] | None, stall_after: float | None
+) -> T:
+    ending, end = _ending()
+    with _on_signals(end):
+        async with ActorSystem.local(hosts, trace=trace, device_memory=memory) as system:
+            _watch(system, stall_after, end)
+            return await _conduct(_program(main, system), system._host, ending)
+
+
+async def _control(
+    main: Main[T],
+    transport: RpcTransport,
+    trace: bool,
+    memory: Mapping[int, int] | None,
+    stall_after: float | None,
+) -> T:
+    system = _open(transport, trace)
+    host, service = system._host, system.service
+    service.open_leases(dict(memory) if memory is not None else None)
+    ending, end = _ending()
+
+    def on_lost(number: int, reason: str) -> None:
+        service.lease_forget(number)
+        end(_host_lost(host, number, reason))
+
+    async def program() -> T:
+        await service.all_here.wait()
+        _watch(system, stall_after, end)
+        return await main(system)
+
+    host.on_lost.append(on_lost)
+    for other in range(1, transport.hosts):
+        host.link(other)  # from here on its loss is noticed
+    with _on_signals(end):
+        try:
+            result = await _conduct(program(), host, ending)
+        except BaseException as error:
+            if isinstance(error, Stopped):
+                sys.stderr.write(f"rlinf: stopped by {error.name}\n")
+            with _left_behind(host):  # what went wrong first is what the user gets to see
+                await _end(system, CLOSING_ON_SIGNAL if isinstance(error, Stopped) else CLOSING)
+            raise
+        await _end(system, CLOSING)
+        return result
+
+
+async def _program(main: Main[T], system: ActorSystem) -> T:
+    return await main(system)
+
+
+def _ending() -> tuple[asyncio.Future[BaseException], End]:
+    """Why the program has to end early, once that is so; and how to say it."""
+    ending: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def end(reason: BaseException) -> None:
+        if not ending.done():
+            ending.set_result(reason)
+
+    return ending, end
+
+
+async def _conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.Future[BaseException]) -> T:
+    """The program's value; unless it has to end early: then, if it has not failed with an error of its own, why."""
+    host.flow = task = asyncio.create_task(program)
+    both: set[asyncio.Future[Any]] = {task, ending}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done() and not isinstance(ending.result(), Stopped):
+        await asyncio.wait({task}, timeout=GRACE)  # what it waits for is failing: its own error says where
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE)
+    if task.done() and not task.cancelled() and (not ending.done() or task.exception() is not None):
+        return task.result()
+    if ending.done():
+        raise ending.result()
+    raise asyncio.CancelledError("the program cancelled itself")
+
+
+def _watch(system: ActorSystem, stall_after: float | None, end: End) -> None:
+    async def watch(patience: float) -> None:
+        try:
+            await system.watch(patience)
+        except StallError as error:
+            end(error)
+
+    if stall_after is not None:
+        system._host.own(watch(stall_after))
+
+
+def _host_lost(host: Host, number: int, reason: str) -> ActorDied:
+    place = host.places.get(number)
+    where = f" (pid {place.pid} on {place.node})" if place is not None else ""
+    groups = host.system.service.groups()
+    actors = [ref._name for group in groups for ref in group if ref._host == number]
+    return ActorDied(
+        f"host {number}{where} died, and with it {', '.join(actors) or 'no actor'}: {reason.splitlines()[0][:200]}. "
+        "The job ends; torchrun --max-restarts starts it again from the last checkpoint."
+    )
+
+
+async def _end(system: ActorSystem, seconds: float) -> None:
+    """Close all actors, say goodbye to all hosts, and leave."""
+    host = system._host
+    error: Exception | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            await system.root.close()
+    except TimeoutError:
+        host.complain(f"the actors did not all end within {seconds} s")
+    except Exception as first:  # the hosts must be told all the same
+        error = first
+    await system.service.manager.close()
+    graceful = not host.lost_hosts
+    others = [other for other in range(1, host.transport.hosts) if other not in host.lost_hosts]
+    for other in others:
+        host.cast(other, SERVICE, "bye", graceful)
+    if others:
+        await asyncio.wait([host.own(host.link(other).drained()) for other in others], timeout=GRACE)
+    await host.close(graceful)
+    if error is not None and not isinstance(error, ActorDied):  # whoever is lost has nothing left to close
+        raise error
+
+
+# The other ranks -------------------------------------------------------------------------------------------------
+
+
+async def _serve(transport: RpcTransport, trace: bool) -> bool:
+    """Serve actors until the controller says goodbye; False if it was lost instead."""
+    system = _open(transport, trace)
+    host, service = system._host, system.service
+    ending, end = _ending()
+
+    def on_lost(number: int, reason: str) -> None:
+        if number == 0:
+            end(ActorDied(reason.splitlines()[0]))
+
+    host.on_lost.append(on_lost)
+    host.link(0)
+    host.cast(0, SERVICE, "hello", host.places[host.rank])
+    with _on_signals(end):
+        both: set[asyncio.Future[Any]] = {service.farewell, ending}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not service.farewell.done() and isinstance(ending.result(), Stopped):
+            await asyncio.wait({service.farewell}, timeout=FAREWELL)
+        told = service.farewell.done()
+        if not told:
+            sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(ending.result())}\n")
+        await _close_all(system)
+        await host.close(told and service.farewell.result())
+        return told
+
+
+def _why(reason: BaseException) -> str:
+    return f"{reason.name}" if isinstance(reason, Stopped) else f"the controller (host 0) is gone: {reason}"
+
+
+async def _close_all(system: ActorSystem) -> None:
+    """End the actors that are still here: the controller is gone, or did not get to it."""
+    service = system.service
+    actors = [id for id in system._host.cells if id != SERVICE]
+    await service.stop_calls(actors)
+    for actor in reversed(actors):
+        with _left_behind(system._host):  # one actor's close must not keep the others from theirs
+            await service.kill(actor)
+
+
 @contextlib.contextmanager
-def _stop_on_signals(stop: Callable[[], object]) -> Any:
-    """SIGINT and SIGTERM call `stop` once; a second one has its usual effect."""
+def _left_behind(host: Host) -> Iterator[None]:
+    """Errors while ending are shown, and nothing more: something else is the reason for ending."""
+    try:
+        yield
+    except Exception as error:
+        host.complain("while ending", error)
+
+
+@contextlib.contextmanager
+def _on_signals(end: End) -> Iterator[None]:
+    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect."""
     loop = asyncio.get_running_loop()
+    first: float | None = None
+    handled: list[int] = []
 
     def handle(number: int) -> None:
-        loop.remove_signal_handler(number)
-        stop()
+        nonlocal first
+        if first is None:
+            first = loop.time()
+            end(Stopped(number))
+        elif loop.time() - first > REPEATED:
+            give_up()
+            signal.raise_signal(number)
 
-    handled = []
+    def give_up() -> None:
+        while handled:
+            loop.remove_signal_handler(handled.pop())
+
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
             loop.add_signal_handler(number, handle, number)
@@ -293,5 +388,4 @@ def _stop_on_signals(stop: Callable[[], object]) -> Any:
     try:
         yield
     finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
+        give_up()

@@ -7,6 +7,7 @@ beside what they serve.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from .actor import Actor, ActorId, Cell, Gang, current_call, endpoint
@@ -14,14 +15,18 @@ from .channel import Channel, QueueService
 from .context import Running, cancel_all
 from .errors import UserError
 from .group import ActorGroup
-from .lease_client import LeaseService
+from .lease_service import LeaseService
 from .payload import Key, Place
 from .stages import StageService
 from .trace import Span
 from .waits import HostReport, report_host
 
-CLOSE_DEADLINE = 3.0
-"""Seconds an actor's cancelled calls and its `close` may take before it is given up: Ctrl-C promises five in all."""
+CALLS_DEADLINE = 2.0
+"""Seconds that cancelled calls may take before they are left behind: Ctrl-C promises five in all."""
+CLOSE_DEADLINE = 2.5
+"""Seconds that an actor's `close` may take before it is given up."""
+MOMENT = 0.2
+"""Seconds for what only has to be told."""
 
 
 class Service(QueueService, StageService, LeaseService):
@@ -29,7 +34,8 @@ class Service(QueueService, StageService, LeaseService):
 
     def begin(self) -> None:
         """Called once, before anything can arrive."""
-        self._names: dict[str, ActorGroup | Channel | None] = {}
+        self._names: dict[str, tuple[Key, ActorGroup | Channel | None]] = {}
+        self._unready: set[ActorId] = set()
         self.all_here = asyncio.Event()
         self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -79,6 +85,7 @@ class Service(QueueService, StageService, LeaseService):
         cell.leased = leased
         host.cells[actor_id] = cell
         call.gang = gang
+        self._unready.add(actor_id)
         try:
             with Running(host, cell, call):
                 if leased:
@@ -91,31 +98,47 @@ class Service(QueueService, StageService, LeaseService):
             cell.stop_computing()
             await cell.scope.close()
             raise
+        finally:
+            self._unready.discard(actor_id)
+
+    @endpoint
+    async def stop_calls(self, actors: list[ActorId]) -> None:
+        """Cancel all calls of these actors, and wait until they have ended or have had their time."""
+        await self._stop_calls([cell for id in actors if (cell := self._cell.host.cells.get(id)) is not None])
+
+    async def _stop_calls(self, cells: Sequence[Cell]) -> None:
+        calls = {call.task: call for cell in cells for call in cell.calls if call.task is not None}
+        for call in calls.values():
+            call.killed = True
+        if await cancel_all(calls, CALLS_DEADLINE):
+            doing = {task: call.doing or "running" for task, call in calls.items()}
+            for cell in cells:
+                cell.stop_computing()  # whoever waits for a function that does not return need not wait any longer
+            for task in await cancel_all(calls, MOMENT):
+                late = f"{calls[task].name} was still {doing[task]} {CALLS_DEADLINE} s after it was cancelled"
+                self._cell.host.complain(f"{late}, and is left behind")
 
     @endpoint
     async def kill(self, actor_id: ActorId) -> None:
         """End an actor: its running calls are cancelled, then it is closed, with all that it spawned."""
         cell = self._cell.host.cells.pop(actor_id, None)
-        if cell is None:
+        if cell is not None:
+            await asyncio.shield(self._cell.host.own(self._kill(cell)))  # once begun, it is done
+
+    async def _kill(self, cell: Cell) -> None:
+        ready = cell.id not in self._unready
+        await self._stop_calls([cell])
+        if not ready:
             return
-        tasks = [call.task for call in cell.calls if call.task is not None]
-        try:
-            async with asyncio.timeout(CLOSE_DEADLINE):
-                await cancel_all(tasks)
-        except TimeoutError:
-            self._complain(f"{cell.name}: a cancelled call did not end within {CLOSE_DEADLINE} s and was left behind")
         try:
             if cell.scope is not None:
                 await cell.scope.close()
             async with asyncio.timeout(CLOSE_DEADLINE):
                 await cell.actor.close()
         except TimeoutError:
-            self._complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
+            self._cell.host.complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
         finally:
             cell.stop_computing()
-
-    def _complain(self, message: str) -> None:
-        self._cell.host.loop.call_exception_handler({"message": message})
 
     @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:
@@ -129,22 +152,31 @@ class Service(QueueService, StageService, LeaseService):
     # Names (controller) ------------------------------------------------------------------------------------------
 
     @endpoint
-    async def reserve(self, name: str) -> None:
-        """Take a name for a group or channel that is about to be made."""
+    async def reserve(self, name: str, owner: Key) -> None:
+        """Take a name for a group or channel that is about to be made.
+
+        Args:
+            owner: what only the one that is made has, so that its end frees nobody else's name.
+        """
         if name in self._names:
             raise UserError(f"the name {name!r} is taken: give every group and channel a name of its own")
-        self._names[name] = None
+        self._names[name] = (owner, None)
 
     @endpoint
-    async def publish(self, name: str, what: ActorGroup | Channel) -> None:
-        self._names[name] = what
+    async def publish(self, name: str, owner: Key, what: ActorGroup | Channel) -> None:
+        self._names[name] = (owner, what)
 
-    def withdraw(self, name: str) -> None:
-        self._names.pop(name, None)
+    def withdraw(self, name: str, owner: Key) -> None:
+        if name in self._names and self._names[name][0] == owner:
+            del self._names[name]
 
     @endpoint
     async def look_up(self, name: str) -> ActorGroup | Channel | None:
-        return self._names.get(name)
+        return self._names.get(name, (None, None))[1]
+
+    def groups(self) -> list[ActorGroup]:
+        """All groups there are; on the controller."""
+        return [what for _, what in self._names.values() if isinstance(what, ActorGroup)]
 
     # Values, traces, reports -------------------------------------------------------------------------------------
 
@@ -153,9 +185,13 @@ class Service(QueueService, StageService, LeaseService):
         return await self._cell.host.values.kept_value(key)
 
     @endpoint
-    async def spans(self) -> tuple[int, float, list[Span]]:
+    async def spans(self) -> list[Span]:
         return self._cell.host.tracer.dump()
 
     @endpoint
+    async def clock(self) -> float:
+        return self._cell.host.now()
+
+    @endpoint
     async def report(self) -> HostReport:
-        return report_host(self._cell.host, getattr(self, "manager", None))
+        return report_host(self._cell.host, self)

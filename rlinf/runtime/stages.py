@@ -11,12 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .actor import Actor, ActorId, Call, Cell, current_call, endpoint
 from .channel import QueueHandle
-from .context import Running
-from .errors import ActorDied, UserError
+from .context import Running, waiter
+from .errors import ActorDied, QueueClosed, UserError
 from .lease_client import LeaseKeeper
 from .promise import Promise
 from .resolve import holds_promise, resolve
@@ -29,20 +30,27 @@ DEFAULT_CONCURRENCY = 16
 """Calls at a time and rank in a map over an endpoint without a device; with one, calls go one at a time."""
 
 
-def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]]) -> None:
-    """Let these calls fill the stream: closed when all have ended, failed with the first failure."""
+def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], *, redeliver: bool = False) -> None:
+    """Let these calls fill the stream: closed when all have ended, failed with the first failure.
+
+    Args:
+        redeliver: what a rank had in hand when it died goes to the others, so its death is a failure only when no rank
+            is left. One that ended well saw the end of the source, and with it the end of all work.
+    """
     queue = sink._owned
-    left = len(calls)
+    left, finished = len(calls), False
 
     def ended(call: Promise[Any]) -> None:
-        nonlocal left
+        nonlocal left, finished
         left -= 1
         queue.producers.pop(f"{call.name}#{host.rank}.{call.number}", None)
         if call.cancelled():
-            queue.fail(ActorDied(f"{call.name} was cancelled, so {queue.name} ends unfinished"))
-        elif (error := call.exception()) is not None:
+            queue.fail(QueueClosed(f"{queue.name} ends unfinished: {call.name} was cancelled"))
+        elif (error := call.exception()) is None:
+            finished = True
+        elif not redeliver or not isinstance(error, ActorDied) or (left == 0 and not finished):
             queue.fail(error)
-        elif left == 0:
+        if left == 0:
             queue.close()
 
     for call in calls:
@@ -78,7 +86,7 @@ class Emitter:
         sink = self._sink
         queue = sink.local()
         if queue is not None:
-            await queue.put(value, id=id, name=_who())
+            await queue.put(value, id=id, name=waiter())
             if done is not None:
                 done()
             return
@@ -86,29 +94,22 @@ class Emitter:
             await self._wait()
         if self._error is not None:
             raise self._error
-        host = sink.host
-        if host.codec.by_reference(sink.owner):
-            item = (id, value, None, 1.0, None)
-        else:
-            blob = host.codec.seal(value)
-            item = (id, blob, None if blob is not None else host.keep(value), 1.0, None)
-        self._gathered.append((item, done))
+        self._gathered.append(((id, *sink.seal(value), 1.0, None), done))
         if self._sending is None:
             self._send()
 
     def _send(self) -> None:
         gathered, self._gathered = list(self._gathered), deque()
         sink = self._sink
-        plain = sink.host.codec.by_reference(sink.owner)
-        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], plain)
+        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain)
         self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
 
     def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
         self._sending = None
         if sent.cancelled():
-            self._error = self._error or asyncio.CancelledError()
+            self._fail(QueueClosed(f"{self._sink.name} was not reached: {sent.name} was cancelled"))
         elif (error := sent.exception()) is not None:
-            self._error = error
+            self._fail(error)
         else:
             for done in dones:
                 if done is not None:
@@ -117,6 +118,13 @@ class Emitter:
                 self._send()
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        for (_, _, ref, _, _), _ in self._gathered:
+            if ref is not None:  # nobody will ever ask for it
+                self._sink.host.drop(ref.owner, ref.key)
+        self._gathered.clear()
 
     async def _wait(self) -> None:
         if self._moved is None or self._moved.done():
@@ -136,11 +144,6 @@ class Emitter:
         self._sink._cast("release_bound")
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
-
-
-def _who() -> str:
-    call = current_call.get()
-    return call.label if call is not None else "flow"
 
 
 class StageService(Actor):
@@ -257,17 +260,21 @@ class _Map:
                 f"return a list of as many results, but returned {what}"
             )
         for (id, _), value in zip(taken, results, strict=True):
-            await self.emitter.put(value, id, lambda id=id: consumer.ack([id]))
+            await self.emitter.put(value, id, partial(consumer.ack, [id]))
 
     async def _emit_all(
         self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
     ) -> None:
-        """A generator endpoint may make any number of items of one; their ids say which one, and which of it."""
-        first = taken[0][0]
+        """A generator endpoint may make any number of items of one; their ids say of which one, and which of it.
+
+        So what it makes again, after a death, counts once. Of a batch that is so if it is made up as before, which
+        it is as long as all of it comes back together.
+        """
+        source = tuple(id for id, _ in taken)
         async with aclosing(items):  # type: ignore[type-var]
             index = 0
             async for item in items:
-                await self.emitter.put(item, (first, index))
+                await self.emitter.put(item, (source, index))
                 index += 1
         await self.emitter.flush()
         consumer.ack([id for id, _ in taken])

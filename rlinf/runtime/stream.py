@@ -3,25 +3,23 @@
 Flows in: what an async-generator endpoint yields or a map stage returns. Flows out: the items, each to exactly one of
 the consumers that compete for them. Who wakes whom: see `queue.py`; the stages that fill a stream are in `stages.py`.
 
-The host that made a stream holds its queue; the handle there is its owner: when the owner is dropped or closed, the
-stages that feed the stream are cancelled, and theirs in turn.
+The host that made a stream has its queue. When the last handle that holds the stream is dropped (that of its maker, or
+of whoever got it as a result), or any is closed, the stages that feed the stream are cancelled, and theirs in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import transforms
 from .actor import current_call
 from .channel import QueueHandle
 from .context import current_host
-from .payload import reading_codec
-from .promise import Promise
-from .queue import ItemQueue, Taken
+from .queue import ItemQueue, Taken, Token
 
 if TYPE_CHECKING:
     from .host import Host
@@ -32,7 +30,11 @@ CAPACITY = 256
 """Items that may wait in a stream before its producers pause. A producer whose device others wait for does not pause:
 it must be able to finish."""
 WINDOW = 64
-"""Items that a lone consumer on another host asks for at a time, so that small items do not cost a round trip each."""
+"""The most items that a consumer on another host asks for ahead, so that small items do not cost a round trip each."""
+AHEAD_SECONDS = 2e-3
+"""A consumer asks ahead for what it works off in this time (about ten round trips): what it has, others cannot take."""
+NOT_AHEAD_SECONDS = 0.1
+"""Beside items that take longer than this a round trip does not count, but an item in the wrong hands does."""
 
 SHOWN_WAIT = 1e-3
 """Seconds; shorter waits for an item are not worth a span."""
@@ -54,25 +56,31 @@ class Stream(Generic[T]):
         [[3, 1], [2]]
     """
 
-    def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None):
+    def __init__(self, handle: QueueHandle, *, holds: bool = False):
         self.handle = handle
-        self._queue = queue
+        self._holds = holds
+        """Whether the stream lives at least as long as this object."""
         self._first: Consumer[T] | None = None
 
     # Making ------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def of(items: Iterable[Any] | AsyncIterable[Any], *, name: str = "stream") -> Stream[Any]:
-        """A stream of the items of an iterable or async iterable, read as they are consumed."""
+        """A stream of the items of an iterable or async iterable, read as they are consumed.
+
+        Raises:
+            TypeError: it is not iterable.
+        """
         host = current_host()
         stream: Stream[Any] = Stream.new(host, name)
-        assert stream._queue is not None
-        if isinstance(items, Sequence):
+        queue = stream._owned
+        if isinstance(items, (list, tuple)):
             for item in items:
-                stream._queue.put_nowait(item, force=True)
-            stream._queue.close()
+                queue.put_nowait(item, force=True)
+            queue.close()
         else:
-            transforms.run(host, transforms.feed(items, stream._queue), stream._queue, f"{name} source")
+            source = items if isinstance(items, AsyncIterable) else iter(items)
+            transforms.run(host, lambda: transforms.feed(source, queue), [queue], f"source of {queue.name}")
         return stream
 
     @staticmethod
@@ -82,7 +90,9 @@ class Stream(Generic[T]):
         queue = ItemQueue(f"{name}@{key[0]}.{key[1]}", capacity)
         host.queues[key] = queue
         host.adopt(queue)
-        return Stream(QueueHandle(host, host.rank, key, queue.name), queue)
+        handle = QueueHandle(host, host.rank, key, queue.name)
+        handle.hold(1)
+        return Stream(handle, holds=True)
 
     # Consuming ---------------------------------------------------------------------------------------------------
 
@@ -119,21 +129,29 @@ class Stream(Generic[T]):
         if n is not None and n < 1:
             raise ValueError(f"batch needs at least one item per list, got {n}")
         if n is not None:
-            return self._stage("batch", lambda source, sink: transforms.batch(source, sink, n))
-        assert weight is not None and limit is not None
-        return self._stage("batch", lambda source, sink: transforms.batch_by_weight(source, sink, weight, limit))
+            (lists,) = self._stage("batch", 1, lambda source, sinks: transforms.batch(source, sinks[0], n))
+            return lists
+        assert weight is not None
+        assert limit is not None
+
+        def by_weight(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> Coroutine[Any, Any, None]:
+            return transforms.batch_by_weight(source, sinks[0], weight, limit)
+
+        (lists,) = self._stage("batch", 1, by_weight, unread=False)
+        return lists
 
     def take(self, n: int) -> Stream[T]:
         """The first `n` items; then whoever feeds the stream is stopped."""
-        return self._stage("take", lambda source, sink: transforms.take(source, sink, n))
+        if n < 0:
+            raise ValueError(f"take needs a number of items, got {n}")
+        (first,) = self._stage("take", 1, lambda source, sinks: transforms.take(source, sinks[0], n))
+        return first
 
     def tee(self, n: int = 2) -> tuple[Stream[T], ...]:
-        """`n` streams that each get every item."""
-        host = self.handle.host
-        sinks: list[Stream[T]] = [Stream.new(host, f"tee of {self.name}", None) for _ in range(n)]
-        queues = [sink._owned for sink in sinks]
-        transforms.run(host, transforms.tee(self._source(), queues), queues[0], f"tee of {self.name}", *queues[1:])
-        return tuple(sinks)
+        """`n` streams that each get every item. Items wait for the slowest; the fastest decides how many are made."""
+        if n < 1:
+            raise ValueError(f"tee needs at least one stream, got {n}")
+        return self._stage("tee", n, transforms.tee)
 
     def deal(self, n: int, *, weight: Callable[[T], float] | None = None, pad: Any = None) -> tuple[Stream[T], ...]:
         """`n` streams of equal length, balanced by weight, for consumers that must work in step.
@@ -141,21 +159,32 @@ class Stream(Generic[T]):
         Items are dealt in rounds of `n`, the heaviest of a round to the stream that has received least so far. In the
         last round, streams that would get nothing get `pad`.
         """
-        host = self.handle.host
-        sinks: list[Stream[T]] = [Stream.new(host, f"deal of {self.name}", None) for _ in range(n)]
-        queues = [sink._owned for sink in sinks]
-        transforms.run(
-            host, transforms.deal(self._source(), queues, weight, pad), queues[0], f"deal of {self.name}", *queues[1:]
+        if n < 1:
+            raise ValueError(f"deal needs at least one stream, got {n}")
+        return self._stage(
+            "deal", n, lambda source, sinks: transforms.deal(source, sinks, weight, pad), unread=weight is None
         )
+
+    def _stage(
+        self,
+        name: str,
+        n: int,
+        work: Callable[[Consumer[Any], Sequence[ItemQueue]], Coroutine[Any, Any, None]],
+        *,
+        unread: bool = True,
+    ) -> tuple[Stream[Any], ...]:
+        """`n` streams that a task fills from this one.
+
+        Args:
+            unread: it only passes items on, so they need not be opened on the way.
+        """
+        host = self.handle.host
+        name = f"{name} of {self.name}"
+        sinks: list[Stream[Any]] = [Stream.new(host, name) for _ in range(n)]
+        queues = [sink._owned for sink in sinks]
+        source: Consumer[Any] = Consumer(self, prefetch=True, unread=unread)
+        transforms.run(host, lambda: work(source, queues), queues, name)
         return tuple(sinks)
-
-    def _stage(self, name: str, run: Callable[[Consumer[Any], ItemQueue], Any]) -> Stream[Any]:
-        sink: Stream[Any] = Stream.new(self.handle.host, f"{name} of {self.name}")
-        transforms.run(self.handle.host, run(self._source(), sink._owned), sink._owned, f"{name} of {self.name}")
-        return sink
-
-    def _source(self) -> Consumer[Any]:
-        return Consumer(self, prefetch=False)
 
     # Handles -----------------------------------------------------------------------------------------------------
 
@@ -166,8 +195,9 @@ class Stream(Generic[T]):
 
     @property
     def _owned(self) -> ItemQueue:
-        assert self._queue is not None
-        return self._queue
+        queue = self.handle.local()
+        assert queue is not None
+        return queue
 
     async def statistics(self) -> dict[str, Any]:
         """Counts of items by state, and who waits since when."""
@@ -177,35 +207,20 @@ class Stream(Generic[T]):
         result: dict[str, Any] = await self.handle._call("queue_statistics", self.handle.id)
         return result
 
-    def live_on(self) -> None:
-        """Its owner hands it out as a result: keep the queue until it is used up."""
-        queue = self._queue
-        if queue is not None:
-            host, self._queue = self.handle.host, None
-            host.held.add(queue)
-            queue.on_end.append(lambda: host.held.discard(queue))
-
     def __lend__(self, pickler: Any) -> Any:
-        if self._queue is not None:
-            pickler.hold(self)
-        return _arrived, (self.handle,)
-
-    def __reduce__(self) -> Any:
-        return _arrived, (self.handle,)
+        return _arrived, (self.handle, pickler.hold(self))
 
     def __del__(self) -> None:
-        queue = getattr(self, "_queue", None)
-        if queue is not None:
-            self.handle.host.on_loop(queue.abandon)
+        if getattr(self, "_holds", False):
+            handle = self.handle
+            handle.host.on_loop(lambda: handle.hold(-1))
 
     def __repr__(self) -> str:
         return f"<Stream {self.name}>"
 
 
-def _arrived(handle: QueueHandle) -> Stream[Any]:
-    codec = reading_codec()
-    assert codec is not None
-    return Stream(handle)
+def _arrived(handle: QueueHandle, holds: bool) -> Stream[Any]:
+    return Stream(handle, holds=holds)
 
 
 class Consumer(AsyncIterator[T]):
@@ -214,17 +229,23 @@ class Consumer(AsyncIterator[T]):
     Args:
         prefetch: ask for items ahead while there are more than other consumers need.
         most: items to take at a time (`take`); fewer only at the end of the stream.
+        weak: do not keep the stream alive.
+        unread: where the stream lives on this host, do not open its items.
     """
 
-    def __init__(self, stream: Stream[T], *, prefetch: bool, most: int = 1, weak: bool = False):
+    def __init__(self, stream: Stream[T], *, prefetch: bool, most: int = 1, weak: bool = False, unread: bool = False):
         self._stream = None if weak else stream
         self._handle = stream.handle
         self._token = stream.handle.host.number()
+        self._call = current_call.get()
         self._ready: deque[tuple[Hashable, T]] = deque()
         self._last: list[Hashable] = []
         self._prefetch = prefetch
+        self._unread = unread
         self.most = most
-        self._ahead: Promise[Taken] | None = None
+        self._ahead: asyncio.Task[Taken] | None = None
+        self._given: float | None = None  # when the last items were handed out
+        self._busy: float | None = None  # seconds that they took to work off
         self._ended = False
 
     def __aiter__(self) -> Consumer[T]:
@@ -250,70 +271,99 @@ class Consumer(AsyncIterator[T]):
         if acknowledge and self._last:
             self.ack(self._last)
             self._last = []
+        if self._given is not None:
+            self._busy = self._handle.host.now() - self._given
         if len(self._ready) < self.most and not self._ended:
             await self._fetch()
         taken = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
         if acknowledge:
             self._last = [id for id, _ in taken]
+        self._given = self._handle.host.now()
         self._look_ahead()
         return taken
 
     async def _fetch(self) -> None:
-        handle, ahead = self._handle, self._ahead
+        handle = self._handle
         start = handle.host.now()
+        call = current_call.get()
+        lease = call.lease if call is not None else None
         try:
-            if ahead is not None:
-                self._ahead = None
-                if not ahead.done():
-                    handle.insist(self._token)
-                opened = await handle.open(await ahead)
-            else:
-                opened = await handle.take(self._token, self.most, least=self.most)
-        except asyncio.CancelledError:
+            async with lease.waiting() if lease is not None else contextlib.nullcontext():
+                opened = await self._next()
+        except BaseException:  # cancelled, or an item cannot be opened here: perhaps another consumer can
+            self._ready.clear()
             handle.requeue(self._token)
             raise
         self._ended = not opened
         self._ready.extend(opened)
-        waited, call = handle.host.now() - start, current_call.get()
-        if call is not None and waited > SHOWN_WAIT:
+        waited, call = handle.host.now() - start, self._call
+        if call is not None and call.task is not None and waited > SHOWN_WAIT:
             handle.host.tracer.span(call.name.rpartition(".")[0], f"wait for {handle.name}", start, start + waited)
+
+    async def _next(self) -> Taken:
+        handle, ahead = self._handle, self._ahead
+        if ahead is None:
+            return await handle.take(self._token, self.most, unread=self._unread, least=self.most)
+        self._ahead = None
+        if not ahead.done():
+            handle.insist(self._token)
+        return await ahead
 
     def _look_ahead(self) -> None:
         """Ask for more while working on what there is, if the stream lives elsewhere and has items to spare."""
         handle = self._handle
         if not self._prefetch or self._ended or self._ahead is not None or handle.owner == handle.host.rank:
             return
-        if len(self._ready) < max(self.most, WINDOW // 4):
-            wishes = {"least": self.most, "spare": True}
-            most = max(self.most, WINDOW if self.most == 1 else self.most)
-            self._ahead = handle._call("queue_take", handle.id, self._token, most, wishes)
-            self._ahead.want()
+        if self._busy is None or self._busy > NOT_AHEAD_SECONDS:
+            return
+        times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
+        window = max(times, 1) * self.most
+        if len(self._ready) <= window // 2:
+            self._ahead = handle.host.own(_take_ahead(handle, self._token, window, self.most))
 
     def ack(self, ids: Iterable[Hashable]) -> None:
         """These items are done."""
         self._handle.ack(self._token, list(ids))
 
     def leave(self) -> None:
-        """Stop consuming: the item in hand counts as done, those taken ahead go back to the stream."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-            self._ahead = None
-        if self._last:
-            self._handle.ack(self._token, self._last)
-            self._last = []
+        """Stop consuming: what is in hand counts as done, what was taken ahead goes back to the stream.
+
+        If the actor was killed over it, what is in hand goes back as well.
+        """
+        killed = self._call is not None and self._call.killed
+        _leave(self._handle, self._token, [] if killed else self._last, self._ahead)
+        self._last, self._ahead = [], None
         self._ready.clear()
-        self._handle.requeue(self._token)
 
     def give_back(self) -> None:
         """Stop consuming: everything not acknowledged goes back to the stream."""
         self._last = []
         self.leave()
 
+    def abandon(self) -> None:
+        """Nobody is to consume the stream any more."""
+        self._handle.abandon()
+
     def __del__(self) -> None:
-        handle = self._handle
         if self._last or self._ready or self._ahead is not None:
-            if threading.get_ident() == handle.host.thread and not handle.host.loop.is_closed():
-                self.leave()
-            else:
-                token, last = self._token, self._last
-                handle.host.on_loop(lambda: (handle.ack(token, last), handle.requeue(token)))
+            handle, token, last, ahead = self._handle, self._token, self._last, self._ahead
+            if self._call is not None and self._call.killed:
+                last = []
+            handle.host.on_loop(lambda: _leave(handle, token, last, ahead))
+
+
+async def _take_ahead(handle: QueueHandle, token: Token, most: int, least: int) -> Taken:
+    try:
+        return await handle.open(await handle.ask(token, most, least=least, spare=True))
+    except asyncio.CancelledError:
+        handle.requeue(token)  # said once more after the wish was withdrawn: it may just have been met
+        raise
+
+
+def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Taken] | None) -> None:
+    """Word of a consumer that stops: items that are done, a wish to be forgotten, and all else to be given back."""
+    if ahead is not None and not ahead.cancel() and not ahead.cancelled():
+        ahead.exception()  # seen: nobody will ask any more
+    if done:
+        handle.ack(token, done)
+    handle.requeue(token)

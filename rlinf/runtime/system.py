@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
-import socket
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,28 +17,34 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .actor import Actor, Cell, current_scope
-from .arena import Arena
 from .bulk import GroupBulk
 from .channel import Channel, QueueHandle
 from .collectives import Collectives
-from .context import CONTROLLER, SERVICE, enter_host
+from .context import CONTROLLER, SERVICE, enter_host, finish
 from .errors import ActorDied, StallError, UserError
 from .group import ActorGroup, ActorRef
 from .host import Host
 from .lease import Tenant
 from .lease_client import LeaseClient
-from .payload import Place
+from .network import LocalNetwork
+from .promise import Promise
 from .queue import ItemQueue
-from .service import Service
+from .scope import Scope
+from .service import CLOSE_DEADLINE, Service
 from .stages import all_or_none
-from .trace import write_perfetto
-from .transport import Frame, LocalTransport, check_hosts
-from .waits import HostReport, find_cycles, render, report_host
+from .trace import Dump, Span, best_offset, write_perfetto
+from .transport import check_hosts
+from .waits import HostReport, Progress, render
 
 A = TypeVar("A", bound=Actor)
+K = TypeVar("K")
 
-MOST_LOCAL_HOSTS = 4096
 RESERVED = frozenset({"each", "any", "names", "hosts"})
+KILL_DEADLINE = 3 * CLOSE_DEADLINE
+"""Seconds until a host that should end an actor is taken for hung: its calls, its own actors and its `close` may each
+take their time."""
+REPORT_DEADLINE = 2.0
+"""Seconds that a stall report waits for a host."""
 
 
 class ActorSystem:
@@ -92,33 +95,39 @@ class ActorSystem:
             device_memory: bytes per device, for leases.
             stall_after: seconds a wait may last before the stall report fails the system; None: for ever.
         """
-        network = LocalNetwork(hosts, serialize=serialize, trace=trace)
+        network = LocalNetwork(ActorSystem, hosts, serialize=serialize, trace=trace)
         system = network.system(CONTROLLER)
+        host = system._host
         system.service.open_leases(dict(device_memory) if device_memory is not None else None)
         for number in range(1, hosts or 1):
             network.system(number)
-        loop = asyncio.get_running_loop()
-        if hasattr(loop, "deadlock_report"):
-            loop.deadlock_report = lambda: render(network.reports())
-        enter_host(system._host)
+        if hasattr(host.loop, "deadlock_report"):
+            host.loop.deadlock_report = lambda: render(network.reports())
+        enter_host(host)
         token = current_scope.set(system.root)
-        task = asyncio.current_task()
-        watch = None
-        if stall_after is not None and task is not None:
-            watch = system._host.own(system.watch(stall_after, task.cancel))
+        host.flow = task = asyncio.current_task()
+        assert task is not None
+        watch = None if stall_after is None else host.own(system.watch(stall_after))
+        if watch is not None:
+            watch.add_done_callback(lambda watch: watch.cancelled() or task.cancel())
+        failed = True
         try:
             yield system
+            failed = False
         except asyncio.CancelledError:
             if watch is not None and watch.done() and not watch.cancelled():
-                await watch  # raises the stall report
+                task.uncancel()
+                watch.result()  # raises the stall report
             raise
         finally:
-            await system.root.close()
-            await system.service.manager.close()
-            for each in reversed(list(network.systems.values())):
-                await each._host.close()
             with contextlib.suppress(ValueError):  # opened by a fixture, closed in another context
                 current_scope.reset(token)
+            closing = host.loop.create_task(network.close())
+            await finish(closing)
+            if (error := closing.exception()) is not None:
+                if not failed:
+                    raise error
+                host.complain("while the system was closed", error)
 
     @property
     def collectives(self) -> Collectives:
@@ -179,11 +188,12 @@ class ActorSystem:
         name = name or cls.__name__.lower()
         hosts = list(hosts) if hosts is not None else list(range(self.hosts))
         self._check_spawn(cls, hosts, name, devices, kwargs)
-        await self._control("reserve", name)
         ids = [host.number() for _ in hosts]
         names = [f"{name}[{rank}]" for rank in range(len(hosts))]
         group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
+        gang = (*host.number(), len(hosts))
         try:
+            await self._control("reserve", name, ids[0])
             if devices is not None:
                 per_rank = [frozenset([d] if isinstance(d, int) else d) for d in devices]
                 tenants = [
@@ -191,7 +201,6 @@ class ActorSystem:
                     for n, d, h, i in zip(names, per_rank, hosts, ids, strict=True)
                 ]
                 await self._control("lease_register", tenants)
-            gang = host.number()
             await all_or_none(
                 [
                     self._create(
@@ -200,12 +209,16 @@ class ActorSystem:
                     for rank, h in enumerate(hosts)
                 ]
             )
+            await self._control("publish", name, ids[0], group)
         except BaseException:
-            await self.kill(group)
+            await finish(host.own(self.kill(group)))
             raise
-        await self._control("publish", name, group)
-        (current_scope.get() or self.root).groups.append(group)
+        self._scope.add(group)
         return group
+
+    @property
+    def _scope(self) -> Scope:
+        return current_scope.get() or self.root
 
     async def _create(self, host: int, name: str, args: tuple[Any, ...]) -> None:
         await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {})
@@ -242,20 +255,55 @@ class ActorSystem:
         return self._host.call(CONTROLLER, SERVICE, method, f"system.{method}", args, {})
 
     async def kill(self, group: ActorGroup) -> None:
-        """End a group's actors now; calls to them fail with `ActorDied` from here on."""
+        """End a group's actors now; calls to them fail with `ActorDied` from here on.
+
+        Raises:
+            Exception: the first that an actor's `close` raised, after all of them have been ended.
+        """
         host = self._host
-        kills = [
-            host.call(ref._host, SERVICE, "kill", f"{ref._name}.close", (ref._actor,), {})
+        kills = {
+            ref: host.call(ref._host, SERVICE, "kill", f"{ref._name}.close", (ref._actor,), {})
             for ref in group
             if ref._host not in host.lost_hosts
-        ]
-        results = await asyncio.gather(*kills, return_exceptions=True)
+        }
+        outcomes = await self._answers(kills, KILL_DEADLINE)
         if CONTROLLER not in host.lost_hosts:
-            host.cast(CONTROLLER, SERVICE, "lease_unregister", group.names)
-            host.cast(CONTROLLER, SERVICE, "withdraw", group._group_name)
-        errors = [r for r in results if isinstance(r, Exception) and not isinstance(r, ActorDied)]
-        if errors:
-            raise errors[0]
+            host.cast(CONTROLLER, SERVICE, "lease_unregister", [(ref._name, ref._actor) for ref in group])
+            host.cast(CONTROLLER, SERVICE, "withdraw", group._group_name, group[0]._actor)
+        self._scope.forget(group)
+        for ref in kills.keys() - outcomes.keys():
+            host.complain(f"{ref._name} could not be closed: host {ref._host} does not answer; is its loop blocked?")
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception) and not isinstance(outcome, ActorDied):
+                raise outcome
+
+    async def stop_calls(self, groups: Iterable[ActorGroup]) -> None:
+        """Cancel all calls that run on these groups, and wait until they have ended, or a few seconds."""
+        actors: dict[int, list[Any]] = {}
+        for ref in (ref for group in groups for ref in group):
+            if ref._host not in self._host.lost_hosts:
+                actors.setdefault(ref._host, []).append(ref._actor)
+        call = self._host.call
+        stops = {h: call(h, SERVICE, "stop_calls", "host.stop_calls", (ids,), {}) for h, ids in actors.items()}
+        await self._answers(stops, KILL_DEADLINE)
+
+    async def _answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
+        """What each call returned or raised; those that took longer are cancelled and left out."""
+        if calls:
+            await asyncio.wait(calls.values(), timeout=seconds)
+        answers: dict[K, Any] = {}
+        for key, call in calls.items():
+            if not call.done():
+                call.cancel()
+            elif call.cancelled():
+                answers[key] = ActorDied(f"{call.name} was cancelled")
+            else:
+                answers[key] = call.exception() or call.result()
+        return answers
+
+    def withdraw(self, channel: Channel) -> None:
+        """The channel has ended: its name is free again."""
+        self._host.cast(CONTROLLER, SERVICE, "withdraw", channel.name, channel._handle.id)
 
     async def get(self, name: str) -> Any:
         """The group or channel of this name, whoever made it.
@@ -274,16 +322,18 @@ class ActorSystem:
         Args:
             capacity: values it holds before `put` waits; None for no bound.
         """
-        await self._control("reserve", name)
         host = self._host
-        key = host.number()
         queue = ItemQueue(name, capacity)
-        host.queues[key] = queue
-        channel = Channel(QueueHandle(host, host.rank, key, name), queue)
-        scope = current_scope.get() or self.root
-        scope.queues.add(queue)
-        scope.channels.append(channel)
-        await self._control("publish", name, Channel(channel._handle))
+        channel = Channel(QueueHandle(host, host.rank, host.number(), name), queue)
+        try:
+            await self._control("reserve", name, channel._handle.id)
+            host.queues[channel._handle.id] = queue
+            await self._control("publish", name, channel._handle.id, Channel(channel._handle))
+        except BaseException:
+            self.withdraw(channel)
+            raise
+        self._scope.queues.add(queue)
+        self._scope.add(channel)
         return channel
 
     def scope(self) -> Scope:
@@ -294,110 +344,44 @@ class ActorSystem:
 
     async def trace(self, path: str | Path) -> None:
         """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev)."""
-        dumps = await self._ask_all("spans")
+        dumps = await asyncio.gather(*(self._spans_of(number) for number in self._living()))
         await asyncio.get_running_loop().run_in_executor(None, write_perfetto, path, dumps)
+
+    async def _spans_of(self, number: int) -> Dump:
+        """A host's spans, with the seconds to add to its clock to get this host's."""
+        host = self._host
+        ahead = 0.0
+        if host.places[number].machine != host.places[host.rank].machine:
+            ahead = await best_offset(host.now, lambda: host.call(number, SERVICE, "clock", "host.clock", (), {}))
+        spans: list[Span] = await host.call(number, SERVICE, "spans", "host.spans", (), {})
+        return number, ahead, spans
 
     async def stall_report(self) -> str:
         """Who waits on whom, since when, on all hosts; deadlocks first."""
-        return render(await self._ask_all("report"))
+        return render(await self._reports(REPORT_DEADLINE))
 
-    async def _ask_all(self, what: str) -> list[Any]:
+    async def _reports(self, seconds: float) -> list[HostReport]:
         host = self._host
-        here = [n for n in range(self.hosts) if n not in host.lost_hosts]
-        return list(await asyncio.gather(*(host.call(n, SERVICE, what, f"host.{what}", (), {}) for n in here)))
+        calls = {number: host.call(number, SERVICE, "report", "host.report", (), {}) for number in self._living()}
+        answers = await self._answers(calls, seconds)
+        silent = "does not answer: something blocks its event loop"
+        return [
+            answer if isinstance(answer := answers.get(number), HostReport) else HostReport(number, trouble=silent)
+            for number in calls
+        ]
 
-    async def watch(self, stall_after: float, fail: Callable[[], object]) -> None:
-        """Look every `stall_after` seconds at what waits; a wait that has lasted longer fails the system.
+    def _living(self) -> list[int]:
+        return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
+
+    async def watch(self, stall_after: float) -> None:
+        """Look now and then at what waits, and fail once nothing has moved for `stall_after` seconds.
 
         Raises:
             StallError: with the report.
         """
+        progress = Progress(stall_after)
         while True:
-            await asyncio.sleep(stall_after / 2)
-            reports: list[HostReport] = await self._ask_all("report")
-            waits = [w for report in reports for w in report.waits if w.age >= stall_after and w.who != "host"]
-            if waits:
-                fail()
-                kind = "deadlock" if find_cycles(waits) else "stall"
-                raise StallError(f"{kind}: something has waited for more than {stall_after} s\n{render(reports)}")
-
-
-class Scope:
-    """Owns what is spawned in it: leaving it ends its actors and streams, whatever happened."""
-
-    def __init__(self, system: ActorSystem):
-        self._system = system
-        self.groups: list[ActorGroup] = []
-        self.channels: list[Channel] = []
-        self.queues: weakref.WeakSet[ItemQueue] = weakref.WeakSet()
-        self._token: Any = None
-
-    async def __aenter__(self) -> Scope:
-        self._token = current_scope.set(self)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        with contextlib.suppress(ValueError):  # left in another context than entered
-            current_scope.reset(self._token)
-        await asyncio.shield(self._system._host.own(self.close()))
-
-    async def close(self) -> None:
-        """End everything in it, the youngest first."""
-        for queue in list(self.queues):
-            queue.abandon()
-        for channel in self.channels:
-            self._system._host.cast(CONTROLLER, SERVICE, "withdraw", channel.name)
-        self.channels.clear()
-        errors = []
-        while self.groups:
-            try:
-                await self._system.kill(self.groups.pop())
-            except Exception as error:  # the others must be closed too; the first is raised below
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-
-class LocalNetwork:
-    """The hosts of a local system."""
-
-    def __init__(self, hosts: int | None, *, serialize: bool, trace: bool):
-        self._fixed = hosts
-        self._serialize = serialize
-        self._trace = trace
-        self._places: dict[int, Place] = {}
-        self._transports: dict[int, LocalTransport] = {}
-        self.systems: dict[int, ActorSystem] = {}
-
-    def system(self, number: int) -> ActorSystem:
-        """The system seen from a host, which is made if it does not exist yet."""
-        if number not in self.systems:
-            self._places[number] = here(number, process=f"virtual {number}" if self._serialize else None)
-            transport = LocalTransport(number, self._transports, _copied if self._serialize else None)
-            host = Host(transport, self._places, share_memory=self._serialize, trace=self._trace)
-            self.systems[number] = ActorSystem(host, self)
-        return self.systems[number]
-
-    def want(self, hosts: Sequence[int]) -> str | None:
-        """Make hosts as they are asked for, or say what is wrong."""
-        complaint = check_hosts(hosts, self._fixed or MOST_LOCAL_HOSTS)
-        if complaint is None:
-            for number in range(max(hosts) + 1):
-                self.system(number)
-        return complaint
-
-    def reports(self) -> list[HostReport]:
-        return [report_host(s._host, getattr(s.service, "manager", None)) for s in self.systems.values()]
-
-
-def _copied(frame: Frame) -> Frame:
-    from .rpc import _pack, _unpack
-
-    return _unpack(*_pack(frame))
-
-
-def here(number: int, *, process: str | None = None, device: str = "cpu") -> Place:
-    """Where this process lives."""
-    node = socket.gethostname()
-    machine = Arena.domain() if Arena.available() else f"{node} {os.getpid()}"
-    return Place(number, process or f"{node} {os.getpid()}", machine, device, node, os.getpid())
+            await asyncio.sleep(stall_after / 4)
+            reports = await self._reports(stall_after / 4)
+            if (what := progress.stopped(reports, self._host.now())) is not None:
+                raise StallError(f"{what}\n{render(reports)}")

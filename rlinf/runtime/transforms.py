@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from .actor import Call, current_call
-from .channel import caller_name
-from .context import cancel_all
+from .context import waiter
 from .errors import QueueClosed
 from .queue import ItemQueue
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 def run(host: Host, work: Callable[[], Coroutine[Any, Any, None]], sinks: Sequence[ItemQueue], name: str) -> None:
     """Run what fills queues, in a task of the host; they close when it ends and fail when it fails."""
-    call = Call(name, host.rank, host.number()[1], caller_name(), None, host.now())
+    call = Call(name, host.rank, host.number()[1], waiter(), None, host.now())
 
     async def stage() -> None:
         current_call.set(call)  # whose waits these are, for the stall report
@@ -57,22 +56,22 @@ def run(host: Host, work: Callable[[], Coroutine[Any, Any, None]], sinks: Sequen
         queue.producers[call.label] = stop_unless_used
 
 
-async def feed(items: Iterable[Any] | AsyncIterable[Any], sink: ItemQueue) -> None:
+async def feed(items: Any, sink: ItemQueue) -> None:
     if not isinstance(items, AsyncIterable):
         for item in items:
-            await sink.put(item, name=caller_name())
+            await sink.put(item, name=waiter())
         return
     async with contextlib.AsyncExitStack() as stack:
-        if hasattr(items, "aclose"):
+        if isinstance(items, AsyncGenerator):
             await stack.enter_async_context(aclosing(items))
         async for item in items:
-            await sink.put(item, name=caller_name())
+            await sink.put(item, name=waiter())
 
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
     source.most = n
     while taken := await source.take():
-        await sink.put([value for _, value in taken], name=caller_name())
+        await sink.put([value for _, value in taken], name=waiter())
 
 
 async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callable[[Any], float], limit: float) -> None:
@@ -82,12 +81,12 @@ async def batch_by_weight(source: Consumer[Any], sink: ItemQueue, weight: Callab
         item = taken[0][1]
         heavy = weight(item)
         if gathered and total + heavy > limit:
-            await sink.put(gathered, name=caller_name())
+            await sink.put(gathered, name=waiter())
             gathered, total = [], 0.0
         gathered.append(item)
         total += heavy
     if gathered:
-        await sink.put(gathered, name=caller_name())
+        await sink.put(gathered, name=waiter())
 
 
 async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
@@ -95,7 +94,7 @@ async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
         taken = await source.take()
         if not taken:
             return
-        await sink.put(taken[0][1], name=caller_name())
+        await sink.put(taken[0][1], name=waiter())
     source.leave()
     source.abandon()
 
@@ -136,10 +135,12 @@ def _put(sink: ItemQueue, item: Any) -> None:
 async def _space_in_any(sinks: Sequence[ItemQueue]) -> None:
     """Wait until somebody needs more, so that the stage runs ahead of its slowest reader only as far as its fastest."""
     used = [sink for sink in sinks if sink.error is None]
-    if any(sink.has_space for sink in used):
+    if not used or any(sink.has_space for sink in used):
         return
-    waits = [asyncio.ensure_future(sink.space(caller_name())) for sink in used]
+    waits = [asyncio.ensure_future(sink.space(waiter())) for sink in used]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await cancel_all(waits)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

@@ -22,6 +22,8 @@ Respond = Callable[["Frame | None"], None]
 FRAMES_IN_FLIGHT = 4
 """Unanswered frames per peer. A response comes as soon as the frame is delivered, so a small number keeps the lane
 full; what is posted meanwhile gathers into the next frame, which is what makes a crowded lane efficient."""
+LAZY_SECONDS = 5e-3
+"""How long a message without haste waits for company: much longer than a call, too short to hold memory back."""
 
 
 @dataclass(slots=True)
@@ -46,8 +48,13 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """Moves frames between hosts. All methods are called on the loop's thread."""
 
-    host: int
-    hosts: int
+    @property
+    def host(self) -> int:
+        """The host that this end is on."""
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
 
     def bind(self, receiver: Receiver) -> None:
         """Deliver arriving frames to `receiver` from now on."""
@@ -79,6 +86,7 @@ class Link:
         self._outbox: list[Any] = []
         self._scheduled = False
         self._unanswered = 0
+        self._responding = 0  # responses about to leave, which will take along what there is to say
         self._next_out = 0
         self._next_in = 0
         self._early: dict[int, tuple[Frame, Respond | None]] = {}
@@ -95,9 +103,16 @@ class Link:
             self._scheduled = True
             self._loop.call_soon(self._flush)
 
+    def post_lazily(self, entry: Any) -> None:
+        """Queue a message that need not hurry: it rides with the next one that does, or leaves after `LAZY_SECONDS`."""
+        if not self._dead:
+            self._outbox.append(entry)
+            if not self._scheduled:
+                self._loop.call_later(LAZY_SECONDS, self._flush)
+
     def _flush(self) -> None:
         self._scheduled = False
-        if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._dead:
+        if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._responding or self._dead:
             return
         self._send()
 
@@ -129,6 +144,7 @@ class Link:
         self._arrive(frame, respond)
 
     def _respond(self, respond: Respond) -> None:
+        self._responding -= 1
         answer = self._take() if self._outbox and not self._dead else None
         self._unconfirmed |= answer is not None
         respond(answer)
@@ -147,6 +163,7 @@ class Link:
                     what = f"a message from host {self.peer} could not be delivered"
                     self._loop.call_exception_handler({"message": what, "exception": error})
             if respond is not None:
+                self._responding += 1
                 self._loop.call_soon(self._respond, respond)
             arrived, respond = self._early.pop(self._next_in, (None, None))
 
@@ -184,6 +201,7 @@ class LocalTransport:
         self._network = network
         self._copy = copy
         self._receiver: Receiver | None = None
+        self._early: list[Callable[[], None]] = []
         self._watched: set[int] = set()
         network[host] = self
 
@@ -193,6 +211,9 @@ class LocalTransport:
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        for arrive in self._early:
+            asyncio.get_running_loop().call_soon(arrive)
+        self._early.clear()
 
     def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -203,8 +224,11 @@ class LocalTransport:
 
     def _hand_over(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
         peer = self._network.get(host)
-        if peer is None or peer._receiver is None:
+        if peer is None:
             self._tell_lost(host)
+            return
+        if peer._receiver is None:
+            peer._early.append(lambda: self._hand_over(host, frame, answered))
             return
 
         def respond(answer: Frame | None) -> None:

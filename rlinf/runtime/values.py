@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .arena import Arena
-from .context import SERVICE
+from .context import SERVICE, waiter
 from .errors import ActorDied, UserError
 from .payload import Codec, Key, Place, ValueRef
 from .promise import KEPT, QUEUED, Promise
@@ -22,6 +22,7 @@ from .slots import ArenaReader
 
 if TYPE_CHECKING:
     from .host import Host
+    from .stream import Stream
 
 
 class Values:
@@ -36,6 +37,8 @@ class Values:
         self._host = host
         self._rank = host.rank
         self.kept: dict[Key, asyncio.Future[Any]] = {}
+        self.awaited: dict[object, tuple[str, str | Key, float]] = {}
+        """Who waits for the value of which call (its label, or who made it and its number there), since when."""
         self._lending: list[Any] | None = None
         self._frees: deque[tuple[int, int]] = deque()
         use_arena = share_memory and Arena.available()
@@ -49,40 +52,46 @@ class Values:
     @contextlib.contextmanager
     def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
         """What is encoded in it are the arguments of this call: promises among them are lent until its reply."""
-        self._lending = lends = []
+        lends: list[Any] = []
+        self._lending = lends
         try:
             yield
+        except BaseException:
+            self.give_back(lends)
+            raise
         finally:
             self._lending = None
-            if lends:
-                promise.lends = lends
+        if lends:
+            promise.lends = lends
 
-    def _hold(self, handle: Any) -> None:
+    def _hold(self, stream: Stream[Any]) -> bool:
         if self._lending is not None:
-            self._lending.append(handle)
-        else:  # it leaves as a result: its owner is whoever called, and it stays until it is used up
-            handle.live_on()
+            self._lending.append(stream)
+            return False
+        stream.handle.hold(1)  # it leaves as a result, or in a queue: its receiver keeps it as its maker did
+        return True
 
     def _lend(self, promise: Promise[Any]) -> ValueRef:
         """A call's argument is a promise: say where its value will be, and keep the promise until the reply."""
         if self._lending is None:
             raise UserError(f"{promise.name} is not awaited: await it before sending it in anything but a call")
         self._lending.append(promise)
-        if promise.state == QUEUED:
-            promise.lent = True
+        promise.lent = True
+        promise.borrowers += 1
         if promise.state in (QUEUED, KEPT):
             return ValueRef(promise.target, promise.key)
-        promise.borrowers += 1
         self.kept[promise.key] = promise
         return ValueRef(self._rank, promise.key)
 
     def give_back(self, lends: Sequence[Any]) -> None:
         """A call has its reply: its consumer has fetched the promises that were lent to it."""
         for handle in lends:
-            if isinstance(handle, Promise) and handle.borrowers:
+            if isinstance(handle, Promise):
                 handle.borrowers -= 1
                 if not handle.borrowers:
                     self.kept.pop(handle.key, None)
+                    if handle.done() and (handle.cancelled() or handle.exception() is not None):
+                        handle.release()
 
     def fetch(self, ref: ValueRef) -> Any:
         """Awaitable for a value that some host keeps."""
@@ -103,15 +112,28 @@ class Values:
         kept = self.kept.get(key)
         if kept is None:
             raise ActorDied("a promised value is gone: its handle was dropped before the value was fetched")
-        return await asyncio.shield(kept)
+        if kept.done():
+            return kept.result()
+        over = self.note_wait(key)
+        try:
+            return await asyncio.shield(kept)
+        finally:
+            over()
+
+    def note_wait(self, call: str | Key) -> Callable[[], object]:
+        """The running code waits for the value of a call, until it calls what this returns."""
+        wait = object()
+        self.awaited[wait] = (waiter(), call, self._host.now())
+        return lambda: self.awaited.pop(wait, None)
 
     def _slot_free(self, owner: int, slot: int) -> None:
         """The last tensor over a peer's arena slot is gone; the garbage collector calls this on any thread."""
         self._frees.append((owner, slot))
         if len(self._frees) == 1:
-            self._host.soon(self._send_frees)
+            self._host.soon(self.send_frees)
 
-    def _send_frees(self) -> None:
+    def send_frees(self) -> None:
+        """Tell the owners of slots that are no longer used here; with what else there is to say to them, or soon."""
         slots: dict[int, list[int]] = {}
         while self._frees:
             owner, slot = self._frees.popleft()
@@ -120,7 +142,7 @@ class Values:
             if owner == self._rank and self.arena is not None:
                 self.arena.release(self._rank, ids)
             elif owner not in self._host.lost_hosts:
-                self._host.link(owner).post((5, ids))
+                self._host.link(owner).post_lazily((5, ids))
 
     def _record_route(self, route: str, size: int) -> None:
         now = self._host.now()

@@ -1,0 +1,8 @@
+"""Entry point for torchrun: `torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml`."""
+
+import sys
+
+from rlinf.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The workers: what each role does with its own state."""

@@ -1,0 +1,1 @@
+"""Advantages and losses: pure functions of tensors and masks, with their formulas and where they come from."""

@@ -1,0 +1,115 @@
+"""Sums that stay un-normalised until the very end.
+
+A micro-batch flows in as tensors and comes out as a `LossSum`: the sum of a loss over its tokens, and how many tokens
+that were. LossSums add; only the optimizer step divides, once, by the count of the whole batch. So the gradient does
+not depend on how the batch was cut, packed, ordered or spread over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric that is an average: its sum and what to divide it by. Adding two averages over both."""
+
+    total: Tensor
+    """Sum of the values, []."""
+    weight: Tensor
+    """Number of values (or their total weight), []."""
+
+    @property
+    def value(self) -> float:
+        """The average; 0.0 over nothing."""
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else 0.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A metric that is a maximum. Adding two takes the larger."""
+
+    largest: Tensor
+    """The largest value so far, []; -inf over nothing."""
+
+    @property
+    def value(self) -> float:
+        """The maximum; 0.0 over nothing."""
+        largest = float(self.largest)
+        return largest if largest != float("-inf") else 0.0
+
+    def __add__(self, other: Max) -> Max:
+        return Max(torch.maximum(self.largest, other.largest))
+
+
+Metric = Mean | Max
+M = TypeVar("M", Mean, Max)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """A loss before normalisation.
+
+    `total.backward()` on every micro-batch, then dividing the gradient by the summed `weight`, is the gradient of the
+    batch's mean loss.
+    """
+
+    total: Tensor
+    """Sum over tokens of loss x mask, [], differentiable."""
+    weight: Tensor
+    """Sum over tokens of the mask, [], float64 so that counting is exact beyond 2^24 tokens."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What to watch, as sums too; without gradient."""
+
+    def __add__(self, other: LossSum) -> LossSum:
+        metrics = dict(self.metrics)
+        for name, metric in other.metrics.items():
+            metrics[name] = _join(metrics[name], metric) if name in metrics else metric
+        return LossSum(self.total + other.total, self.weight + other.weight, metrics)
+
+    def __radd__(self, other: int) -> LossSum:
+        if other != 0:  # sum() starts from the number 0
+            return NotImplemented
+        return self
+
+    def mean(self) -> Tensor:
+        """The loss per token, []; 0 with a zero gradient if no token counts."""
+        return self.total / torch.where(self.weight == 0, 1.0, self.weight).to(self.total.dtype)
+
+    def detach(self) -> LossSum:
+        """The same sums without the graph that made them, to keep while further micro-batches come."""
+        return LossSum(self.total.detach(), self.weight, self.metrics)
+
+    def values(self) -> dict[str, float]:
+        """Every metric as a number."""
+        return {name: metric.value for name, metric in self.metrics.items()}
+
+
+def _join(a: Metric, b: Metric) -> Metric:
+    if isinstance(a, Mean) and isinstance(b, Mean):
+        return a + b
+    if isinstance(a, Max) and isinstance(b, Max):
+        return a + b
+    raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
+
+
+def mean_of(values: Tensor, mask: Tensor) -> Mean:
+    """The average of `values` where `mask` is true (both of one shape), without gradient."""
+    values = torch.where(mask, values.detach(), values.new_zeros(()))
+    return Mean(values.sum(dtype=torch.float64), mask.sum(dtype=torch.float64))
+
+
+def max_of(values: Tensor, mask: Tensor) -> Max:
+    """The largest of `values` where `mask` is true (both of one shape), without gradient."""
+    if values.numel() == 0:
+        return Max(torch.full((), float("-inf"), dtype=torch.float64, device=values.device))
+    return Max(torch.where(mask, values.detach(), values.new_full((), float("-inf"))).max().double())

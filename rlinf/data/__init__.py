@@ -1,0 +1,1 @@
+"""What travels between the roles, and where it comes from: prompts, samples, weights, tasks, tokenizers."""

@@ -1,0 +1,93 @@
+"""What travels between the roles: prompts to rollout, groups of samples from rollout to judge to trainer.
+
+Token ids and log-probs are numpy arrays: they are small, many, live on the host until the trainer packs them, and
+pickle in a tenth of a tensor's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A problem to answer."""
+
+    id: int
+    """Position in the stream it was drawn from: unique in it, also when a problem comes round again."""
+    token_ids: np.ndarray
+    """What the model reads, int64 [prompt]."""
+    text: str = ""
+    """The same for people and reward functions."""
+    answer: str = ""
+    """What a reward function compares with."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Other columns of the data set; reward functions get them by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """A prompt with a worked answer, for supervised training."""
+
+    prompt_ids: np.ndarray
+    """int64 [prompt]"""
+    response_ids: np.ndarray
+    """The answer with its end token, int64 [response]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One sampled answer."""
+
+    prompt: Prompt
+    """What was asked; shared by the group."""
+    index: int
+    """Which of the group's samples it is, from 0."""
+    response_ids: np.ndarray
+    """Sampled tokens, the end token included if one was reached, int64 [response]."""
+    logprobs: np.ndarray
+    """Log-prob of each token under the distribution it was drawn from, nats, float32 [response]."""
+    versions: np.ndarray
+    """Version of the weights that made each token, int32 [response]."""
+    text: str
+    """The response without its end token."""
+    truncated: bool
+    """It was cut by the length limit before an end token came."""
+    temperature: float = 1.0
+    """Logits were divided by it before sampling; 0 means the likeliest token, with log-probs at temperature 1."""
+    reward: float | None = None
+    """The judge's verdict; None until judged."""
+
+    @property
+    def group(self) -> int:
+        """Names its group: the prompt's id."""
+        return self.prompt.id
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All samples of one prompt: the unit that is scored, and within which rewards are compared."""
+
+    prompt: Prompt
+    """What was asked."""
+    samples: tuple[Sample, ...]
+    """The answers, in order of their index."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each sample.
+
+        Raises:
+            ValueError: the group has not been judged.
+        """
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        if len(rewards) != len(self.samples):
+            raise ValueError(
+                f"group of prompt {self.prompt.id} has samples without a reward: put judge.score between generation "
+                "and training"
+            )
+        return rewards

@@ -1,0 +1,158 @@
+"""Generated tasks: problems over digits with known answers, enough to see a small model learn.
+
+A task is two disjoint sets of problems, drawn from a seed: those to train on, and those held out. `PromptStream` turns
+the former into an endless, shuffled, resumable supply of prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.data.sample import Example, Prompt
+from rlinf.data.seeds import permutation
+
+_MOST_PROBLEMS = 100_000  # training problems of a task; of 9 digits there are more than anyone visits
+_LEAST_SPACE = 100  # with fewer problems in all, holding some out leaves too little to learn the task from
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question and its one right answer."""
+
+    text: str
+    """What the model reads, such as "3142>"."""
+    answer: str
+    """What it should write, such as "1234"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A kind of problem, as training and held-out sets."""
+
+    name: str
+    """Kind of problem."""
+    characters: str
+    """Every character in a problem or answer: the alphabet of the tokenizer."""
+    train: tuple[Problem, ...]
+    """Problems to train on."""
+    held_out: tuple[Problem, ...]
+    """Problems never trained on; where a task is too small to spare any, the training problems."""
+
+    @property
+    def tokenizer(self) -> dict[str, str]:
+        """Source of its tokenizer, for `load_tokenizer`."""
+        return {"characters": self.characters}
+
+
+def _sorted(digits: str) -> str:
+    return "".join(sorted(digits))
+
+
+def _same(digits: str) -> str:
+    return digits
+
+
+KINDS: dict[str, Callable[[str], str]] = {"sort": _sorted, "copy": _same}
+"""The answer to a string of digits, by kind of task."""
+
+
+def make_task(name: str, *, digits: int = 4, held_out: int = 500, seed: int = 0) -> Task:
+    """Generate a task.
+
+    Args:
+        name: "sort" (`3142>` gives `1234`) or "copy" (`3142>` gives `3142`).
+        digits: digits per problem, from 1.
+        held_out: problems to hold out, at most a fifth of all there are; with fewer than 100 in all none is held out
+            and evaluation uses the training problems.
+        seed: draws which problems are held out.
+
+    Raises:
+        ValueError: unknown name, or `digits` below 1.
+    """
+    if name not in KINDS:
+        near = get_close_matches(name, KINDS, n=1)
+        raise ValueError(f"task {name!r} is none of {sorted(KINDS)}" + (f"; meant {near[0]!r}?" if near else ""))
+    if digits < 1:
+        raise ValueError(f"task {name!r}: digits={digits} must be at least 1")
+    space = 10**digits
+    held = min(held_out, space // 5) if space >= _LEAST_SPACE else 0
+    if space <= _MOST_PROBLEMS + held:
+        drawn = permutation(space, seed)
+    else:
+        drawn = np.random.default_rng(seed).choice(space, _MOST_PROBLEMS + held, replace=False)
+    answer = KINDS[name]
+    problems = [Problem(f"{text}>", answer(text)) for text in (f"{number:0{digits}d}" for number in drawn.tolist())]
+    train = tuple(problems[held:])
+    return Task(name, "0123456789>", train, tuple(problems[:held]) or train)
+
+
+def prompts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Problems as prompts, numbered in their order."""
+    if not problems:
+        return []
+    encoded = tokenizer([problem.text for problem in problems], add_special_tokens=False)["input_ids"]
+    return [
+        Prompt(number, np.asarray(ids, dtype=np.int64), problem.text, problem.answer)
+        for number, (problem, ids) in enumerate(zip(problems, encoded, strict=True))
+    ]
+
+
+def examples(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Prompts with their worked answers and an end token, for supervised training.
+
+    All but the first token is learned, the question included, as a base model learns from text: trained on answers
+    alone, a small model grows so sure of its mistakes that it later learns half as fast by trying.
+    """
+    if not prompts:
+        return []
+    encoded = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
+    return [
+        Example(
+            prompt.token_ids[:1],
+            np.concatenate([prompt.token_ids[1:], np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int64)]),
+        )
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
+
+
+class PromptStream:
+    """An endless supply of prompts: every problem once per pass, in an order drawn from (seed, pass).
+
+    `position` is all its state: set it, and the stream goes on from there.
+
+    Args:
+        problems: what to draw from.
+        tokenizer: makes token ids.
+        seed: of the orders.
+
+    Raises:
+        ValueError: there is no problem.
+    """
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, seed: int = 0):
+        if not problems:
+            raise ValueError("PromptStream: there is no problem to draw from")
+        self.position = 0
+        """Prompts drawn so far; also the id of the next one."""
+        self._prompts = prompts(problems, tokenizer)
+        self._seed = seed
+        self._pass = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Prompt:
+        which, at = divmod(self.position, len(self._prompts))
+        if which != self._pass:
+            self._pass, self._order = which, permutation(len(self._prompts), self._seed, which)
+        prompt = dataclasses.replace(self._prompts[self._order[at]], id=self.position)
+        self.position += 1
+        return prompt

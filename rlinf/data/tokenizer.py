@@ -1,0 +1,52 @@
+"""Tokenizers: a saved one, or one token per character for generated tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+TokenizerSource = str | Mapping[str, Any]
+"""A Hugging Face directory (or hub name), or `{"characters": "0123456789>"}`."""
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, that saves and loads like any other.
+
+    Args:
+        characters: the alphabet, each character once; ids follow their order, after those of `<pad>`, `<eos>` and
+            `<unk>`.
+
+    Raises:
+        ValueError: a character stands twice, or there is none.
+    """
+    if not characters or len(set(characters)) != len(characters):
+        raise ValueError(f"characters={characters!r} must be a text in which every character stands once")
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNK, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, padding_side="left"
+    )
+
+
+def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
+    """Make or read a tokenizer.
+
+    Args:
+        source: a Hugging Face directory (or hub name), or `{"characters": alphabet}`.
+
+    Raises:
+        ValueError: a mapping that says anything else.
+    """
+    if isinstance(source, str):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        return tokenizer
+    if set(source) != {"characters"}:
+        raise ValueError(f'tokenizer: expected a directory or {{"characters": alphabet}}, got keys {sorted(source)}')
+    return character_tokenizer(str(source["characters"]))

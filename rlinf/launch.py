@@ -1,0 +1,182 @@
+"""The front door: a command line in, a training run or one clear message out.
+
+`torchrun --nproc-per-node N launch.py --config FILE key=value` starts it in N processes, `python launch.py ...` in one.
+Every process reads the configuration before torch is imported, so that help and mistakes are answered at once. Rank 0
+speaks for all. Exit codes: 0 done, 1 a bug or a failure while running (with its traceback), 2 a mistake in what was
+given (without), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rlinf.config import InputError, RunConfig, dump, load_config, roles_to_hosts
+from rlinf.config_docs import as_text
+from rlinf.run_directory import RunDirectory
+from rlinf.schema import leaves, nearest
+
+if TYPE_CHECKING:
+    from rlinf.runtime.system import ActorSystem
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+_OPTIONS = ("--config", "--dry-run", "--help")
+_TURN_SECONDS = 10.0
+"""How long a rank other than 0 leaves it to rank 0 to report a mistake in the input. Exiting at once would make
+torchrun end rank 0 before it has printed; and it must end by itself if rank 0, on another machine, sees no mistake."""
+
+_USAGE = """\
+usage: torchrun --nproc-per-node N launch.py --config FILE [--dry-run] [key=value ...]
+       python launch.py --config FILE [--dry-run] [key=value ...]
+
+  --config FILE   what to run, as YAML; configs/quickstart.yaml is a commented start
+  --dry-run       print the resolved configuration and where each role would run, and start nothing
+  --help          this text
+  key=value       set a key for this run, such as steps=20 or optimizer.lr=1e-4
+
+Keys of the configuration, with type and default:
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a command line asks for."""
+
+    config: str | None
+    """Path of the YAML file."""
+    overrides: tuple[str, ...]
+    """The `key=value` arguments."""
+    dry_run: bool
+    """Print, start nothing."""
+    help: bool
+    """Print the keys, read nothing."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line in this process, one of those that torchrun started or the only one; returns the exit code."""
+    rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
+    except InputError as error:
+        return _report(error, rank)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Read a command line; options and overrides may come in any order.
+
+    Raises:
+        InputError: an unknown option, or one without its value.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    for option in unknown:
+        name = option.partition("=")[0]
+        near, key = nearest(name, _OPTIONS), name.lstrip("-")
+        is_key = any(leaf.key == key for leaf in leaves(RunConfig))
+        hint = (
+            f"did you mean {near}?" if near and not is_key else f"write {key}=VALUE to set a key of the configuration"
+        )
+        raise InputError(f"{option}: unknown option; {hint}")
+    if known.config is None and not known.help:
+        raise InputError("no configuration: add --config configs/quickstart.yaml, or --help to see what there is")
+    return Request(known.config, tuple(known.overrides), known.dry_run, known.help)
+
+
+def describe(config: RunConfig, hosts: int) -> str:
+    """The resolved configuration, and where each role would run in a job of `hosts` processes."""
+    if hosts == 1:
+        named = 1 + max(host for its_hosts in vars(config.placement).values() for host in its_hosts)
+        where = "one process, which all roles share"
+        where += f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
+    else:
+        where = f"{hosts} processes"
+    roles = roles_to_hosts(config.placement, hosts)
+    lines = [f"  {role:<10} host {', '.join(map(str, its_hosts))}" for role, its_hosts in roles.items()]
+    return "\n".join([dump(config), f"# Roles: {where}", *(f"# {line}" for line in lines)])
+
+
+def _serve(request: Request, rank: int, hosts: int) -> int:
+    if request.help:
+        return _say(_USAGE + "\n" + as_text(RunConfig), rank)
+    if os.getcwd() not in sys.path:  # a flow may lie in the directory from which the run is started
+        sys.path.append(os.getcwd())
+    config = load_config(request.config, request.overrides, hosts)
+    if request.dry_run:
+        return _say(describe(config, hosts), rank)
+    train(config, rank)
+    return 0
+
+
+def train(config: RunConfig, rank: int = 0) -> None:
+    """Run a checked configuration in this process, one of those that torchrun started or the only one.
+
+    Raises:
+        InputError: what the configuration names is not there or does not fit; nothing was started.
+    """
+    path = Path(config.output_dir).expanduser() / config.name
+    _say(f"{config.name}: starting; results go to {path}", rank)
+    from transformers.utils import logging as transformers_logging  # torch comes with it, which takes seconds
+
+    from rlinf.runtime.run import run
+
+    transformers_logging.disable_progress_bar()  # of loading and saving; they would tear our lines apart
+    if rank != 0:
+        run(_serve_only, trace=config.trace)
+        return
+    from rlinf.learning import learn
+    from rlinf.preparation import prepare
+
+    prepared, directory = prepare(config), _make_directory(path.absolute(), config)
+    run(lambda system: learn(system, config, prepared, directory), hosts=1, trace=config.trace)
+
+
+async def _serve_only(system: ActorSystem) -> None:
+    """What ranks other than 0 would run: nothing, they serve the actors that rank 0 starts there."""
+
+
+def _make_directory(path: Path, config: RunConfig) -> RunDirectory:
+    try:
+        directory = RunDirectory.create(path)
+        directory.write_text(directory.resolved, dump(config))
+    except OSError as error:
+        raise InputError(f"output_dir: the run directory {path} cannot be made: {error.strerror or error}") from error
+    return directory
+
+
+def _report(error: InputError, rank: int) -> int:
+    """Print a mistake once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
+    if rank != 0:
+        threading.Event().wait(_TURN_SECONDS)
+    if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        pointer = {"message": "a mistake in what was given: see `error:` further up", "timestamp": int(time.time())}
+        Path(report_of_torchrun).write_text(json.dumps(pointer), encoding="utf-8")
+    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    return WRONG_INPUT
+
+
+def _say(text: str, rank: int) -> int:
+    if rank == 0:
+        print(text)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see --help")

@@ -1,0 +1,98 @@
+"""What can be found wrong only by importing: the flow, the reward function and the model of a configuration.
+
+In: a `RunConfig` that is right by itself. Out: what it names, imported; or one `ConfigError` with everything that is
+wrong. No process or device is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from rlinf.config import ConfigError, Problem, RunConfig
+from rlinf.dotted import resolve
+from rlinf.schema import nearest
+
+Flow = Callable[..., Awaitable[Mapping[str, float]]]
+"""One step; it takes what it names of `step`, `rollout`, `judge` and `trainer`, and returns the step's metrics."""
+
+OFFERED = ("step", "rollout", "judge", "trainer")
+"""What a flow may take, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The code that a configuration names."""
+
+    flow: Flow
+    """One step."""
+    reward: Callable[..., Any]
+    """Scores an answer."""
+
+    def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `offered` that the flow takes."""
+        parameters = inspect.signature(self.flow).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return dict(offered)
+        return {name: value for name, value in offered.items() if name in parameters}
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Import what a configuration names, and check what only that can show.
+
+    Raises:
+        ConfigError: with every mistake.
+        Exception: what the imported code itself raised, with its traceback.
+    """
+    prepared = Prepared(resolve(config.flow), resolve(config.reward))
+    problems = [*_flow_problems(config, prepared.flow), *_model_problems(config)]
+    if not callable(prepared.reward):
+        problems.append(Problem("configuration", "reward", config.reward, "this is no function"))
+    if problems:
+        raise ConfigError(problems)
+    return prepared
+
+
+def _flow_problems(config: RunConfig, flow: Any) -> Iterator[Problem]:
+    if not inspect.iscoroutinefunction(flow):
+        yield Problem("configuration", "flow", config.flow, "this is no `async def` function")
+        return
+    for name, parameter in inspect.signature(flow).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            yield Problem("configuration", "flow", config.flow, f"it takes {name} by position only; remove the `/`")
+        elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name in OFFERED:
+            continue
+        elif parameter.default is parameter.empty:
+            advice = f"it takes {name}, which there is not; a flow may take {', '.join(OFFERED)}"
+            yield Problem("configuration", "flow", config.flow, advice)
+
+
+def _model_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.model.path is not None:
+        try:
+            AutoConfig.from_pretrained(config.model.path)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            yield Problem("configuration", "model.path", config.model.path, f"transformers cannot load it: {reason}")
+        return
+    kind = config.model.config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        near = nearest(str(kind), CONFIG_MAPPING.keys())
+        advice = "transformers has no such model type" + (f"; did you mean {near}?" if near else "")
+        yield Problem("configuration", "model.config.model_type", kind, advice)
+        return
+    known = _keys_of(CONFIG_MAPPING[kind])
+    for key, value in config.model.config.items():
+        if key not in known:
+            near = nearest(key, known)
+            advice = f"{kind} has no such key" + (f"; did you mean {near}?" if near else "")
+            yield Problem("configuration", f"model.config.{key}", value, advice)
+
+
+def _keys_of(kind: type) -> set[str]:
+    """The keys that a transformers configuration takes; it would silently keep any other."""
+    return {*kind().to_dict(), *kind.attribute_map, *inspect.signature(kind).parameters} - {"kwargs"}  # type: ignore[attr-defined]

@@ -1,0 +1,92 @@
+"""The lease of one running call: kept while it computes, given away while it waits for a stream and others want it.
+
+Flows in: the call's computing and waiting. Flows out: acquire and release of the actor's devices. Who wakes whom: word
+that the devices are wanted makes a waiting call give them; its next item makes it take them again.
+
+So a consumer never starves its own producer: a trainer that iterates the samples of a rollout on the same device holds
+the device only while it has samples to work on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from .actor import Call, Cell
+from .payload import Key
+
+if TYPE_CHECKING:
+    from .lease_client import LeaseClient
+
+
+class HeldLease:
+    """Whether a call of a device endpoint holds its actor's devices right now.
+
+    Args:
+        gang: with those of its whole group.
+        wanted: told, once, when others wait for them.
+    """
+
+    def __init__(
+        self, client: LeaseClient, cell: Cell, call: Call, *, gang: bool, wanted: Callable[[], None] | None = None
+    ):
+        self._client, self._cell, self._call, self._gang = client, cell, call, gang
+        self._tell = wanted
+        self._ticket: Key | None = None
+        self._since = 0.0
+        self._wanted = False
+        self._computing = 0
+        self._waiting = 0
+        self._taking = asyncio.Lock()
+
+    async def ensure(self) -> None:
+        """Hold the devices, waiting for them if they were given away."""
+        if self._ticket is None:
+            async with self._taking:
+                if self._ticket is None:
+                    self._wanted = False
+                    self._ticket = await self._client.acquire(
+                        self._cell, self._call, gang=self._gang, wanted=self._now_wanted
+                    )
+                    self._since = self._client.now()
+
+    def give(self) -> None:
+        """Give the devices back."""
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            self._client.release(ticket)
+            self._client.span(self._cell, self._call, self._since)
+
+    @asynccontextmanager
+    async def computing(self) -> AsyncIterator[None]:
+        """In it the devices are held, whoever wants them."""
+        await self.ensure()
+        self._computing += 1
+        try:
+            yield
+        finally:
+            self._computing -= 1
+            self._consider()
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """In it the call waits for others: they may have the devices meanwhile, unless it computes beside."""
+        self._waiting += 1
+        asyncio.get_running_loop().call_soon(self._consider)  # not if what it waits for is there at once
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+        await self.ensure()
+
+    def _now_wanted(self) -> None:
+        self._wanted = True
+        if self._tell is not None:
+            self._tell()
+        self._consider()
+
+    def _consider(self) -> None:
+        if self._wanted and self._waiting and not self._computing:
+            self.give()

@@ -1,0 +1,320 @@
+"""The engine around a Hugging Face model: right tokens, right log-probs, whatever shares the batch."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlinf.data.weights import Weights
+from rlinf.engines.base import Request, Sampling
+from rlinf.engines.decoding import Decoding
+from rlinf.engines.forward import ModelForward
+from rlinf.engines.lean import LeanForward, fastest
+from rlinf.engines.transformers import TransformersEngine
+
+VOCABULARY = 23
+SHAPES = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {},
+    "gpt_neox": {"max_position_embeddings": 64},
+}
+
+
+def tiny(kind="qwen2", seed=0, **settings):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        **({"num_key_value_heads": 2} if kind != "gpt_neox" else {}),
+        **{**SHAPES.get(kind, {}), **settings},
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # the usual initialisation is nearly uniform over tokens; this one has opinions
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model
+
+
+def request(number, prompt, sampling, seed=None):
+    return Request(number, np.array(prompt, dtype=np.int64), sampling, number if seed is None else seed)
+
+
+def ragged(count, sampling, seed=0):
+    rng = np.random.default_rng(seed)
+    return [request(i, rng.integers(0, VOCABULARY, rng.integers(1, 12)), sampling) for i in range(count)]
+
+
+async def answers(engine, requests):
+    found = [completion async for completion in engine.generate(requests)]
+    assert len({completion.id for completion in found}) == len(found)
+    return {completion.id: completion for completion in found}
+
+
+@torch.no_grad()
+def teacher_forced(model, prompt, response, temperature=1.0):
+    ids = torch.tensor([[*prompt, *response]])
+    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
+    return [float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_model_reading_the_whole_text(kind, temperature):
+    model = tiny(kind)
+    requests = ragged(20, Sampling(15, temperature, stop_ids=(0,)))
+    done = await answers(TransformersEngine(model), requests)
+    assert len({len(completion.response_ids) for completion in done.values()}) > 3  # they end at different times
+    for asked in requests:
+        found = done[asked.id]
+        expected = teacher_forced(model, asked.prompt_ids, found.response_ids, temperature)
+        np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+async def test_greedy_is_what_generate_gives(kind):
+    model = tiny(kind)
+    requests = ragged(8, Sampling(10, temperature=0.0))
+    done = await answers(TransformersEngine(model), requests)
+    for asked in requests:
+        ids = torch.tensor(asked.prompt_ids[None])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert done[asked.id].response_ids.tolist() == expected[0, len(asked.prompt_ids) :].tolist()
+
+
+async def test_the_same_seed_gives_the_same_answer_in_any_company():
+    model = tiny()
+    sampling = Sampling(12, stop_ids=(0, 1))
+    requests = ragged(30, sampling)
+    together = await answers(TransformersEngine(model), requests)
+    alone = await answers(TransformersEngine(model, max_rows=1), requests)
+    backwards = await answers(TransformersEngine(model, max_rows=7), requests[::-1])
+    for number, found in together.items():
+        for other in (alone, backwards):
+            assert other[number].response_ids.tolist() == found.response_ids.tolist()
+            np.testing.assert_allclose(other[number].logprobs, found.logprobs, atol=1e-5)
+
+
+async def test_seeds_make_the_difference_between_samples_of_one_prompt():
+    sampling = Sampling(12, temperature=2.0)
+    done = await answers(TransformersEngine(tiny()), [request(i, [3, 4, 5], sampling) for i in range(20)])
+    assert len({tuple(completion.response_ids.tolist()) for completion in done.values()}) > 15
+    same = await answers(TransformersEngine(tiny()), [request(i, [3, 4, 5], sampling, seed=9) for i in range(20)])
+    assert len({tuple(completion.response_ids.tolist()) for completion in same.values()}) == 1
+
+
+async def test_each_answer_ends_by_its_own_rules():
+    model = tiny()
+    rules = [
+        Sampling(1),
+        Sampling(9),
+        Sampling(9, stop_ids=tuple(range(VOCABULARY))),
+        Sampling(20, temperature=0.0),
+        Sampling(20, stop_ids=(2, 3, 5, 7, 11, 13)),
+    ]
+    done = await answers(TransformersEngine(model), [request(i, [4, 5], rule) for i, rule in enumerate(rules)])
+    lengths = [len(done[i].response_ids) for i in range(5)]
+    assert lengths[:4] == [1, 9, 1, 20]
+    assert [done[i].truncated for i in range(4)] == [True, True, False, True]
+    last = done[4]
+    stops = [token in rules[4].stop_ids for token in last.response_ids.tolist()]
+    assert not any(stops[:-1])
+    assert stops[-1] is not last.truncated
+
+
+async def test_finished_answers_come_out_while_others_go_on():
+    short, long = Sampling(2), Sampling(200)
+    engine = TransformersEngine(tiny())
+    order = [
+        (completion.id, engine._forward.calls)
+        async for completion in counted(engine).generate(
+            [request(0, [3], long), request(1, [4], short), request(2, [5], short)]
+        )
+    ]
+    assert [number for number, _ in order] == [1, 2, 0]
+    assert order[0][1] < 10 < order[2][1]
+
+
+def counted(engine):
+    forward = engine._forward
+
+    class Counting:
+        calls = 0
+        layers, device, version = forward.layers, forward.device, forward.version
+
+        def __call__(self, *args):
+            self.calls += 1
+            return forward(*args)
+
+    engine._forward = Counting()
+    return engine
+
+
+def test_ended_rows_leave_the_batch():
+    model = tiny()
+    rows = []
+
+    class Watching(ModelForward):
+        def __call__(self, ids, positions, mask, cache):
+            rows.append(len(ids))
+            return super().__call__(ids, positions, mask, cache)
+
+    requests = [request(i, [3] * (1 + i % 3), Sampling(1 + i)) for i in range(16)]
+    decoding = Decoding(Watching(model, 0), requests)
+    done = {completion.id: completion for completion in decoding.advance(100)}
+    assert rows[0] == 3  # equal prompts are read once
+    assert len(rows) == 16
+    for step, width in enumerate(rows[1:], start=1):
+        alive = 16 - step
+        assert alive <= width <= max(alive / 0.75, alive + 1)
+    for asked in requests:
+        found = done[asked.id]
+        expected = teacher_forced(model, asked.prompt_ids, found.response_ids)
+        np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
+
+
+async def test_requests_may_still_be_coming():
+    async def coming():
+        for asked in ragged(10, Sampling(5)):
+            await asyncio.sleep(0)
+            yield asked
+
+    done = await answers(TransformersEngine(tiny(), max_rows=4), coming())
+    assert sorted(done) == list(range(10))
+
+
+async def test_no_requests_are_no_answers():
+    assert await answers(TransformersEngine(tiny()), []) == {}
+
+
+async def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="request 3 has an empty prompt"):
+        await answers(TransformersEngine(tiny()), [request(3, [], Sampling(5))])
+
+
+@pytest.mark.parametrize(("settings", "text"), [((0,), "max_new_tokens=0"), ((5, -0.1), "temperature=-0.1")])
+def test_settings_out_of_range_are_named(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Sampling(*settings)
+
+
+def packed(model, version):
+    return Weights.pack(model.named_parameters(), version)
+
+
+async def test_loaded_weights_are_used():
+    old, new = tiny(seed=0), tiny(seed=1)
+    engine = TransformersEngine(old)
+    requests = ragged(5, Sampling(8, temperature=0.0))
+    before = await answers(engine, requests)
+    await engine.load(packed(new, 4))
+    assert engine.version == 4
+    after = await answers(engine, requests)
+    expected = await answers(TransformersEngine(new), requests)
+    for number in range(5):
+        assert after[number].response_ids.tolist() == expected[number].response_ids.tolist()
+        assert after[number].versions.tolist() == [4] * 8
+        assert before[number].versions.tolist() == [0] * 8
+    assert any(before[i].response_ids.tolist() != after[i].response_ids.tolist() for i in range(5))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+async def test_tied_weights_travel_once_and_arrive(tie):
+    old, new = tiny(seed=0, tie_word_embeddings=tie), tiny(seed=1, tie_word_embeddings=tie)
+    engine = TransformersEngine(old)
+    await engine.load(packed(new, 1))
+    for theirs, ours in zip(new.state_dict().values(), old.state_dict().values(), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+async def test_weights_that_do_not_fit_change_nothing():
+    model = tiny()
+    engine = TransformersEngine(model)
+    before = packed(model, 0).buckets[0].clone()
+    other = dict(tiny(seed=1).named_parameters())
+    name = "model.norm.weight"
+    wrong = {
+        f"missing {name}": {k: v for k, v in other.items() if k != name},
+        "unknown extra": {**other, "extra": torch.zeros(1)},
+        rf"{name} is \[5\] where the model has \[32\]": {**other, name: torch.zeros(5)},
+    }
+    for text, named in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            await engine.load(Weights.pack(named.items(), 9))
+        assert torch.equal(packed(model, 0).buckets[0], before)
+        assert engine.version == 0
+
+
+async def test_weights_change_under_way_and_every_token_says_its_version():
+    old, new = tiny(seed=0), tiny(seed=1)
+    engine = TransformersEngine(old)
+    running = engine.generate([request(0, [3, 4], Sampling(5)), request(1, [5], Sampling(40))])
+    first = await anext(running)
+    await engine.load(packed(new, 1))
+    second = await anext(running)
+    assert first.versions.tolist() == [0] * 5
+    versions = second.versions.tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert len(versions) == len(second.response_ids) == 40
+
+
+def test_models_with_sliding_windows_are_refused():
+    with pytest.raises(ValueError, match="sliding"):
+        TransformersEngine(tiny("mistral", sliding_window=8))
+    with pytest.raises(ValueError, match="sliding_attention"):
+        TransformersEngine(tiny(use_sliding_window=True, sliding_window=8, max_window_layers=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_llamas_of_all_kinds_are_run_leanly(settings):
+    for kind in ("llama", "qwen2", "qwen3"):
+        known = settings if kind == "llama" else {k: v for k, v in settings.items() if k != "mlp_bias"}
+        assert type(fastest(tiny(kind, **known), 0)) is LeanForward
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma", "olmo2", "phi3"])
+def test_other_models_run_their_own_forward(kind):
+    assert type(fastest(tiny(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2), 0)) is ModelForward
+
+
+def test_a_llama_that_computes_something_else_runs_its_own_forward():
+    model = tiny("llama")
+    inner = model.forward
+
+    def capped(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    model.forward = capped
+    assert type(fastest(model, 0)) is ModelForward
+
+
+def test_nothing_is_held_twice():
+    model = tiny("qwen3")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    forward = fastest(model, 0)
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for block in forward._blocks:
+        assert block.qkv[0].untyped_storage().data_ptr() in held
+        assert block.gate_up[0].untyped_storage().data_ptr() in held
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+async def test_bf16_models_decode():
+    model = tiny().bfloat16()
+    assert type(fastest(model, 0)) is LeanForward
+    done = await answers(TransformersEngine(model), ragged(6, Sampling(8)))
+    assert all(np.isfinite(completion.logprobs).all() for completion in done.values())

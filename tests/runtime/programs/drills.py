@@ -1,0 +1,136 @@
+"""Programs that are going to be hurt: `drills.py NAME`. Rank 0 prints "ready" when it is time to."""
+
+import asyncio
+import sys
+import time
+
+import rlinf
+from rlinf import Actor, endpoint
+from rlinf.runtime.errors import ActorDied
+
+
+class Victim(Actor):
+    async def setup(self, fail=False):
+        if fail and self.rank == 1:
+            raise ValueError("setup went wrong")
+
+    @endpoint
+    async def wait(self):
+        print("waiting", flush=True)
+        await asyncio.Event().wait()
+
+    @endpoint
+    async def compute_long(self):
+        print("computing", flush=True)
+        await self.compute(time.sleep, 60)
+
+    @endpoint
+    async def block(self):
+        print("blocking", flush=True)
+        time.sleep(60)
+
+    @endpoint
+    async def fail(self):
+        raise KeyError("an actor's own error")
+
+    async def close(self):
+        print(f"closed {self._cell.name}", flush=True)
+
+
+class BadlyClosed(Actor):
+    async def close(self):
+        if self.rank == 1:
+            raise OSError("close went wrong")
+
+
+async def spawn(system, **more):
+    return await system.spawn(Victim, name="victim", **more)
+
+
+async def awaited(system):
+    """Main waits for a call on the last host."""
+    group = await spawn(system)
+    call = group[-1].wait()
+    print("ready", flush=True)
+    try:
+        await call
+    finally:
+        print("main left", flush=True)
+
+
+async def unawaited(system):
+    """Main waits for something else."""
+    await spawn(system)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+async def survives(system):
+    """Main bears the loss of an actor, for a while."""
+    group = await spawn(system)
+    call = group[-1].wait()
+    print("ready", flush=True)
+    try:
+        await call
+    except ActorDied:
+        print("cleaned up", flush=True)
+
+
+async def raises(system):
+    await spawn(system)
+    raise ZeroDivisionError("main went wrong")
+
+
+async def actor_raises(system):
+    group = await spawn(system)
+    await group[-1].fail()
+
+
+async def setup_raises(system):
+    await spawn(system, fail=True)
+
+
+async def close_raises(system):
+    await system.spawn(BadlyClosed)
+
+
+async def close_raises_after_main(system):
+    await system.spawn(BadlyClosed)
+    raise ZeroDivisionError("main went wrong")
+
+
+async def blocked(system):
+    """The loop of host 1 does nothing for a minute."""
+    group = await spawn(system)
+    await group[1].block()
+
+
+async def exits(system):
+    await spawn(system)
+    sys.exit(7)
+
+
+async def busy(system):
+    """Idle actors on every host, others compute or wait."""
+    await system.spawn(Victim, name="idle")
+    one = await system.spawn(Victim, name="one")
+    two = await system.spawn(Victim, name="two")
+    waiting = await system.spawn(Victim, name="waiting")
+    calls = asyncio.gather(one.compute_long(), two.compute_long(), waiting.wait())
+    print("ready", flush=True)
+    await calls
+
+
+async def stubborn(system):
+    """Main itself does not end when it is cancelled."""
+    await spawn(system)
+    print("ready", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            print("main stays", flush=True)
+
+
+if __name__ == "__main__":
+    rlinf.run(globals()[sys.argv[1]])

@@ -1,0 +1,224 @@
+"""Real processes for tests: ranks started by hand from a fork server, or by torchrun; and what they leave behind."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parent
+ROOT = PROGRAMS.parents[2]
+DEADLINE = 10.0
+"""Seconds; generous, since tests share their cores."""
+
+
+def until(condition, what, seconds=DEADLINE):
+    """Wait until `condition()` is true; returns its value and fails with `what` when that takes too long."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > end:
+            told = what() if callable(what) else what
+            raise AssertionError(f"not within {seconds} s: {told}")
+        time.sleep(0.005)
+    return value
+
+
+def environment(**more):
+    """This process's, without anything of torchrun in it."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | more
+
+
+class Zygote:
+    """Starts processes that have imported torch already."""
+
+    def __init__(self, directory):
+        self._directory = Path(directory)
+        self._server = subprocess.Popen(
+            [sys.executable, PROGRAMS / "zygote.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+        )
+        self._jobs = itertools.count()
+        self._started = []
+        self._news = threading.Condition()
+        self.codes = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        for line in self._server.stdout:
+            message = json.loads(line)
+            with self._news:
+                if "code" in message:
+                    self.codes[message["pid"]] = message["code"]
+                else:
+                    self._started.append(message["pid"])
+                self._news.notify_all()
+
+    def run(self, program, world, *arguments, **more):
+        """Start `world` ranks of a program of this directory, with a rendezvous of their own."""
+        return Ranks(self, self._directory / str(next(self._jobs)), program, world, arguments, more)
+
+    def start(self, **job):
+        """Start one process; returns its pid."""
+        with self._news:
+            self._server.stdin.write(json.dumps(job).encode() + b"\n")
+            self._server.stdin.flush()
+            assert self._news.wait_for(lambda: self._started, DEADLINE), "the fork server does not answer"
+            return self._started.pop()
+
+    def close(self):
+        self._server.stdin.close()
+        self._server.wait(DEADLINE)
+
+
+class Ranks:
+    """The ranks of one job."""
+
+    def __init__(self, zygote, directory, program, world, arguments, more):
+        self._zygote = zygote
+        self._directory = directory
+        directory.mkdir(parents=True)
+        shared = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+        }
+        self.pids = [
+            zygote.start(
+                program=str(PROGRAMS / program),
+                arguments=list(map(str, arguments)),
+                environment={k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank} | more).items()},
+                output=str(directory / f"{rank}.out"),
+                errors=str(directory / f"{rank}.err"),
+            )
+            for rank in range(world)
+        ]
+
+    def kill(self, rank, number=signal.SIGKILL):
+        """Send one rank a signal."""
+        os.kill(self.pids[rank], number)
+
+    def kill_all(self, number):
+        """Send all ranks a signal, as torchrun does."""
+        for rank, pid in enumerate(self.pids):
+            if pid not in self._zygote.codes:
+                self.kill(rank, number)
+
+    def printed(self, rank):
+        """What a rank wrote to its standard output so far."""
+        return _text(self._directory / f"{rank}.out")
+
+    def complained(self, rank):
+        """What a rank wrote to its standard error so far."""
+        return _text(self._directory / f"{rank}.err")
+
+    def everything(self):
+        """All that was written, for a failing test."""
+        ranks = range(len(self.pids))
+        return "\n".join(f"--- rank {r}\n{self.printed(r)}\n{self.complained(r)}" for r in ranks)
+
+    def await_line(self, line, rank=0, seconds=DEADLINE):
+        """Wait until a rank has printed a line; returns the lines so far."""
+        return until(
+            lambda: (lines := self.printed(rank).splitlines()) and line in lines and lines,
+            lambda: f"rank {rank} printing {line!r}\n{self.everything()}",
+            seconds,
+        )
+
+    def codes(self, seconds=DEADLINE):
+        """Wait until all ranks have ended; returns their exit codes."""
+        ended = self._zygote.codes
+        until(lambda: all(pid in ended for pid in self.pids), self._why_not, seconds)
+        return [ended[pid] for pid in self.pids]
+
+    def _why_not(self):
+        self.kill_all(signal.SIGUSR1)
+        time.sleep(0.2)  # for the stacks to be written
+        return f"all ranks ending\n{self.everything()}"
+
+    def end(self):
+        """Kill what is left."""
+        for pid in self.pids:
+            if pid not in self._zygote.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def torchrun(program, processes, *arguments, **more):
+    """A running torchrun over a program of this directory, in a session of its own."""
+    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", str(processes)]
+    command += [f"--master-port={free_port()}", PROGRAMS / program, *map(str, arguments)]
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        start_new_session=True,
+    )
+    try:
+        yield job
+    finally:
+        for pid in [*descendants(job.pid), job.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+        job.stdout.close()
+        job.stderr.close()
+
+
+def free_port():
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def descendants(pid):
+    """Living processes below a process."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    below, queue = [], [pid]
+    while queue:
+        children = parents.get(queue.pop(), [])
+        below += children
+        queue += children
+    return below
+
+
+def listening(pids):
+    """(address in hex, port) of every TCP socket that these processes listen on."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(fd))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def shared_memory():
+    """What lies under /dev/shm."""
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,85 @@
+"""A fork server that has imported torch, so that a test's processes start in milliseconds.
+
+Reads one JSON object per line: {"program": path, "arguments": [...], "environment": {...}, "output": path, "errors":
+path}. Answers with {"pid": n} when the process runs, and {"pid": n, "code": c} when it has ended, c as in
+subprocess.Popen.returncode. The process is an ordinary one: it runs the program as `__main__` and ends as Python does.
+"""
+
+import faulthandler
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+
+import rlinf.runtime.rpc
+import rlinf.runtime.run  # noqa: F401
+
+
+def serve():
+    """Fork what is asked for; returns in the child, with what it is to run."""
+    gc.freeze()  # or every child would copy the pages of all modules when it collects garbage
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the test, which ends us by closing our input
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            report_ended()
+        if 0 in ready:
+            line = read_line()
+            if not line:
+                os._exit(0)
+            job = json.loads(line)
+            pid = os.fork()
+            if not pid:
+                return job
+            say({"pid": pid})
+
+
+def read_line():
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
+def report_ended():
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def say(message):
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def become(job):
+    """Turn this child into the process that was asked for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setpgid(0, 0)
+    for number, path in enumerate((os.devnull, job["output"], job["errors"])):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    faulthandler.register(signal.SIGUSR1)  # a test that has waited too long wants to see the stacks
+    os.environ.update(job["environment"])
+    sys.argv = [job["program"], *job["arguments"]]
+
+
+if __name__ == "__main__":
+    job = serve()
+    become(job)
+    runpy.run_path(job["program"], run_name="__main__")

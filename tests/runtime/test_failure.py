@@ -1,0 +1,179 @@
+"""When something fails, its first cause is what one sees; everything else ends, soon, and leaves nothing.
+
+Here the ranks are started by hand: nobody but the runtime ends them. `test_torchrun.py` has the same under torchrun.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.runtime.programs.jobs import listening, shared_memory, until
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_shared_memory():
+    before = shared_memory()
+    yield
+    assert shared_memory() <= before
+
+
+def first_error(complaints):
+    """The traceback's last line: what was raised, and its text."""
+    assert complaints.startswith("Traceback (most recent call last):"), complaints
+    return next(line for line in complaints.splitlines()[1:] if not line.startswith(" "))
+
+
+def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
+    ranks = zygote.run("drills.py", 3, "awaited")
+    ranks.await_line("waiting", rank=2)
+    ports = listening(ranks.pids)
+    killed = time.monotonic()
+    ranks.kill(2)
+    ranks.await_line("main left")
+    took = time.monotonic() - killed
+    assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
+    assert took < 1.0
+    error = first_error(ranks.complained(0))
+    assert error.startswith(f"rlinf.runtime.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
+    assert "while victim[2].wait was pending" in error
+    assert ranks.printed(1) == "closed victim[1]\n"
+    assert ranks.complained(1) == ""
+    assert not listening([1]) & ports
+
+
+def test_a_killed_host_ends_the_job_though_main_waits_for_something_else(zygote):
+    ranks = zygote.run("drills.py", 3, "unawaited")
+    ranks.await_line("ready")
+    ranks.kill(1)
+    assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
+    error = first_error(ranks.complained(0))
+    assert error.startswith(f"rlinf.runtime.errors.ActorDied: host 1 (pid {ranks.pids[1]} on ")
+    assert "died, and with it victim[1]" in error
+
+
+def test_main_may_still_clean_up_after_a_lost_host_but_the_job_fails(zygote):
+    ranks = zygote.run("drills.py", 2, "survives")
+    ranks.await_line("ready")
+    ranks.kill(1)
+    assert ranks.codes()[0] == 1, ranks.everything()
+    assert "cleaned up" in ranks.printed(0)
+    assert "ActorDied: host 1" in ranks.complained(0)
+
+
+def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
+    ranks = zygote.run("drills.py", 3, "busy")
+    for rank in (1, 2):
+        ranks.await_line("waiting", rank)
+    ranks.kill(0)
+    start = time.monotonic()
+    assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.everything()
+    assert time.monotonic() - start < 6.0
+    for rank in (1, 2):
+        assert f"closed idle[{rank}]" in ranks.printed(rank)
+        said = ranks.complained(rank).splitlines()
+        assert said[0].startswith(f"rlinf: host {rank} stops: the controller (host 0) is gone")
+
+
+def test_an_error_of_main_is_shown_as_it_is_and_the_others_end_cleanly(zygote):
+    ranks = zygote.run("drills.py", 2, "raises")
+    assert ranks.codes() == [1, 0]
+    assert first_error(ranks.complained(0)) == "ZeroDivisionError: main went wrong"
+    assert ranks.printed(0) == "closed victim[0]\n"
+    assert (ranks.printed(1), ranks.complained(1)) == ("closed victim[1]\n", "")
+
+
+def test_an_error_of_an_actor_says_where_it_was_raised(zygote):
+    ranks = zygote.run("drills.py", 2, "actor_raises")
+    assert ranks.codes() == [1, 0]
+    complaints = ranks.complained(0)
+    assert first_error(complaints) == 'KeyError: "an actor\'s own error"'
+    assert "in victim[1].fail() on host 1\nremote traceback (host 1):" in complaints
+    assert ranks.complained(1) == ""
+
+
+def test_an_error_in_a_setup_ends_the_ranks_that_were_set_up(zygote):
+    ranks = zygote.run("drills.py", 2, "setup_raises")
+    assert ranks.codes() == [1, 0]
+    assert first_error(ranks.complained(0)) == "ValueError: setup went wrong"
+    assert "in victim[1].setup() on host 1" in ranks.complained(0)
+    assert ranks.printed(0) == "closed victim[0]\n"
+    assert ranks.printed(1) == ""  # an actor that was never set up is not closed
+
+
+def test_an_error_in_a_close_is_shown_but_not_instead_of_what_went_wrong_first(zygote):
+    ranks = zygote.run("drills.py", 2, "close_raises_after_main")
+    assert ranks.codes() == [1, 0]
+    assert "ZeroDivisionError: main went wrong" in ranks.complained(0).splitlines()[-1]
+    assert "OSError: close went wrong" in ranks.complained(0)
+
+
+def test_an_error_in_a_close_fails_a_program_that_went_well(zygote):
+    ranks = zygote.run("drills.py", 2, "close_raises")
+    assert ranks.codes() == [1, 0]
+    assert first_error(ranks.complained(0)) == "OSError: close went wrong"
+
+
+def test_exit_ends_the_system_in_order(zygote):
+    ranks = zygote.run("drills.py", 2, "exits")
+    assert ranks.codes() == [7, 0], ranks.everything()
+    assert [ranks.printed(rank) for rank in (0, 1)] == ["closed victim[0]\n", "closed victim[1]\n"]
+    assert [ranks.complained(rank) for rank in (0, 1)] == ["", ""]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, number):
+    ranks = zygote.run("drills.py", 2, "busy")
+    for rank in (0, 1):
+        ranks.await_line("waiting", rank)
+    start = time.monotonic()
+    ranks.kill_all(number)
+    assert ranks.codes() == [128 + number, 0], ranks.everything()
+    assert time.monotonic() - start < 5.0
+    for rank in (0, 1):
+        closed = [line for line in ranks.printed(rank).splitlines() if line.startswith("closed")]
+        assert closed == [f"closed {name}[{rank}]" for name in ("waiting", "two", "one", "idle")]
+    assert ranks.complained(0).startswith(f"rlinf: stopped by {number.name}\n")
+
+
+def test_a_signal_to_rank_0_alone_ends_all(zygote):
+    ranks = zygote.run("drills.py", 2, "unawaited")
+    ranks.await_line("ready")
+    ranks.kill(0, signal.SIGTERM)
+    assert ranks.codes() == [128 + signal.SIGTERM, 0], ranks.everything()
+
+
+def test_a_signal_to_another_rank_alone_ends_all(zygote):
+    ranks = zygote.run("drills.py", 2, "unawaited")
+    ranks.await_line("ready")
+    ranks.kill(1, signal.SIGTERM)
+    assert ranks.codes() == [1, 128 + signal.SIGTERM], ranks.everything()
+    assert "ActorDied: host 1" in ranks.complained(0)
+
+
+def test_a_main_that_does_not_end_when_cancelled_is_left_behind(zygote):
+    ranks = zygote.run("drills.py", 2, "stubborn")
+    ranks.await_line("ready")
+    start = time.monotonic()
+    ranks.kill_all(signal.SIGINT)
+    assert ranks.codes() == [128 + signal.SIGINT, 0], ranks.everything()
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
+    ranks = zygote.run("drills.py", 3, "blocked")
+    ranks.await_line("blocking", rank=1)
+    start = time.monotonic()
+    ranks.kill_all(signal.SIGINT)
+    until(lambda: {ranks.pids[0], ranks.pids[2]} <= zygote.codes.keys(), ranks.everything, 6.0)
+    assert time.monotonic() - start < 6.0
+    assert "host 1 does not answer" in ranks.complained(0)
+
+
+def test_ctrl_c_while_waiting_for_other_ranks_ends_at_once(zygote):
+    ranks = zygote.run("drills.py", 1, "unawaited", WORLD_SIZE=2)
+    until(lambda: listening(ranks.pids), "rank 0 listening for the others")
+    ranks.kill(0, signal.SIGINT)
+    assert ranks.codes(5.0) == [-signal.SIGINT]

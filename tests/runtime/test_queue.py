@@ -1,0 +1,534 @@
+"""The item queue alone: nothing lost, nothing twice, in order, within bounds, and nobody waits for what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlinf.runtime.clock import VirtualLoop, run_virtual
+from rlinf.runtime.errors import QueueClosed
+from rlinf.runtime.queue import ItemQueue
+
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test in virtual time, where a hang is an error at once."""
+
+    def run() -> None:
+        run_virtual(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def _tick(times: int = 5) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+def _values(taken: list[tuple[Hashable, Any]]) -> list[Any]:
+    return [value for _, value in taken]
+
+
+# One by one --------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_items_come_out_in_the_order_in_which_they_went_in() -> None:
+    queue = ItemQueue("q")
+    for n in range(5):
+        queue.put_nowait(n)
+    assert _values(await queue.take("a", 3)) == [0, 1, 2]
+    assert _values(await queue.take("b", 3)) == [3, 4]
+
+
+@virtual
+async def test_what_a_consumer_gives_back_takes_its_old_place() -> None:
+    queue = ItemQueue("q")
+    for n in range(6):
+        queue.put_nowait(n)
+    await queue.take("a", 2)
+    await queue.take("b", 2)
+    queue.requeue("a")
+    queue.requeue("b")
+    assert _values(await queue.take("c", 6)) == [0, 1, 2, 3, 4, 5]
+
+
+@virtual
+async def test_an_item_put_twice_under_one_id_counts_once() -> None:
+    queue = ItemQueue("q")
+    assert queue.put_nowait("x", id=7)
+    assert queue.put_nowait("x again", id=7)
+    assert _values(await queue.take("a", 2)) == ["x"]
+    queue.ack("a")
+    assert queue.put_nowait("x once more", id=7)
+    assert queue.statistics()["put"] == 1
+
+
+@virtual
+async def test_a_full_queue_makes_putters_wait_in_turn() -> None:
+    queue = ItemQueue("q", 2)
+    done: list[int] = []
+
+    async def put(n: int) -> None:
+        await queue.put(n)
+        done.append(n)
+
+    putting = [asyncio.ensure_future(put(n)) for n in range(5)]
+    await _tick()
+    assert done == [0, 1]
+    assert queue.statistics()["waiting_to_put"]
+    await queue.take("a")
+    await _tick()
+    assert done == [0, 1]  # taken is not done
+    queue.ack("a")
+    await _tick()
+    assert done == [0, 1, 2]
+    late = asyncio.ensure_future(put(99))
+    for _ in range(5):
+        await queue.take("a")
+        queue.ack("a")
+        await _tick()
+    assert done == [0, 1, 2, 3, 4, 99]
+    await asyncio.gather(*putting, late)
+
+
+@virtual
+async def test_a_small_queue_still_fills_a_large_batch() -> None:
+    queue = ItemQueue("q", 2)
+    putting = [asyncio.ensure_future(queue.put(n)) for n in range(10)]
+    assert _values(await queue.take("a", 5, least=5)) == [0, 1, 2, 3, 4]
+    await _tick()
+    assert sum(task.done() for task in putting) == 5
+    heavy = asyncio.ensure_future(queue.take("b", weight=4.0))
+    assert _values(await heavy) == [5, 6, 7, 8]
+    for task in putting:
+        task.cancel()
+
+
+@virtual
+async def test_items_of_a_key_somebody_waits_for_pass_a_queue_full_of_others() -> None:
+    queue = ItemQueue("q", 2)
+    queue.put_nowait(1, key="a")
+    queue.put_nowait(2, key="a")
+    waiting = asyncio.ensure_future(queue.take("t", key="b"))
+    blocked = asyncio.ensure_future(queue.put(3, key="a"))
+    passing = asyncio.ensure_future(queue.put(4, key="b"))
+    assert _values(await waiting) == [4]
+    assert passing.done()
+    assert not blocked.done()
+    blocked.cancel()
+
+
+@virtual
+async def test_a_cancelled_putter_has_put_nothing_and_its_turn_goes_on() -> None:
+    queue = ItemQueue("q", 1)
+    queue.put_nowait(0)
+    first, second = asyncio.ensure_future(queue.put(1)), asyncio.ensure_future(queue.put(2))
+    await _tick()
+    await queue.take("a")
+    queue.ack("a")  # it is the first one's turn now
+    first.cancel()
+    await second
+    assert _values(await queue.take("a", 5)) == [2]
+
+
+@virtual
+async def test_a_cancelled_taker_has_taken_nothing() -> None:
+    queue = ItemQueue("q")
+    first, second = asyncio.ensure_future(queue.take("a")), asyncio.ensure_future(queue.take("b"))
+    await _tick()
+    queue.put_nowait(1)  # it is the first one's
+    first.cancel()
+    assert _values(await second) == [1]
+
+
+@virtual
+async def test_a_spare_wish_waits_until_others_have_enough() -> None:
+    queue = ItemQueue("q")
+    queue.put_nowait(0)
+    await queue.take("busy")
+    spare = asyncio.ensure_future(queue.take("ahead", 10, spare=True))
+    await _tick()
+    queue.put_nowait(1)
+    await _tick()
+    assert not spare.done()  # it is what the busy one will want
+    queue.put_nowait(2)
+    assert _values(await spare) == [1]  # the oldest, as one is left for the other
+    spare = asyncio.ensure_future(queue.take("ahead", 10, spare=True))
+    await _tick()
+    assert not spare.done()
+    queue.insist("ahead")
+    assert _values(await spare) == [2]
+
+
+@virtual
+async def test_a_closed_queue_ends_when_nothing_can_come_back() -> None:
+    queue = ItemQueue("q")
+    queue.put_nowait(0)
+    await queue.take("a")
+    queue.close()
+    waiting = asyncio.ensure_future(queue.take("b"))
+    await _tick()
+    assert not waiting.done()
+    queue.requeue("a")
+    assert _values(await waiting) == [0]
+    waiting = asyncio.ensure_future(queue.take("c"))
+    queue.ack("b")
+    assert await waiting == []
+
+
+@virtual
+async def test_the_end_of_a_key_does_not_wait_for_other_keys() -> None:
+    queue = ItemQueue("q")
+    queue.put_nowait(0, key="a")
+    queue.put_nowait(1, key="a")
+    await queue.take("t", key="a")
+    queue.close()
+    assert await queue.take("u", key="b") == []
+    waiting = asyncio.ensure_future(queue.take("v", 2, least=2, key="a"))
+    assert _values(await waiting) == [1]
+    queue.ack("t")
+    queue.ack("v")
+    assert await queue.take("w", key="a") == []
+
+
+@virtual
+async def test_closing_wakes_putters_and_failing_wakes_everybody() -> None:
+    queue = ItemQueue("q", 1)
+    queue.put_nowait(0)
+    putting = asyncio.ensure_future(queue.put(1))
+    await _tick()
+    queue.close()
+    with pytest.raises(QueueClosed, match="q was closed while"):
+        await putting
+    with pytest.raises(QueueClosed, match="q is closed"):
+        queue.put_nowait(2)
+    assert _values(await queue.take("a")) == [0]
+
+    queue = ItemQueue("r", 1)
+    taking = asyncio.ensure_future(queue.take("a"))
+    await _tick()
+    queue.fail(KeyError("broken"))
+    with pytest.raises(KeyError):
+        await taking
+    with pytest.raises(KeyError):
+        await queue.put(1)
+
+
+@virtual
+async def test_the_end_is_told_once() -> None:
+    for end in (ItemQueue.close, ItemQueue.abandon):
+        queue = ItemQueue("q")
+        told: list[int] = []
+        queue.on_end.append(lambda told=told: told.append(1))  # type: ignore[misc]
+        end(queue)
+        queue.close()
+        queue.abandon()
+        assert told == [1]
+
+
+@virtual
+async def test_keys_are_forgotten_when_they_are_empty() -> None:
+    queue = ItemQueue("q")
+    for n in range(100):
+        queue.put_nowait(n, key=n)
+        await queue.take("a", key=n)
+        queue.ack("a")
+    assert queue.statistics()["keys"] == 0
+    assert not queue._seen
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_queue_without_room_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        ItemQueue("q", capacity)
+
+
+# All together ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Take:
+    """A take under way, or done, and what it wished for."""
+
+    token: str
+    key: str | None
+    most: int
+    least: int
+    weight: float | None
+    task: asyncio.Task[Any] | None = None
+    got: list[Any] | None = None
+    reported: bool = False
+
+
+@dataclass(eq=False)
+class Put:
+    value: int
+    key: str | None
+    weight: float
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+
+@dataclass
+class Model:
+    """What must be true of any queue: where every item is."""
+
+    accepted: list[Put] = field(default_factory=list)
+    available: list[Put] = field(default_factory=list)
+    held: dict[str, list[Put]] = field(default_factory=dict)
+    done: list[Put] = field(default_factory=list)
+
+
+KEYS = st.sampled_from([None, None, "k"])
+TOKENS = st.sampled_from(["a", "b"])
+HURRY = st.sampled_from([False, False, False, True])
+"""Whether the next thing happens before the loop has come to rest."""
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Random puts, takes, acknowledgements, deaths and cancellations; checked whenever the loop is quiet."""
+
+    @initialize(capacity=st.sampled_from([None, 1, 2, 4]))
+    def begin(self, capacity: int | None) -> None:
+        self.loop = VirtualLoop()
+        self.queue = ItemQueue("q", capacity)
+        self.model = Model()
+        self.puts: list[Put] = []
+        self.takes: list[Take] = []
+        self.by_value: dict[int, Put] = {}
+        self.values = itertools.count()
+        self.quiet = True
+        self.in_order = True
+        self.beyond = 0
+        self.closed = False
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self.quiet = False
+        return self.loop.create_task(work)
+
+    def pause(self, hurry: bool) -> None:
+        if hurry:
+            self.quiet = False
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        self.loop.run_until_complete(_tick(8))
+        self.note_deliveries()
+        self.quiet, self.in_order = True, True
+
+    def note_deliveries(self) -> None:
+        delivered: list[Put] = []
+        for take in self.takes:
+            if take.got is not None and not take.reported:
+                take.reported = True
+                items = [self.by_value[value] for value in take.got]
+                assert all(item.key == take.key for item in items)
+                order = [self.model.accepted.index(item) for item in items]
+                assert order == sorted(order), "out of order within one take"
+                self.model.held.setdefault(take.token, []).extend(items)
+                delivered += items
+        assert len(set(map(id, delivered))) == len(delivered), "delivered twice"
+        for key in (None, "k"):
+            mine = [put for put in self.model.available if put.key == key]
+            given = [put for put in delivered if put.key == key]
+            assert all(put in mine for put in given), "delivered what was not there"
+            if self.in_order:
+                assert set(map(id, given)) == set(map(id, mine[: len(given)])), "delivered out of order"
+        self.model.available = [put for put in self.model.available if put not in delivered]
+
+    def accept(self, put: Put) -> None:
+        self.model.accepted.append(put)
+        self.model.available.append(put)
+
+    def make_put(self, key: str | None, weight: float) -> Put:
+        put = Put(next(self.values), key, weight)
+        self.by_value[put.value] = put
+        return put
+
+    def wished(self, key: str | None) -> bool:
+        return any(take.key == key and take.task is not None and not take.task.done() for take in self.takes)
+
+    @rule(key=KEYS, weight=st.sampled_from([1.0, 2.0]), hurry=HURRY)
+    def put(self, key: str | None, weight: float, hurry: bool) -> None:
+        put = self.make_put(key, weight)
+
+        async def work() -> None:
+            await self.queue.put(put.value, key=key, weight=weight)
+            assert not put.cancelled, "put although it was cancelled"
+            self.accept(put)
+
+        put.task = self.spawn(work())
+        self.beyond += self.wished(key)
+        self.puts.append(put)
+        self.pause(hurry)
+
+    @rule(key=KEYS, force=st.booleans(), hurry=HURRY)
+    def put_now(self, key: str | None, force: bool, hurry: bool) -> None:
+        if self.closed:
+            return
+        put = self.make_put(key, 1.0)
+        if self.queue.put_nowait(put.value, key=key, force=force):
+            self.beyond += 1 if force else self.wished(key)
+            self.accept(put)
+        self.pause(hurry)
+
+    @rule(token=TOKENS, key=KEYS, most=st.integers(1, 4), batch=st.booleans(), heavy=st.booleans(), hurry=HURRY)
+    def take(self, token: str, key: str | None, most: int, batch: bool, heavy: bool, hurry: bool) -> None:
+        take = Take(token, key, most, most if batch else 1, 3.0 if heavy else None)
+        self.beyond += take.least if not heavy else 3
+
+        async def work() -> None:
+            got = await self.queue.take(token, most, least=take.least, key=key, weight=take.weight)
+            take.got = _values(got)
+
+        take.task = self.spawn(work())
+        self.takes.append(take)
+        self.pause(hurry)
+
+    @rule(token=TOKENS, most=st.integers(1, 4), insist=st.booleans())
+    def take_spare(self, token: str, most: int, insist: bool) -> None:
+        take = Take(token, None, most, 1, None)
+
+        async def work() -> None:
+            take.got = _values(await self.queue.take(token, most, spare=True))
+
+        take.task = self.spawn(work())
+        self.settle()
+        if insist:
+            self.queue.insist(token)
+        else:
+            take.task.cancel()
+        self.takes.append(take)
+        self.in_order = False
+        self.settle()
+
+    @rule(index=st.integers(0, 20), just_served=st.booleans())
+    def cancel_take(self, index: int, just_served: bool) -> None:
+        waiting = [take for take in self.takes if take.task is not None and not take.task.done()]
+        if waiting:
+            take = waiting[index % len(waiting)]
+            if just_served:
+                self.settle()
+                for _ in range(take.least):
+                    self.put_now(take.key, True, True)
+            take.task.cancel()  # type: ignore[union-attr]
+            self.in_order = False
+            self.settle()
+
+    @rule(index=st.integers(0, 20), just_let_in=st.booleans(), token=TOKENS)
+    def cancel_put(self, index: int, just_let_in: bool, token: str) -> None:
+        waiting = [put for put in self.puts if put.task is not None and not put.task.done()]
+        if waiting:
+            put = waiting[index % len(waiting)]
+            if just_let_in:
+                self.ack(token, True, True)
+            put.cancelled = not put.task.done()  # type: ignore[union-attr]
+            put.task.cancel()  # type: ignore[union-attr]
+            self.settle()
+
+    @rule(token=TOKENS, some=st.booleans(), hurry=HURRY)
+    def ack(self, token: str, some: bool, hurry: bool) -> None:
+        self.settle()
+        held = self.model.held.get(token, [])
+        if some and held:
+            ids = list(self.queue._running[token])[:1]
+            self.queue.ack(token, ids)
+            finished = [put for put in held if put.value == self.first_value(token, held)]
+        else:
+            self.queue.ack(token)
+            finished = list(held)
+        for put in finished:
+            held.remove(put)
+            self.model.done.append(put)
+        self.pause(hurry)
+
+    def first_value(self, token: str, held: list[Put]) -> int:
+        still = {item.value for item in self.queue._running.get(token, {}).values()}
+        return next(put.value for put in held if put.value not in still)
+
+    @rule(token=TOKENS, dies=st.booleans())
+    def give_back(self, token: str, dies: bool) -> None:
+        self.settle()
+        if dies:
+            self.queue.leave(lambda held_by: held_by == token)
+        else:
+            self.queue.requeue(token)
+        back = self.model.held.pop(token, [])
+        self.model.available = sorted(self.model.available + back, key=self.model.accepted.index)
+        self.settle()
+
+    @precondition(lambda self: not self.closed and len(self.model.accepted) > 5)
+    @rule()
+    def close(self) -> None:
+        self.queue.close()
+        self.closed = True
+        self.settle()
+
+    @invariant()
+    def nothing_is_lost_or_waits_in_vain(self) -> None:
+        if not hasattr(self, "queue") or not self.quiet:
+            return
+        queue, model = self.queue, self.model
+        queued = [item.value for items in queue._queued.values() for item in items]
+        running = [item.value for held in queue._running.values() for item in held.values()]
+        assert sorted(queued) == sorted(put.value for put in model.available)
+        assert sorted(running) == sorted(put.value for held in model.held.values() for put in held)
+        assert queue._size == len(queued) + len(running)
+        assert queue._reserved == 0
+        assert all(queue._queued.values()), "an empty key is kept"
+        if queue.capacity is not None:
+            assert len(queued) + len(running) <= queue.capacity + self.beyond
+            waiting = any(put.task is not None and not put.task.done() for put in self.puts)
+            assert not waiting or (len(queued) + len(running) >= queue.capacity and not self.closed)
+        for take in self.takes:
+            if take.task is not None and not take.task.done():
+                self.waits_with_reason(take)
+
+    def waits_with_reason(self, take: Take) -> None:
+        there = [put for put in self.model.available if put.key == take.key]
+        if take.weight is not None:
+            assert sum(put.weight for put in there) < take.weight
+            assert not (self.closed and there)
+        else:
+            assert len(there) < (1 if self.closed else take.least)
+        if self.closed:
+            assert any(put.key == take.key for held in self.model.held.values() for put in held)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        self.settle()
+        self.queue.leave(lambda token: True)
+        self.queue.close()
+        self.settle()
+        for take in self.takes:
+            if take.task is not None and take.task.done() and not take.task.cancelled():
+                take.task.result()
+        for put in self.puts:
+            assert put.task is not None
+            assert put.task.done()
+            if not put.task.cancelled() and put.task.exception() is not None:
+                assert isinstance(put.task.exception(), QueueClosed)
+        left: list[int] = []
+        for key in (None, "k"):
+            while taken := self.loop.run_until_complete(self.queue.take("end", 3, key=key)):
+                left += _values(taken)
+                self.queue.ack("end")
+        seen = [put.value for put in self.model.done] + left
+        self.model.held.clear()
+        assert sorted(seen) == sorted(put.value for put in self.model.accepted)
+        self.loop.close()
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)

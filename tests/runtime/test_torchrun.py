@@ -1,0 +1,107 @@
+"""Programs run under torchrun: with 2, 4 and 24 processes, quietly, to the end, with the right exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.runtime.programs.jobs import descendants, listening, shared_memory, torchrun, until
+
+pytestmark = pytest.mark.torchrun
+
+
+def finished(job, seconds=60.0):
+    """Wait for the end of a job; returns its exit code, output and complaints."""
+    output, complaints = job.communicate(timeout=seconds)
+    return job.returncode, output, complaints
+
+
+def test_two_processes_say_what_the_program_says_and_nothing_else():
+    before = shared_memory()
+    with torchrun("hello.py", 2) as job:
+        assert finished(job) == (0, "[('hello', 0, 0), ('hello', 1, 1)]\n", "")
+    assert shared_memory() <= before
+
+
+def test_four_processes_do_a_bit_of_everything(tmp_path):
+    with torchrun("tour.py", 4, tmp_path / "trace.json") as job:
+        assert finished(job) == (0, "all as expected\n", "")
+
+
+@pytest.mark.slow
+def test_twenty_four_processes_start_call_each_other_and_stop():
+    with torchrun("all_pairs.py", 24) as job:
+        code, output, complaints = finished(job, 110.0)
+    assert (code, complaints) == (0, "")
+    assert output.startswith("576 calls answered\n")
+
+
+def test_a_killed_process_ends_the_job_and_leaves_nothing():
+    before = shared_memory()
+    with torchrun("drills.py", 3, "unawaited") as job:
+        assert job.stdout.readline() == "ready\n"
+        pids = descendants(job.pid)
+        ports = listening(pids)
+        ranks = sorted(pid for pid in pids if environment_of(pid).get("RANK") == "1")
+        os.kill(ranks[0], signal.SIGKILL)
+        code, _, complaints = finished(job)
+        assert code != 0
+        assert f"ActorDied: host 1 (pid {ranks[0]} on " in complaints
+        assert "and with it victim[1]" in complaints
+        assert not alive(pids)
+        assert not listening([os.getpid()]) & ports
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize(
+    ("whom", "number"), [("torchrun alone", signal.SIGTERM), ("the process group", signal.SIGINT)], ids=str
+)
+def test_a_signal_ends_busy_and_waiting_ranks_within_five_seconds(whom, number):
+    with torchrun("drills.py", 2, "busy") as job:
+        lines = [job.stdout.readline() for _ in range(7)]
+        assert lines.count("computing\n") == 4
+        assert lines.count("waiting\n") == 2
+        pids = descendants(job.pid)
+        start = time.monotonic()
+        if whom == "torchrun alone":
+            os.kill(job.pid, number)
+        else:
+            os.killpg(job.pid, number)
+        until(lambda: not alive(pids), lambda: f"the end of {alive(pids)}", 5.0)
+        took = time.monotonic() - start
+        code, output, complaints = finished(job)
+    assert code != 0
+    assert took < 5.0
+    assert set(output.splitlines()) == {
+        f"closed {name}[{rank}]" for name in ("idle", "one", "two", "waiting") for rank in (0, 1)
+    }
+    assert "rlinf: stopped by" in complaints
+
+
+def test_ranks_do_not_outlive_a_killed_torchrun():
+    with torchrun("drills.py", 2, "unawaited") as job:
+        assert job.stdout.readline() == "ready\n"
+        pids = descendants(job.pid)
+        os.kill(job.pid, signal.SIGKILL)
+        until(lambda: not alive(pids), lambda: f"the end of {alive(pids)}", 5.0)
+
+
+def alive(pids):
+    """Those that run."""
+    running = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as file:
+                if not re.search(r"\) [ZX] ", file.read()):
+                    running.append(pid)
+    return running
+
+
+def environment_of(pid):
+    with open(f"/proc/{pid}/environ") as file:
+        return dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)

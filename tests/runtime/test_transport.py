@@ -1,0 +1,194 @@
+"""Transports deliver frames in order, batch what is said in a tick, and notice peers that go; all of them alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.rpc import _pack, _unpack
+from rlinf.runtime.transport import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts
+from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
+
+
+def name(behaviour):
+    return behaviour.__name__
+
+
+def in_one_process(copy=None):
+    network = {}
+    return lambda: (LocalTransport(0, network, copy), LocalTransport(1, network, copy))
+
+
+@pytest.mark.parametrize("copy", [None, lambda frame: _unpack(*_pack(frame))], ids=["reference", "pickled"])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
+def test_in_process(behaviour, copy):
+    asyncio.run(run_local(behaviour, in_one_process(copy)))
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
+def test_over_torch_rpc(behaviour, zygote, tmp_path):
+    more = {}
+    if behaviour is EARLY:
+        os.mkfifo(tmp_path / "spoken")
+        more["SPOKEN"] = tmp_path / "spoken"
+    ranks = zygote.run("transport_behaviours.py", 2, behaviour.__name__, **more)
+    assert ranks.codes() == [0, 0], ranks.everything()
+    assert ranks.complained(0) == ""
+
+
+# The lane itself, over a transport that does what it is told ------------------------------------------------------
+
+
+class Scripted:
+    """Keeps frames until the test hands them over."""
+
+    host, hosts = 0, 2
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, host, frame, answered):
+        self.sent.append((frame, answered))
+
+
+def lane(delivered=None):
+    transport = Scripted()
+    link = Link(1, transport, asyncio.get_running_loop(), lambda peer, message: (delivered or []).append(message))
+    return link, transport
+
+
+@given(order=st.permutations(range(6)), sizes=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_frames_that_overtake_each_other_are_delivered_in_order(order, sizes):
+    async def main():
+        frames = [Frame(n, [(n, part) for part in range(size)]) for n, size in enumerate(sizes)]
+        delivered, answered = [], []
+        link = Link(1, Scripted(), asyncio.get_running_loop(), lambda peer, message: delivered.append(message))
+        for number in order:
+            link.receive(frames[number], lambda reply, number=number: answered.append(number))
+            await asyncio.sleep(0)
+            held = [n for n in order[: order.index(number) + 1] if n not in answered]
+            assert all(any(m not in order[: order.index(number) + 1] for m in range(n)) for n in held)
+        await asyncio.sleep(0)
+        assert delivered == [message for frame in frames for message in frame.messages]
+        assert sorted(answered) == list(range(6))
+
+    run_virtual(main())
+
+
+def test_while_frames_are_unanswered_what_is_posted_gathers_into_the_next():
+    async def main():
+        link, transport = lane()
+        for number in range(20):
+            link.post((number,))
+            await asyncio.sleep(0)
+        assert [len(frame.messages) for frame, _ in transport.sent] == [1] * FRAMES_IN_FLIGHT
+        transport.sent[0][1](None)
+        assert [len(frame.messages) for frame, _ in transport.sent][FRAMES_IN_FLIGHT:] == [20 - FRAMES_IN_FLIGHT]
+        assert [frame.sequence for frame, _ in transport.sent] == list(range(FRAMES_IN_FLIGHT + 1))
+
+    run_virtual(main())
+
+
+def test_an_entry_becomes_a_message_only_when_its_frame_leaves():
+    class Entry:
+        def message(self):
+            return ("made",)
+
+    async def main():
+        link, transport = lane()
+        link.post(("plain",))
+        link.post(Entry())
+        assert not transport.sent
+        await asyncio.sleep(0)
+        assert transport.sent[0][0].messages == [("plain",), ("made",)]
+
+    run_virtual(main())
+
+
+def test_drained_waits_for_what_rode_on_a_response_too():
+    async def main():
+        link, transport = lane()
+        link.receive(Frame(0, [("hello",)]), lambda answer: responses.append(answer))
+        responses = []
+        link.post(("goodbye",))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        said = [frame.messages for frame, _ in transport.sent] + [answer.messages for answer in responses if answer]
+        assert said == [[("goodbye",)]]
+        if responses[0] is None:
+            return
+        draining = asyncio.ensure_future(link.drained())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        (frame, answered) = transport.sent[-1]
+        assert frame.messages == []
+        answered(None)
+        await draining
+
+    run_virtual(main())
+
+
+def test_a_dead_lane_drops_everything_and_keeps_nobody_waiting():
+    async def main():
+        link, transport = lane()
+        link.post((1,))
+        await asyncio.sleep(0)
+        draining = asyncio.ensure_future(link.drained())
+        await asyncio.sleep(0)
+        link.kill()
+        await draining
+        link.post((2,))
+        await asyncio.sleep(0)
+        assert len(transport.sent) == 1
+
+    run_virtual(main())
+
+
+def test_a_random_conversation_loses_and_repeats_nothing():
+    async def main(seed):
+        chance = random.Random(seed)
+        got = {0: [], 1: []}
+        links = {}
+
+        class Shuffling:
+            hosts = 2
+
+            def __init__(self, host):
+                self.host = host
+
+            def send(self, host, frame, answered):
+                asyncio.get_running_loop().call_later(chance.random(), self.arrive, host, frame, answered)
+
+            def arrive(self, host, frame, answered):
+                def respond(answer):
+                    asyncio.get_running_loop().call_later(chance.random(), answered, answer)
+
+                links[host].receive(frame, respond)
+
+        for host in (0, 1):
+            take = lambda peer, message, host=host: got[host].append(message[0])  # noqa: E731
+            links[host] = Link(1 - host, Shuffling(host), asyncio.get_running_loop(), take)
+        for number in range(300):
+            links[chance.randrange(2)].post((number,))
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random())
+        await asyncio.gather(*(link.drained() for link in links.values()))
+        assert sorted(got[0] + got[1]) == list(range(300))
+        assert got[0] == sorted(got[0])
+        assert got[1] == sorted(got[1])
+
+    for seed in range(20):
+        run_virtual(main(seed))
+
+
+def test_unknown_hosts_are_named_with_those_that_exist():
+    assert check_hosts([0, 1], 2) is None
+    assert check_hosts([0, 5, -1], 2) == "unknown host -1, 5: this system has hosts 0 to 1"
+    assert check_hosts([1], 1) == "unknown host 1: this system has host 0 only"

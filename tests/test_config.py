@@ -1,0 +1,263 @@
+"""Configuration: closed, typed, documented; every mistake is told at once, with its place and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.config import ConfigError, InputError, RunConfig, dump, load_config, roles_to_hosts
+from rlinf.config_docs import as_markdown, as_text
+from rlinf.config_loading import load
+from rlinf.dotted import mistake_in, resolve
+from rlinf.schema import leaves, nearest, number
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Inner:
+    """An inner section."""
+
+    rate: float = number(0.5, above=0, high=1)
+    """A rate."""
+    names: dict[str, Any] = field(default_factory=dict)
+    """Anything."""
+    text: str = ""
+    """Any text."""
+    maybe: str | None = None
+    """Text or nothing."""
+    pair: tuple[float, float] = (0.1, 0.2)
+    """Two numbers."""
+    hosts: list[int] = field(default_factory=list)
+    """Hosts."""
+
+
+@dataclass
+class Outer:
+    """A schema of every kind of field."""
+
+    count: int = number(1, low=0)
+    """A count."""
+    flag: bool = False
+    """A flag."""
+    inner: Inner = field(default_factory=Inner)
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems_of(path: Path | None, *overrides: str, hosts: int | None = None) -> dict[str, str]:
+    """{key: the whole line about it} of a configuration that must be wrong."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, hosts)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+def test_a_file_and_overrides_become_one_typed_configuration(yaml_file):
+    path = yaml_file("steps: 7\noptimizer:\n  lr: 1e-3\n  betas: [0.8, 0.95]\nplacement: {rollout: [1, 2]}\n")
+    config = load_config(path, ["optimizer.lr=2e-4", "name=mine", "placement.trainer=[3]", "optimizer.lr=3e-4"])
+    assert (config.steps, config.optimizer.lr, config.optimizer.betas, config.name) == (7, 3e-4, (0.8, 0.95), "mine")
+    assert (config.placement.rollout, config.placement.trainer) == ([1, 2], [3])
+    assert config.sft.steps == RunConfig().sft.steps, "what nobody sets keeps its default"
+
+
+def test_an_unknown_key_is_an_error_with_the_nearest_name(yaml_file):
+    found = problems_of(yaml_file("name: x\noptimizer:\n  learning_rat: 1\n  warmup_step: 3\nstep: 3\n"), "sft.stepz=1")
+    assert found["optimizer.warmup_step"].endswith(
+        "run.yaml:4: optimizer.warmup_step: unknown key; did you mean optimizer.warmup_steps?"
+    )
+    assert "did you mean steps?" in found["step"]
+    assert found["sft.stepz"] == "command line: sft.stepz: unknown key; did you mean sft.steps?"
+    assert "unknown key" in found["optimizer.learning_rat"]
+
+
+def test_all_mistakes_come_together_each_with_place_key_value_and_advice(yaml_file):
+    path = yaml_file("steps: ten\nactor:\n  lr: 1\nsft: 3\nrollout:\n  temperature: -1\nflow: rlinf.nowhere.at_all\n")
+    found = problems_of(path, "seed=many", "nonsense", "name=a/b")
+    assert found["steps"] == f"{path}:1: steps = ten: expected a whole number (int), at least 0"
+    assert found["actor"].startswith(f"{path}:2: actor: unknown section;")
+    assert found["sft"] == f"{path}:4: sft = 3: this is a section; its keys are steps, batch_size, lr"
+    assert found["rollout.temperature"].endswith("= -1.0: expected a number (float), more than 0")
+    assert found["seed"] == "command line: seed = many: expected a whole number (int), at least 0"
+    assert "key=value" in found["nonsense"]
+    assert found["flow"].startswith(f"{path}:7: flow = rlinf.nowhere.at_all")
+    assert "directory" in found["name"]
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("steps=1.5", "a whole number (int)"),
+        ("steps=", "a whole number (int)"),
+        ("optimizer.lr=fast", "a number (float)"),
+        ("optimizer.lr=.nan", "more than 0"),
+        ("trace=maybe", "true or false (bool)"),
+        ("optimizer.betas=[0.9]", "a list of 2 numbers"),
+        ("optimizer.betas=[0.9, 1.0]", "less than 1"),
+        ("placement.trainer=1", "a list of whole numbers, such as [0, 1]"),
+        ("placement.trainer=[a]", "a list of whole numbers, such as [0, 1]"),
+        ("model.config=tiny", "a mapping"),
+        ("task.name=sotr", "one of sort, copy"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_key_value_and_expected_type(override, expected):
+    key = override.partition("=")[0]
+    line = problems_of(None, override)[key]
+    assert expected in line
+    assert line.startswith(f"command line: {key} = ")
+
+
+def test_overrides_reach_into_a_free_mapping_and_leave_its_other_keys(yaml_file):
+    path = yaml_file("model:\n  config: {model_type: qwen2, hidden_size: 64}\n")
+    config = load_config(path, ["model.config.hidden_size=96", "model.config.rope.theta=1e4"])
+    assert config.model.config == {"model_type": "qwen2", "hidden_size": 96, "rope": {"theta": 1e4}}
+
+
+def test_a_key_may_take_the_value_of_another_one_but_nothing_from_outside(yaml_file, monkeypatch):
+    config = load_config(yaml_file("steps: 30\nlog_every: ${steps}\nname: sort-${task.digits}\n"))
+    assert (config.log_every, config.name) == (30, "sort-4")
+    assert load_config(None, ["evaluation.every=${steps}", "steps=6"]).evaluation.every == 6
+    monkeypatch.setenv("SECRET", "7")
+    assert "only ${key} is followed" in problems_of(None, "seed=${oc.env:SECRET}")["seed"]
+    assert "optimizer.learning" in problems_of(None, "sft.lr=${optimizer.learning}")["sft.lr"]
+    assert "expected a whole number" in problems_of(None, "steps=${name}")["steps"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a\n- b\n", "key: value"),
+        ("just text", "key: value"),
+        ("a: 1\na: 2\n", "duplicate"),
+    ],
+)
+def test_a_file_that_is_not_a_mapping_is_one_clear_message(yaml_file, text, said):
+    with pytest.raises(InputError, match=said):
+        load_config(yaml_file(text))
+
+
+def test_a_missing_file_and_an_empty_one(tmp_path, yaml_file):
+    with pytest.raises(InputError, match=r"absent\.yaml: the config file cannot be read: No such file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_config(tmp_path)
+    assert load_config(yaml_file("# nothing\n")) == RunConfig()
+    assert load_config(yaml_file("sft:\n#  steps: 3\n")) == RunConfig(), "a section of comments is an empty one"
+
+
+def test_one_process_takes_every_role_and_several_take_only_hosts_that_exist():
+    config = load_config(None, ["placement.rollout=[0, 1]", "placement.trainer=[3]"], hosts=1)
+    assert roles_to_hosts(config.placement, 1) == {"rollout": [0], "trainer": [0], "judge": [0]}
+    assert roles_to_hosts(config.placement, 4) == {"rollout": [0, 1], "trainer": [3], "judge": [0]}
+    found = problems_of(None, "placement.trainer=[3]", "placement.judge=[]", "placement.rollout=[1, 1]", hosts=2)
+    assert "this job has 2 hosts, 0 to 1, so there is no host 3" in found["placement.trainer"]
+    assert "--nproc-per-node 4" in found["placement.trainer"]
+    assert "at least one host" in found["placement.judge"]
+    assert "twice" in found["placement.rollout"]
+
+
+def test_a_flow_is_any_async_function_and_what_is_none_is_told_before_anything_starts(tmp_path, monkeypatch):
+    (tmp_path / "mine_flow.py").write_text("async def mine_flow(): ...\nasync def other(): ...\ndef plain(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mistake_in("mine_flow") is None
+    assert mistake_in("mine_flow.other") is None
+    assert mistake_in("mine_flow.plain") is None
+    assert resolve("mine_flow") is resolve("mine_flow.mine_flow")
+    assert "must be an `async def`" in (mistake_in("mine_flow.plain", must_be_async=True) or "")
+    assert "did you mean mine_flow.other?" in (mistake_in("mine_flow.othr") or "")
+    assert "no such module" in (mistake_in("not_there.at_all") or "")
+    assert "no such module" in (mistake_in("path/to/file.py") or "")
+    sys.modules.pop("mine_flow", None)
+
+
+def test_nearest_names_prefer_the_same_section_and_say_nothing_when_nothing_is_close():
+    known = ["optimizer.lr", "sft.lr", "sft.steps", "steps"]
+    assert nearest("sft.step", known) == "sft.steps"
+    assert nearest("stepss", known) == "steps"
+    assert nearest("zzzzzz", known) is None
+
+
+@pytest.mark.parametrize("schema", [RunConfig, Outer])
+def test_every_field_is_documented_and_defaulted(schema):
+    for leaf in leaves(schema):
+        assert leaf.doc, f"{leaf.key} has no docstring under it"
+    assert schema() == schema()
+
+
+def test_every_key_is_in_the_help_and_the_page_is_current():
+    for leaf in leaves(RunConfig):
+        assert f"{leaf.key}: " in as_text(RunConfig)
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert written == as_markdown(RunConfig), "run: python -m rlinf config --markdown > docs/config.md"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configs_of_the_repository_load(path):
+    assert load_config(path).name
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | st.integers() | finite | st.text()
+mappings = st.recursive(
+    st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), scalars, max_size=3),
+    lambda inner: st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), scalars | inner | st.lists(scalars)),
+    max_leaves=5,
+)
+configs = st.builds(
+    Outer,
+    count=st.integers(min_value=0),
+    flag=st.booleans(),
+    inner=st.builds(
+        Inner,
+        rate=st.floats(min_value=0, max_value=1, exclude_min=True),
+        names=mappings,
+        text=st.text() | st.sampled_from(["${x}", r"\${x}", "${oc.env:HOME}", r"a\\${x}b", "null", "1e5", "~", "off"]),
+        maybe=st.none() | st.text(),
+        pair=st.tuples(finite, finite),
+        hosts=st.lists(st.integers()),
+    ),
+)
+
+
+@given(config=configs)
+def test_a_configuration_written_and_read_again_is_the_same(config):
+    path = Path(tempfile.gettempdir()) / f"rlinf-config-{os.getpid()}.yaml"
+    path.write_text(dump(config), encoding="utf-8", newline="")
+    assert load(Outer, path) == config
+
+
+@given(value=st.integers(min_value=0) | finite.filter(lambda value: 0 < value <= 1) | st.booleans())
+def test_an_override_reads_what_python_prints(value):
+    key = {int: "count", float: "inner.rate", bool: "flag"}[type(value)]
+    config: Any = load(Outer, None, [f"{key}={value}"])
+    for name in key.split("."):
+        config = getattr(config, name)
+    assert config == value
+    assert type(config) is type(value)
+
+
+def test_number_refuses_an_unknown_limit_and_limits_every_element():
+    with pytest.raises(TypeError, match="minimum"):
+        number(1, minimum=0)
+    assert dataclasses.fields(Outer)[0].metadata["limits"] == {"low": 0}
+    with pytest.raises(ConfigError):
+        load(Outer, None, [f"inner.rate={math.inf}"])

@@ -1,0 +1,302 @@
+"""The front door: what a command line is answered with, how fast, how often, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlinf.config import InputError, RunConfig, load_config
+from rlinf.launch import describe, main, parse
+from rlinf.metrics import MetricsFile, ProgressTable
+from rlinf.run_directory import RunDirectory
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = "configs/quickstart.yaml"
+TINY = (
+    "steps=3", "log_every=1", "sft.steps=2", "sft.batch_size=8", "evaluation.problems=20", "evaluation.every=2",
+    "checkpoint.every=2", "algorithm.prompts_per_step=4", "algorithm.group_size=4", "model.config.hidden_size=16",
+    "model.config.intermediate_size=16", "model.config.num_hidden_layers=1",
+)  # fmt: skip
+"""A run of a few seconds, most of which are imports."""
+NEVER_NEEDED = ("torch", "transformers", "tokenizers", "numpy")
+
+
+def launch(
+    *arguments: str, processes: int = 0, expect: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run launch.py in this repository, by torchrun if `processes` are given."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"] if processes else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, "launch.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+# Command lines -------------------------------------------------------------------------------------------------------
+
+
+def test_options_and_overrides_may_come_in_any_order():
+    request = parse(["steps=3", "--config", "a.yaml", "x.y=-1", "--dry-run", "name=z=z"])
+    assert (request.config, request.overrides, request.dry_run) == ("a.yaml", ("steps=3", "x.y=-1", "name=z=z"), True)
+    assert parse(["--config=a.yaml"]).config == "a.yaml"
+    assert parse(["-h"]).help
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "add --config"),
+        (["steps=3"], "add --config"),
+        (["--config"], "expected one argument"),
+        (["--confg", "a.yaml"], "did you mean --config"),
+        (["--config", "a.yaml", "--steps=3"], "write steps=VALUE"),
+        (["--conf", "a.yaml"], "did you mean --config"),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_write(arguments, said):
+    with pytest.raises(InputError, match=said):
+        parse(arguments)
+
+
+def test_a_mistake_in_the_input_is_one_message_without_traceback_and_exit_code_2(capsys):
+    assert main(["--config", str(ROOT / QUICKSTART), "sft.stpes=3", "steps=many"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error: 2 problems in the configuration; nothing was started.",
+        "  command line: sft.stpes: unknown key; did you mean sft.steps?",
+        "  command line: steps = many: expected a whole number (int), at least 0",
+    ]
+
+
+def test_help_lists_every_option_and_key(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for text in ("--config FILE", "--dry-run", "optimizer.lr: float = 1e-06", "Learning rate after warm-up."):
+        assert text in out
+
+
+def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_run(tmp_path, capsys):
+    config = load_config(ROOT / QUICKSTART, ["steps=7"])
+    (tmp_path / "again.yaml").write_text(describe(config, 2))
+    assert load_config(tmp_path / "again.yaml") == config
+    assert "#   trainer    host 1" in describe(config, 2)
+    assert "torchrun --nproc-per-node 2 would place them" in describe(config, 1)
+    assert main(["--config", str(ROOT / QUICKSTART), "--dry-run", f"output_dir={tmp_path}/none"]) == 0
+    assert "steps: 100" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("arguments", ["--help", f"--config {QUICKSTART} --dry-run", f"--config {QUICKSTART} x=1"])
+def test_help_dry_run_and_mistakes_are_answered_without_importing_torch(arguments):
+    code = (
+        "import sys; from rlinf.launch import main; main(sys.argv[1:]); "
+        f"sys.exit([name for name in {NEVER_NEEDED} if name in sys.modules] or 0)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()], cwd=ROOT, check=True, capture_output=True, timeout=30
+    )
+
+
+def test_the_documentation_of_the_keys_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf", "config", "--markdown"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+
+
+# What a run writes ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_on_disk_at_once_one_json_object_per_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write(1, {"reward/mean": 0.5, "loss": float("nan")})
+        assert json.loads(path.read_text()) == {"step": 1, "reward/mean": 0.5, "loss": None}
+        file.write(2, {})
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_progress_is_a_line_per_few_steps_with_means_and_ends_with_the_last_step():
+    out = io.StringIO()
+    table = ProgressTable(steps=5, every=2, out=out)
+    for step in range(1, 6):
+        table.add(step, {"reward/mean": step / 10, "timing/step": 2.0})
+    header, *rows = out.getvalue().splitlines()
+    assert header.split() == ["step", "reward", "s/step", "left"]
+    assert [row.split() for row in rows] == [
+        ["2", "0.150", "2.00", "6", "s"],
+        ["4", "0.350", "2.00", "2", "s"],
+        ["5", "0.500", "2.00", "0", "s"],
+    ]
+
+
+def test_an_earlier_run_of_the_same_name_is_moved_aside_not_overwritten(tmp_path):
+    first = RunDirectory.create(tmp_path / "run")
+    first.metrics.write_text("precious")
+    assert first.moved is None
+    second = RunDirectory.create(tmp_path / "run")
+    assert second.moved == tmp_path / "run.previous-1"
+    assert (second.moved / "metrics.jsonl").read_text() == "precious"
+    second.metrics.write_text("newer")
+    third = RunDirectory.create(tmp_path / "run")
+    assert third.moved == tmp_path / "run.previous-2"
+    third.resolved.write_text("steps: 3")
+    assert RunDirectory.create(tmp_path / "run").moved is None, "a run that failed at its start left nothing to keep"
+
+
+def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    with directory.checkpoint(5) as aside:
+        (aside / "weights").write_text("5")
+        assert not (directory.checkpoints / "step_000005").exists()
+    with pytest.raises(OSError, match="disk full"):
+        _fill_until_the_disk_is_full(directory)
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000005"]
+    assert (directory.latest / "weights").read_text() == "5"
+    with directory.checkpoint(5) as aside:  # again, as after a resume
+        (aside / "weights").write_text("5 again")
+    assert (directory.latest / "weights").read_text() == "5 again"
+
+
+def _fill_until_the_disk_is_full(directory: RunDirectory) -> None:
+    with directory.checkpoint(10) as aside:
+        (aside / "weights").write_text("half")
+        raise OSError("disk full")
+
+
+# Whole runs ----------------------------------------------------------------------------------------------------------
+
+
+def check_run_directory(path: Path) -> None:
+    """What a run of `TINY` must leave."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    named = {
+        "reward/mean",
+        "response_length/mean",
+        "clip_frac",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "tokens_per_s",
+        "timing/step",
+    }
+    for line in lines:
+        assert named <= line.keys()
+    assert [line["step"] for line in lines if "evaluation/accuracy" in line] == [2, 3]
+    assert json.loads((path / "trace.json").read_text())["traceEvents"]
+    assert load_config(path / "resolved.yaml").steps == 3
+    checkpoints = {entry.name for entry in (path / "checkpoints").iterdir()}
+    assert checkpoints == {"step_000002", "step_000003", "latest"}
+    assert os.readlink(path / "checkpoints" / "latest") == "step_000003"
+
+
+@pytest.mark.slow
+def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}")
+    check_run_directory(tmp_path / "quickstart")
+    assert "rollout, trainer, judge in one process" in done.stdout
+    assert "accuracy on 20 held-out problems" in done.stdout
+    assert done.stderr == "", "nothing but our own lines"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
+    prompt = tokenizer("3142>", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape == (1, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
+    done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}", processes=2)
+    check_run_directory(tmp_path / "quickstart")
+    assert "rollout on host 0, trainer on host 1, judge on host 0" in done.stdout
+    assert done.stdout.count("accuracy on 20 held-out problems") == 1, "one rank speaks for all"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.parametrize("wrong", ["sft.stpes=1", "placement.trainer=[2]", "model.config.hiden_size=8"])
+def test_under_torchrun_a_mistake_is_printed_once_and_fails_the_job(tmp_path, wrong):
+    done = launch("--config", QUICKSTART, wrong, f"output_dir={tmp_path}", processes=2, expect=1)
+    assert done.stderr.count("1 problem in the configuration; nothing was started.") == 1
+    assert f"{wrong.partition('=')[0]}" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "quickstart").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_help_and_dry_run_are_printed_once_under_torchrun():
+    assert launch("--help", processes=2).stdout.count("usage:") == 1
+    assert launch("--config", QUICKSTART, "--dry-run", processes=2).stdout.count("# Roles: 2 processes") == 1
+
+
+FLOW = """
+async def {name}(step, rollout, judge{more}):
+    groups = [group async for group in judge.score.map(rollout.generate(step.prompts, n=step.group_size))]
+    {end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more", "end", "expect", "said"),
+    [
+        ("only_try", "", "return {'reward/mean': len(groups) / 4}", 0, "1.000"),
+        ("silent", "", "return None", 2, "silent returned None; it must return the step's metrics"),
+        ("greedy", ", critic", "return {}", 2, "it takes critic, which there is not; a flow may take step, rollout"),
+        ("buggy", "", "return {'x': 1 / 0}", 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_flow_of_ones_own_in_the_current_directory(tmp_path, name, more, end, expect, said):
+    (tmp_path / "own_flow.py").write_text(FLOW.format(name=name, more=more, end=end))
+    arguments = ["--config", str(ROOT / QUICKSTART), *TINY, f"flow=own_flow.{name}", "steps=1", "sft.steps=0"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *arguments, "checkpoint.every=0"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    assert ("Traceback" in done.stderr) == (expect == 1), "a bug keeps its traceback, a mistake in the input has none"
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path):
+    (tmp_path / "file").write_text("")
+    from rlinf.launch import _make_directory
+
+    with pytest.raises(InputError, match="output_dir: the run directory"):
+        _make_directory(tmp_path / "file" / "run", RunConfig())
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_without_a_traceback(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "launch.py", "--config", QUICKSTART, *TINY, "steps=100000", f"output_dir={tmp_path}"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "quickstart" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode not in (0, None)
+    assert "Traceback" not in err

@@ -112,7 +112,6 @@ class Trainer(Actor):
         if not arrived:
             raise ValueError("train: not one group came: were there prompts?")
         total, last = await self.compute(self._finish, waiting, scored)
-        self._version += 1
         return {**_describe(arrived), **total.values(), **last}
 
     @endpoint(device=True)
@@ -126,8 +125,8 @@ class Trainer(Actor):
             lr: constant learning rate of AdamW.
 
         Returns:
-            `sft/loss` of the first and last batch, nats per token, and `sft/steps`; the weights' version has gone up
-            by one.
+            `sft/loss_first` and `sft/loss`, of the first and last batch, nats per token, and `sft/steps`; the weights'
+            version has gone up by one per batch.
 
         Raises:
             ValueError: there was no batch.
@@ -137,7 +136,6 @@ class Trainer(Actor):
         step_losses = [await self.compute(self._learn_examples, learner, batch) async for batch in each(batches)]
         if not step_losses:
             raise ValueError("sft: not one batch came")
-        self._version += 1
         return {
             "sft/loss_first": step_losses[0],
             "sft/loss": step_losses[-1],
@@ -147,7 +145,7 @@ class Trainer(Actor):
     @endpoint
     async def weights(self) -> Weights:
         """The weights as they are now; a copy, so that training may go on."""
-        return await self.compute(Weights.pack, self._model.named_parameters(), self._version)
+        return await self.compute(self._pack)
 
     @endpoint
     async def save(self, path: str | Path) -> str:
@@ -192,13 +190,20 @@ class Trainer(Actor):
             self._learn(scored, False)
             more, last = self._learner.step()
             total = total + more
+        self._version += 1
         return total, last
 
     def _learn_examples(self, learner: Learner, batch: Sequence[Example]) -> float:
         sizes = [len(example.prompt_ids) + len(example.response_ids) for example in batch]
         for piece in cut(batch, sizes, self._budget):
             learner.learn_answers(pad([(example.prompt_ids, example.response_ids) for example in piece]))
-        return learner.step()[1]["loss"]
+        loss = learner.step()[1]["loss"]
+        self._version += 1
+        return loss
+
+    def _pack(self) -> Weights:
+        # In the compute thread, where both change: so a version never names another's weights.
+        return Weights.pack(self._model.named_parameters(), self._version)
 
     def _save(self, path: Path) -> None:
         aside = path.with_name(f".{path.name}.partial")

@@ -29,7 +29,7 @@ class Weights:
     """One version of a model's weights; nobody changes it after it is made."""
 
     version: int
-    """Counts the trainer's published updates, from 0 for the weights it began with."""
+    """Counts the batches that the trainer has learned from, from 0 for the weights it began with."""
     layout: tuple[Slot, ...]
     """Every tensor, in the trainer's order."""
     buckets: tuple[Tensor, ...]

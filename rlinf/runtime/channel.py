@@ -18,6 +18,7 @@ from .payload import Key, ValueRef, reading_codec
 from .promise import Promise
 from .queue import ItemQueue, Taken, Token
 from .resolve import holds_promise, resolve
+from .serving import travelling
 
 if TYPE_CHECKING:
     from .host import Host
@@ -170,7 +171,7 @@ class QueueHandle:
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error."""
-        self._cast("fail", error if self.owner == self.host.rank else self.host.travelling(error))
+        self._cast("fail", error if self.owner == self.host.rank else travelling(error, self.host.rank))
 
     def abandon(self) -> None:
         """All consumers are gone: stop the producers."""

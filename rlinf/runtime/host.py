@@ -15,22 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-import pickle
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from .actor import ActorId, Call, Cell, Gang, current_call, current_scope
+from .actor import ActorId, Call, Cell, Gang, current_scope
 from .clock import is_virtual
-from .context import SERVICE, Running, cancel_all, waiter
+from .context import SERVICE, cancel_all, waiter
 from .errors import ActorDied, RemoteError
 from .payload import Key, Payload, Place, is_plain
-from .promise import KEEP, LOCAL, QUEUED, WANT, Promise, Sent
+from .promise import KEEP, LOCAL, QUEUED, Promise, Sent
 from .queue import ItemQueue
-from .resolve import holds_promise, resolve
+from .serving import CANCELLED, ERROR, OK, serve, serve_local
 from .trace import Tracer
 from .transport import Frame, Link, Message, Respond, Transport
 from .values import Values
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from .system import ActorSystem
 
 CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
-OK, ERROR, HELD, CANCELLED = range(4)
 
 LATE = 1.0
 """Seconds that tasks get to end when their host closes."""
@@ -109,7 +106,7 @@ class Host:
             promise.fail(ActorDied(f"{name} was called after the system was closed: call and await inside it"))
             return promise
         if host == self.rank:
-            work = self._serve_local(promise, actor, method, args, kwargs)
+            work = serve_local(self, promise, actor, method, args, kwargs)
             promise.task = self.serving[promise.key] = self.loop.create_task(work)
             return promise
         if host in self.lost_hosts:
@@ -208,7 +205,7 @@ class Host:
                 kept = self.values.kept[key] = self.loop.create_future()
                 kept.add_done_callback(_seen)
             call = Call(message[6], source, message[1], message[7], message[8], self.now())
-            work = self._serve(call, *message[2:6])
+            work = serve(self, call, *message[2:6])
             self.serving[key] = self.loop.create_task(work, context=self._context.copy())
         elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
             self.loop.call_soon(getattr(self.cells[message[1]].actor, message[2]), *message[3])
@@ -289,97 +286,6 @@ class Host:
             "Look for the first error above or in that process's log; a kill without one is often out-of-memory."
         )
 
-    # Running calls -----------------------------------------------------------------------------------------------
-
-    async def _serve(self, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:
-        """Run a call from another host and reply."""
-        status, result, key = OK, None, (call.caller, call.number)
-        try:
-            if self.codec.ready(payload):
-                args, kwargs = self.codec.decode_now(payload)
-            else:
-                current_call.set(call)
-                args, kwargs = await self.codec.decode(payload)
-                call.since = self.now()
-            result = await self.execute(call, actor, method, args, kwargs)
-            args = kwargs = None  # frees what they hold of the caller's shared memory, so that word of it rides along
-            if holds_promise(result):
-                result = await resolve(result)
-        except asyncio.CancelledError:
-            status = CANCELLED
-        except BaseException as error:  # whatever the endpoint raises belongs to the caller
-            status, result = ERROR, error
-        finally:
-            self.serving.pop(key, None)
-        self._reply(key, status, result, flags, call.name)
-        result = args = kwargs = None  # an error's traceback leads here, and to them
-
-    def _reply(self, key: Key, status: int, result: Any, flags: int, name: str) -> None:
-        kept = self.values.kept.get(key)
-        if kept is not None and not kept.done():
-            if status == OK:
-                kept.set_result(result)
-            else:
-                kept.set_exception(result if status == ERROR else asyncio.CancelledError())
-        caller = key[0]
-        if caller in self.lost_hosts:
-            return
-        payload: Payload = (b"", (), ())
-        if status == ERROR:
-            payload = self._encode_error(result, caller)
-        elif status == OK and not flags & WANT:
-            status = HELD
-        elif status == OK:
-            try:
-                payload = self.codec.encode(result, caller)
-            except Exception as error:  # the caller must hear of it, whatever went wrong
-                error.add_note(f"while the result of {name} was sent from host {self.rank}")
-                status, payload = ERROR, self._encode_error(error, caller)
-        self.values.send_frees()
-        self.link(caller).post((REPLY, key[1], status, payload))
-
-    async def _serve_local(
-        self, promise: Promise[Any], actor: ActorId, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Run a call from this very host; values go by reference."""
-        call = Call(promise.name, self.rank, promise.number, promise.parent, promise.gang, self.now())
-        try:
-            if holds_promise(args) or holds_promise(kwargs):
-                current_call.set(call)
-                args, kwargs = await resolve((args, kwargs), shared=True)
-                call.since = self.now()
-            result = await self.execute(call, actor, method, args, kwargs)
-            if holds_promise(result):
-                result = await resolve(result)
-        except asyncio.CancelledError:
-            if not promise.done():
-                promise.task = None
-                promise.cancel()
-        except BaseException as error:  # whatever the endpoint raises belongs to the caller
-            if not promise.done():
-                promise.fail(error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-        else:
-            if not promise.done():
-                promise.set_result(result)
-        finally:
-            promise.task = None
-            self.serving.pop(promise.key, None)
-            if promise.finish is not None:
-                promise.finish()
-            del promise, args, kwargs  # an error's traceback leads here, and to them
-
-    async def execute(self, call: Call, actor: ActorId, method: str, args: Any, kwargs: Any) -> Any:
-        """Run one endpoint call in the current task: under its name, its actor's scope and, if need be, a lease."""
-        cell = self.cell(actor, call)
-        spec = cell.actor.endpoints[method]
-        with Running(self, cell, call):
-            if spec.device and cell.leased:
-                async with self.system.leases.hold(cell, call, gang=spec.gang):
-                    return await getattr(cell.actor, method)(*args, **kwargs)
-            return await getattr(cell.actor, method)(*args, **kwargs)
-
     def cell(self, actor: ActorId, call: Call) -> Cell:
         """The actor that a call is for.
 
@@ -420,25 +326,6 @@ class Host:
             scope.queues.add(queue)
 
     # Errors and the end ------------------------------------------------------------------------------------------
-
-    def _encode_error(self, error: BaseException, host: int) -> Payload:
-        if self.codec.by_reference(host):
-            return (error,)
-        return (pickle.dumps(self.travelling(error), 5), (), ())
-
-    def travelling(self, error: BaseException) -> BaseException:
-        """`error`, or what stands in for it, in a shape that other processes can read."""
-        remote = "".join(traceback.format_exception(error)).rstrip()
-        if not any(note.startswith("remote traceback") for note in getattr(error, "__notes__", ())):
-            error.add_note(f"remote traceback (host {self.rank}):\n  " + remote.replace("\n", "\n  "))
-        try:
-            pickle.loads(pickle.dumps(error, 5))
-        except Exception:  # an error that does not travel is replaced by one that does
-            stand_in = RemoteError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
-            for note in getattr(error, "__notes__", ()):
-                stand_in.add_note(note)
-            return stand_in
-        return error
 
     def _read_error(self, payload: Payload) -> BaseException:
         try:

@@ -163,12 +163,12 @@ class RpcTransport:
 
 
 SPINNING_CORES = 4
-"""Cores per host from which on TensorPipe may use its shared-memory transport. That one spins on a core in every process,
-idle or not: it answers sooner on an idle machine, but on shared cores it was measured to take half the CPU of a training
-run, and to answer later than sockets do."""
+"""Cores per host from which on TensorPipe may use its shared-memory transport. That one spins on a core in every
+process, idle or not: it answers sooner on an idle machine, but on shared cores it was measured to take half the CPU of
+a training run, and to answer later than sockets do."""
 
 
-def _transport_options() -> dict[str, list[str]]:
+def _transport_options() -> dict[str, Any]:
     """Which of TensorPipe's transports to use; `RLINF_RPC_TRANSPORT=shm` or `=uv` (sockets) overrides the choice."""
     asked = os.environ.get("RLINF_RPC_TRANSPORT")
     if asked not in (None, "shm", "uv"):

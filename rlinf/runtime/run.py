@@ -21,6 +21,7 @@ from .context import SERVICE, cancel_all, enter_host
 from .errors import ActorDied, StallError
 from .host import Host
 from .network import here
+from .promise import Promise
 from .system import ActorSystem
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ CLOSING = 20.0
 CLOSING_ON_SIGNAL = 3.0
 """The same after Ctrl-C, which promises five seconds in all."""
 FAREWELL = 3.5
-"""Seconds that a host which got a signal waits for rank 0, which got the same one, to end the system in order."""
+"""Seconds that a host which got a signal waits for rank 0 to end the system in order."""
 REPEATED = 1.0
 """Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
 PR_SET_PDEATHSIG = 1
@@ -52,6 +53,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int):
         super().__init__(128 + number)
+        self.number = number
         self.name = signal.Signals(number).name
 
 
@@ -99,8 +101,8 @@ def run(
     transport = _join(rank, world)
     if rank == 0:
         return _run_loop(_control(main, transport, trace, device_memory, stall_after))
-    if not _run_loop(_serve(transport, trace)):
-        sys.exit(1)
+    if code := _run_loop(_serve(transport, trace)):
+        sys.exit(code)
     return None
 
 
@@ -217,6 +219,7 @@ async def _control(
         return await main(system)
 
     host.on_lost.append(on_lost)
+    service.on_interrupt = lambda number: end(Stopped(number))
     for other in range(1, transport.hosts):
         host.link(other)  # from here on its loss is noticed
     with _on_signals(end):
@@ -298,8 +301,11 @@ async def _end(system: ActorSystem, seconds: float) -> None:
     except Exception as first:  # the hosts must be told all the same
         error = first
     await system.service.manager.close()
-    graceful = not host.lost_hosts
     others = [other for other in range(1, host.transport.hosts) if other not in host.lost_hosts]
+    retired = await system.answers({other: _on(host, other, "retire") for other in others}, GRACE)
+    for silent in set(others) - retired.keys():
+        host.complain(f"host {silent} does not answer: something blocks its event loop; it is left behind")
+    graceful = not host.lost_hosts and len(retired) == len(others)
     for other in others:
         host.cast(other, SERVICE, "bye", graceful)
     if others:
@@ -309,11 +315,15 @@ async def _end(system: ActorSystem, seconds: float) -> None:
         raise error
 
 
+def _on(host: Host, other: int, what: str) -> Promise[Any]:
+    return host.call(other, SERVICE, what, f"host.{what}", (), {})
+
+
 # The other ranks -------------------------------------------------------------------------------------------------
 
 
-async def _serve(transport: RpcTransport, trace: bool) -> bool:
-    """Serve actors until the controller says goodbye; False if it was lost instead."""
+async def _serve(transport: RpcTransport, trace: bool) -> int:
+    """Serve actors until the controller says goodbye or is lost; returns the exit code."""
     system = _open(transport, trace)
     host, service = system._host, system.service
     ending, end = _ending()
@@ -328,28 +338,21 @@ async def _serve(transport: RpcTransport, trace: bool) -> bool:
     with _on_signals(end):
         both: set[asyncio.Future[Any]] = {service.farewell, ending}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not service.farewell.done() and isinstance(ending.result(), Stopped):
+        if not service.farewell.done() and isinstance(stopped := ending.result(), Stopped):
+            host.cast(0, SERVICE, "interrupted", stopped.number)  # it ends the system in order
             await asyncio.wait({service.farewell}, timeout=FAREWELL)
-        told = service.farewell.done()
-        if not told:
-            sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(ending.result())}\n")
-        await _close_all(system)
-        await host.close(told and service.farewell.result())
-        return told
+        if service.farewell.done():
+            await host.close(service.farewell.result())
+            return 0
+        reason = ending.result()
+        sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(reason)}\n")
+        await service.retire()
+        await host.close(False)
+        return 128 + reason.number if isinstance(reason, Stopped) else 1
 
 
 def _why(reason: BaseException) -> str:
     return f"{reason.name}" if isinstance(reason, Stopped) else f"the controller (host 0) is gone: {reason}"
-
-
-async def _close_all(system: ActorSystem) -> None:
-    """End the actors that are still here: the controller is gone, or did not get to it."""
-    service = system.service
-    actors = [id for id in system._host.cells if id != SERVICE]
-    await service.stop_calls(actors)
-    for actor in reversed(actors):
-        with _left_behind(system._host):  # one actor's close must not keep the others from theirs
-            await service.kill(actor)
 
 
 @contextlib.contextmanager

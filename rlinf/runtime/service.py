@@ -7,7 +7,7 @@ beside what they serve.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .actor import Actor, ActorId, Cell, Gang, current_call, endpoint
@@ -38,6 +38,7 @@ class Service(QueueService, StageService, LeaseService):
         self._unready: set[ActorId] = set()
         self.all_here = asyncio.Event()
         self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.on_interrupt: Callable[[int], None] | None = None
 
     # Joining and leaving -----------------------------------------------------------------------------------------
 
@@ -57,8 +58,25 @@ class Service(QueueService, StageService, LeaseService):
         self._cell.host.system.places_known()
         self.all_here.set()
 
+    def interrupted(self, number: int) -> None:
+        """A host tells the controller that a signal told it to stop."""
+        if self.on_interrupt is not None:
+            self.on_interrupt(number)
+
+    @endpoint
+    async def retire(self) -> None:
+        """End the actors that are still here; the system ends, or the controller is gone."""
+        cells = self._cell.host.cells
+        await self._stop_calls([cell for id, cell in cells.items() if id != self._cell.id])
+        for id in reversed(list(cells)):
+            if id != self._cell.id:
+                try:
+                    await self.kill(id)
+                except Exception as error:  # one actor's close must not keep the others from theirs
+                    self._cell.host.complain("while ending", error)
+
     def bye(self, graceful: bool) -> None:
-        """The controller ends the system."""
+        """The controller leaves, and so should this host."""
         if not self.farewell.done():
             self.farewell.set_result(graceful)
 
@@ -123,10 +141,10 @@ class Service(QueueService, StageService, LeaseService):
         """End an actor: its running calls are cancelled, then it is closed, with all that it spawned."""
         cell = self._cell.host.cells.pop(actor_id, None)
         if cell is not None:
-            await asyncio.shield(self._cell.host.own(self._kill(cell)))  # once begun, it is done
+            ready = actor_id not in self._unready
+            await asyncio.shield(self._cell.host.own(self._kill(cell, ready)))  # once begun, it is done
 
-    async def _kill(self, cell: Cell) -> None:
-        ready = cell.id not in self._unready
+    async def _kill(self, cell: Cell, ready: bool) -> None:
         await self._stop_calls([cell])
         if not ready:
             return

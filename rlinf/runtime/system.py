@@ -266,7 +266,7 @@ class ActorSystem:
             for ref in group
             if ref._host not in host.lost_hosts
         }
-        outcomes = await self._answers(kills, KILL_DEADLINE)
+        outcomes = await self.answers(kills, KILL_DEADLINE)
         if CONTROLLER not in host.lost_hosts:
             host.cast(CONTROLLER, SERVICE, "lease_unregister", [(ref._name, ref._actor) for ref in group])
             host.cast(CONTROLLER, SERVICE, "withdraw", group._group_name, group[0]._actor)
@@ -285,9 +285,9 @@ class ActorSystem:
                 actors.setdefault(ref._host, []).append(ref._actor)
         call = self._host.call
         stops = {h: call(h, SERVICE, "stop_calls", "host.stop_calls", (ids,), {}) for h, ids in actors.items()}
-        await self._answers(stops, KILL_DEADLINE)
+        await self.answers(stops, KILL_DEADLINE)
 
-    async def _answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
+    async def answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
         """What each call returned or raised; those that took longer are cancelled and left out."""
         if calls:
             await asyncio.wait(calls.values(), timeout=seconds)
@@ -363,7 +363,7 @@ class ActorSystem:
     async def _reports(self, seconds: float) -> list[HostReport]:
         host = self._host
         calls = {number: host.call(number, SERVICE, "report", "host.report", (), {}) for number in self._living()}
-        answers = await self._answers(calls, seconds)
+        answers = await self.answers(calls, seconds)
         silent = "does not answer: something blocks its event loop"
         return [
             answer if isinstance(answer := answers.get(number), HostReport) else HostReport(number, trouble=silent)

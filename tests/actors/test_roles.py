@@ -198,9 +198,23 @@ async def test_training_makes_the_better_answer_likelier(system):
 async def test_every_update_is_a_version(system):
     trainer = (await system.spawn(Trainer, name="trainer", **SHARED, lr=0.01))[0]
     assert (await trainer.weights()).version == 0
-    await trainer.sft([[Example(np.array([4, 5]), np.array([6, 1]))]])
-    await trainer.train([scored()])
+    await trainer.sft([[Example(np.array([4, 5]), np.array([6, 1]))]] * 2)
     assert (await trainer.weights()).version == 2
+    await trainer.train([scored()])
+    assert (await trainer.weights()).version == 3
+
+
+async def test_a_version_names_the_same_weights_whenever_it_is_asked_for(system):
+    trainer = (await system.spawn(Trainer, name="trainer", **SHARED, lr=0.01, epochs=3, micro_batch_tokens=1))[0]
+    seen = {}
+    training = asyncio.ensure_future(trainer.train([scored(number=number) for number in range(4)]))
+    while not training.done():
+        weights = await trainer.weights()
+        assert torch.equal(seen.setdefault(weights.version, weights.buckets[0]), weights.buckets[0])
+    weights = await trainer.weights()
+    assert torch.equal(seen.setdefault(weights.version, weights.buckets[0]), weights.buckets[0])
+    assert weights.version == 1
+    assert not torch.equal(seen[0], seen[1])
 
 
 async def test_weights_do_not_change_once_they_are_out(system):

@@ -74,7 +74,7 @@ async def _users(system: ActorSystem) -> Any:
 
 async def _waiting_to(system: ActorSystem, channel: Channel, what: str, n: int = 1) -> None:
     async def enough() -> bool:
-        return len((await channel.statistics())[f"waiting_to_{what}"]) >= n
+        return len((await channel.statistics())[f"waiting_to_{what}"]) == n
 
     await until(enough)
 
@@ -238,7 +238,7 @@ async def test_competing_consumers_get_each_value_once(system: ActorSystem) -> N
     await asyncio.gather(near.put(channel, list(range(100))), far.put(channel, list(range(100, 200))))
     channel.close()
     got = await asyncio.gather(*draining)
-    assert sorted(sum(got, [])) == list(range(200))
+    assert sorted(value for part in got for value in part) == list(range(200))
 
 
 async def test_big_values_stay_at_their_producer_until_they_are_consumed(system: ActorSystem) -> None:

@@ -58,9 +58,11 @@ def contestants() -> list[Contestant]:
     """Ours first."""
     absent = None if PEERS.exists() else "its environment is absent; `make bench-peers` creates it"
     peers = "benchmarks.peers"
+    bare = f"{peers}.bare_rpc"
     return [
         Contestant("rlinf", _ours, (*GROUPS, "startup")),
-        Contestant("bare rpc_async", _script(sys.executable, f"{peers}.bare_rpc"), ("calls", "tensors")),
+        Contestant("bare rpc_async", _script(sys.executable, bare), ("calls", "tensors")),
+        Contestant("bare rpc_async, sockets", _script(sys.executable, bare, BENCH_RPC_TRANSPORT="uv"), ("calls",)),
         Contestant("ray", _script(str(PEERS), f"{peers}.ray_peer"), ("calls", "tensors", "queues"), absent),
         Contestant("xoscar", _script(str(PEERS), f"{peers}.xoscar_peer"), ("calls", "tensors", "queues"), absent),
         Contestant("import torch", lambda _: _startup("benchmarks.startup.bare"), ("startup",)),
@@ -73,8 +75,8 @@ def _ours(group: str) -> tuple[str, dict[str, float]]:
     return _result(run([*_torchrun(), "-m", "benchmarks.runtime_rlinf", "--groups", group]))
 
 
-def _script(python: str, module: str) -> Callable[[str], tuple[str, dict[str, float]]]:
-    return lambda group: _result(run([python, "-m", module, "--groups", group]))
+def _script(python: str, module: str, **environment: str) -> Callable[[str], tuple[str, dict[str, float]]]:
+    return lambda group: _result(run([python, "-m", module, "--groups", group], environment))
 
 
 def _result(output: str) -> tuple[str, dict[str, float]]:
@@ -97,10 +99,10 @@ def _torchrun() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
     """The standard output of a command, which is stopped with all its children if it takes too long."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | ONE_THREAD, text=True, start_new_session=True,
+        command, cwd=ROOT, env=os.environ | ONE_THREAD | (environment or {}), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

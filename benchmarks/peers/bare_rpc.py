@@ -77,7 +77,9 @@ def main() -> None:
             [sys.executable, "-m", "benchmarks.peers.bare_rpc", *sys.argv[1:]], env=os.environ | {"RANK": "1"}
         )
     groups = common.parse_groups()
-    rpc.init_rpc(PEER if is_peer else "caller", rank=int(is_peer), world_size=2)
+    sockets = {"_transports": ["uv"], "_channels": ["basic"]} if os.environ.get("BENCH_RPC_TRANSPORT") == "uv" else {}
+    options = rpc.TensorPipeRpcBackendOptions(**sockets)
+    rpc.init_rpc(PEER if is_peer else "caller", rank=int(is_peer), world_size=2, rpc_backend_options=options)
     if is_peer:
         rpc.shutdown()
         return

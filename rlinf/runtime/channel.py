@@ -147,7 +147,7 @@ class QueueHandle:
         return await resolve(value) if holds_promise(value) else value
 
     def hold(self, change: int) -> None:
-        """One more, or one fewer, keeps the queue; the last to let go stops the producers."""
+        """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
         if self.owner == self.host.rank:
             hold_queue(self.host, self.id, change)
         else:
@@ -272,12 +272,11 @@ def _asker() -> str:
 
 def hold_queue(host: Host, id: Key, change: int) -> None:
     queue = host.queues.get(id)
-    if queue is None:
-        return
-    host.held[queue] = count = host.held.get(queue, 0) + change
-    if not count:
-        del host.held[queue]
-        queue.abandon()
+    if queue is not None:
+        host.held[queue] = count = host.held.get(queue, 0) + change
+        if not count:
+            del host.held[queue]
+        queue.hold(change)
 
 
 def _find(host: Host, id: Key) -> ItemQueue:

@@ -167,9 +167,9 @@ class EndpointOf:
             raise ValueError(f"map needs concurrency >= 1, got {concurrency}")
         stream = source if isinstance(source, Stream) else Stream.of(source)
         sink = self._sink()
-        args = (stream, sink.handle, self._capacity, batch, concurrency, kwargs)
+        args = (Stream(stream.handle), sink.handle, self._capacity, batch, concurrency, kwargs)
         calls = [ref._serve_stage("map", self._spec.name, args) for ref in self._refs]
-        drive(sink.handle.host, sink, calls, redeliver=True)
+        drive(sink.handle.host, sink, calls, stream)
         return sink
 
     def _stream(self, per_rank: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Stream[Any]:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from .lease_client import LeaseClient
 
 
+LINGER = 0.01
+"""Seconds for which devices that others want are kept without using them: what is waited for may be a message away,
+and a switch costs more than this."""
+
+
 class HeldLease:
     """Whether a call of a device endpoint holds its actor's devices right now.
 
@@ -39,6 +44,7 @@ class HeldLease:
         self._wanted = False
         self._computing = 0
         self._waiting = 0
+        self._moves = 0  # waits that are over
         self._taking = asyncio.Lock()
 
     async def ensure(self) -> None:
@@ -47,7 +53,7 @@ class HeldLease:
             async with self._taking:
                 if self._ticket is None:
                     self._wanted = False
-                    self._ticket = await self._client.acquire(
+                    self._ticket, _ = await self._client.acquire(
                         self._cell, self._call, gang=self._gang, wanted=self._now_wanted
                     )
                     self._since = self._client.now()
@@ -64,29 +70,42 @@ class HeldLease:
         """In it the devices are held, whoever wants them."""
         await self.ensure()
         self._computing += 1
+        self._moves += 1
         try:
             yield
         finally:
             self._computing -= 1
-            self._consider()
+            self._linger()
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
         """In it the call waits for others: they may have the devices meanwhile, unless it computes beside."""
         self._waiting += 1
-        asyncio.get_running_loop().call_soon(self._consider)  # not if what it waits for is there at once
+        self._linger()
         try:
             yield
         finally:
             self._waiting -= 1
+            self._moves += 1
         await self.ensure()
 
     def _now_wanted(self) -> None:
         self._wanted = True
         if self._tell is not None:
             self._tell()
-        self._consider()
+        self._linger()
 
-    def _consider(self) -> None:
-        if self._wanted and self._waiting and not self._computing:
-            self.give()
+    def _linger(self) -> None:
+        """Give the devices to those who want them, unless the call goes on soon."""
+        moves = self._moves
+
+        def consider() -> None:
+            if self._idle and self._moves == moves:
+                self.give()
+
+        if self._idle:
+            asyncio.get_running_loop().call_later(LINGER, consider)
+
+    @property
+    def _idle(self) -> bool:
+        return self._wanted and self._waiting > 0 and not self._computing

@@ -78,7 +78,7 @@ class Host:
         self.values = Values(self, places, share_memory)
         self.codec = self.values.codec
         self.held: dict[ItemQueue, int] = {}
-        """Queues of streams, and how many handles hold each."""
+        """Queues of streams that left as results, and how many handles elsewhere hold each."""
         self.thread = threading.get_ident()
         self.closed = False
         transport.bind(self)
@@ -221,8 +221,7 @@ class Host:
         sent = self.sent.pop(number, None)
         promise = sent.promise() if sent is not None else None
         if sent is not None:
-            if sent.lends:
-                self.values.give_back(sent.lends)
+            self.values.give_back(sent.lends)
             if sent.finish is not None:
                 sent.finish()
         if promise is None or promise.done():

@@ -48,7 +48,9 @@ class Claim(NamedTuple):
 class Lease:
     """The right to use `devices` with the tenants `names`, from `await acquire(...)` until `release(lease)`."""
 
-    __slots__ = ("_callbacks", "_future", "_grant", "_order", "_queues", "devices", "names", "since", "wanted", "who")
+    __slots__ = (
+        "_callbacks", "_future", "_grant", "_order", "_queues", "devices", "loading", "names", "since", "wanted", "who",
+    )  # fmt: skip
 
     def __init__(self, who: str, names: tuple[str, ...], queues: dict[int, _Queue], order: tuple[int, int]) -> None:
         loop = asyncio.get_running_loop()
@@ -57,6 +59,8 @@ class Lease:
         self.devices = frozenset(queues)
         self.since = loop.time()
         """`loop.time()` at which it was asked for, its devices were reserved, or it began, whichever was last."""
+        self.loading = 0.0
+        """Seconds from the reservation of its devices until all was loaded and it began."""
         self.wanted = asyncio.Event()
         """Set while a request that conflicts with this lease waits: give it back when convenient."""
         self._queues = list(queues.values())
@@ -285,7 +289,8 @@ class LeaseManager:
         grant.ready = True
         for lease in grant.leases:
             if not lease._future.done():
-                lease.since = asyncio.get_running_loop().time()
+                now = asyncio.get_running_loop().time()
+                lease.loading, lease.since = now - lease.since, now
                 lease._future.set_result(lease)
 
     def _finish(self, grant: _Grant) -> None:

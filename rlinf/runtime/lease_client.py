@@ -7,20 +7,23 @@ the manager's grant wakes the endpoint; somebody else's wish for the devices tel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .actor import Call, Cell
-from .context import CONTROLLER, SERVICE
-from .held_lease import HeldLease
+from .channel import QueueHandle
+from .context import CONTROLLER, SERVICE, cancel_all, waiter
+from .held_lease import LINGER, HeldLease
 from .payload import Key
 
 if TYPE_CHECKING:
     from .host import Host
 
 QUANTUM = 0.5
-"""Seconds for which a map with work at hand keeps its lease though others wait: a switch must be worth its cost."""
+"""Seconds for which a map with work at hand keeps its lease at least, though others wait."""
+WORTH = 10.0
+"""The same as a multiple of the time that the switch to it took: switching then costs at most a tenth or two."""
 
 
 class LeaseClient:
@@ -33,15 +36,24 @@ class LeaseClient:
 
     @asynccontextmanager
     async def hold(
-        self, cell: Cell, call: Call, *, gang: bool, wanted: Callable[[], None] | None = None
+        self,
+        cell: Cell,
+        call: Call,
+        *,
+        gang: bool,
+        inputs: Iterable[Any] = (),
+        wanted: Callable[[], None] | None = None,
     ) -> AsyncIterator[None]:
         """Hold the devices of an actor; of its whole group if the call is part of a gang.
 
         Args:
+            inputs: the call's arguments. If there are streams among them, the devices are asked for when the first of
+                these has an item, or has ended: before that there is nothing to do with them.
             wanted: called when others wait for these devices.
         """
         lease = HeldLease(self, cell, call, gang=gang, wanted=wanted)
         try:
+            await self._work_at_hand(call, inputs)
             await lease.ensure()
             call.lease = lease
             yield
@@ -51,10 +63,22 @@ class LeaseClient:
             if gang and call.gang is not None:
                 self._host.cast(CONTROLLER, SERVICE, "lease_over", call.gang)
 
+    async def _work_at_hand(self, call: Call, inputs: Iterable[Any]) -> None:
+        streams = [handle for each in inputs if isinstance(handle := getattr(each, "handle", None), QueueHandle)]
+        if not streams:
+            return
+        call.doing = "waiting for work"
+        looks = [asyncio.ensure_future(_has_item(stream.rebind(self._host))) for stream in streams]
+        try:
+            await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            call.doing = None
+            await cancel_all(looks)
+
     async def acquire(
         self, cell: Cell, call: Call, *, gang: bool = False, wanted: Callable[[], None] | None = None
-    ) -> Key:
-        """Wait for the devices; the ticket returned is for `release`."""
+    ) -> tuple[Key, float]:
+        """Wait for the devices; returns a ticket for `release`, and the seconds that loading the actor took."""
         host = self._host
         ticket = host.number()
         if wanted is not None:
@@ -63,7 +87,7 @@ class LeaseClient:
         call.doing = "waiting for a lease"
         try:
             args = (ticket, cell.name, call.label, call.gang if gang else None, wanted is not None)
-            await host.call(CONTROLLER, SERVICE, "lease_acquire", "lease", args, {})
+            loading: float = await host.call(CONTROLLER, SERVICE, "lease_acquire", "lease", args, {})
         except BaseException:
             self.release(ticket)
             raise
@@ -72,7 +96,7 @@ class LeaseClient:
             _, since = self.waiting.pop(ticket)
             if host.now() - since > 1e-3:
                 host.tracer.span(f"{cell.name} lease", "wait for lease", since, host.now())
-        return ticket
+        return ticket, loading
 
     def release(self, ticket: Key) -> None:
         """Give the devices back."""
@@ -93,6 +117,15 @@ class LeaseClient:
             tell()
 
 
+async def _has_item(stream: QueueHandle) -> None:
+    """Wait until a stream has an item or has ended, and leave it as it is."""
+    token, queue = stream.host.number(), stream.local()
+    try:
+        await (stream.ask(token, 1) if queue is None else queue.take(token, 1, name=waiter()))
+    finally:
+        stream.requeue(token)
+
+
 class LeaseKeeper:
     """The lease of a map stage: taken when there is work, given back when there is none and others want the devices.
 
@@ -103,7 +136,9 @@ class LeaseKeeper:
         self._host, self._cell, self._call = host, cell, call
         self._ticket: Key | None = None
         self._since = 0.0
+        self._quantum = QUANTUM
         self._users = 0
+        self._uses = 0  # so far
         self._taking = asyncio.Lock()
         self._wanted = False
         self._given: asyncio.Future[None] | None = None
@@ -117,14 +152,16 @@ class LeaseKeeper:
             if self._ticket is None:
                 self._wanted = False
                 leases = self._host.system.leases
-                self._ticket = await leases.acquire(self._cell, self._call, wanted=self._now_wanted)
+                self._ticket, loading = await leases.acquire(self._cell, self._call, wanted=self._now_wanted)
+                self._quantum = max(QUANTUM, WORTH * loading)
                 self._since = self._host.now()
             self._users += 1
+            self._uses += 1
 
     @property
     def _over(self) -> bool:
         """It has had its quantum, and others wait."""
-        return self._wanted and self._host.now() - self._since >= QUANTUM
+        return self._wanted and self._host.now() - self._since >= self._quantum
 
     async def _turn(self) -> None:
         """Let those who use the lease finish, and give it back."""
@@ -139,15 +176,23 @@ class LeaseKeeper:
         if self.on_wanted is not None:
             self.on_wanted()
         if not self._users:
-            self._release()
+            self._linger()
 
-    async def done(self, *, more: bool) -> None:
-        """One use is over; `more` says that the next can begin at once."""
+    def done(self) -> None:
+        """One use is over."""
         self._users -= 1
-        if not self._users and self._wanted and (not more or self._over):
-            self._release()
+        if not self._users and self._wanted:
+            if self._over:
+                self._release()
+            else:
+                self._linger()
 
-    async def close(self) -> None:
+    def _linger(self) -> None:
+        """Give the lease back unless the next use comes soon."""
+        uses = self._uses
+        self._host.loop.call_later(LINGER, lambda: self._release() if self._uses == uses else None)
+
+    def close(self) -> None:
         """The stage ends."""
         self._release()
 

@@ -118,6 +118,7 @@ class LeaseService(Actor):
         self.tenants = {}
         self.manager = LeaseManager(memory, self._move("offload"), self._move("onload"))
         self._memory = memory or {}
+        self._cell.host.on_lost.append(lambda host, reason: self._forget(host))
         self._tickets: dict[Key, Lease | GroupLease | None] = {}
         self._groups: dict[Gang, GroupLease] = {}
 
@@ -169,14 +170,14 @@ class LeaseService(Actor):
     # Tickets -----------------------------------------------------------------------------------------------------
 
     @endpoint
-    async def lease_acquire(self, ticket: Key, name: str, who: str, gang: Gang | None, notify: bool) -> None:
-        """Wait for the devices of an actor; or, in a gang, of all its ranks."""
+    async def lease_acquire(self, ticket: Key, name: str, who: str, gang: Gang | None, notify: bool) -> float:
+        """Wait for the devices of an actor; or, in a gang, of all its ranks. Returns the seconds that loading took."""
         self._tickets[ticket] = None
         if gang is None:
             lease = await self.manager.acquire([name], who)
             if ticket not in self._tickets:
                 self.manager.release(lease)  # given up in the tick of the grant
-                return
+                return 0.0
             self._tickets[ticket] = lease
         else:
             group = self._groups.get(gang)
@@ -186,6 +187,7 @@ class LeaseService(Actor):
             lease = await group.acquire(ticket, name, who)
         if notify:
             lease.on_wanted(lambda: self._tell_wanted(ticket))
+        return lease.loading
 
     def _tell_wanted(self, ticket: Key) -> None:
         if ticket in self._tickets:
@@ -210,7 +212,7 @@ class LeaseService(Actor):
         if group.left <= 0:
             del self._groups[gang]
 
-    def lease_forget(self, host: int) -> None:
+    def _forget(self, host: int) -> None:
         """A host died: what it held comes back."""
         for ticket in [ticket for ticket in self._tickets if ticket[0] == host]:
             self.lease_release(ticket)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -65,7 +65,7 @@ class Promise(asyncio.Future[T]):
     """The group call it is part of."""
     call_args: tuple[Any, ...] = ()
     """(actor id, method, payload), until the call is sent."""
-    lends: Sequence[Any] = ()
+    lends: list[Any] | None = None
     """Promises and streams among its arguments: alive until the call has its reply."""
     borrowers = 0
     """Calls that may fetch its value."""

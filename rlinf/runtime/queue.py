@@ -14,6 +14,7 @@ This file knows neither hosts nor messages; `channel.py` and `stream.py` give it
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -88,6 +89,7 @@ class ItemQueue:
         """Told once, when the queue is closed and empty, or failed: nothing more will come out of it."""
         self._queued: dict[Hashable, deque[Item]] = {}
         self._running: dict[Token, dict[Hashable, Item]] = {}
+        self._holders: dict[Token, str] = {}  # who holds what is running, for the stall report
         self._takers: deque[Taker] = deque()
         self._putters: deque[_Putter] = deque()
         self._reserved = 0
@@ -97,6 +99,8 @@ class ItemQueue:
         self._ended = False
         self.unbounded = False
         """Set while the producer holds a device that others wait for: it must be able to finish."""
+        self.handles = 0
+        """How many handles, here and elsewhere, keep it; the last to go abandons it."""
         self.put_count = 0
         self.done_count = 0
 
@@ -171,6 +175,8 @@ class ItemQueue:
             elif not putter.future.cancelled() and putter.future.exception() is None:
                 self._unreserve()
             raise
+        finally:
+            del putter  # it leads to the error, and the error's traceback here
 
     def _unreserve(self) -> None:
         self._reserved -= 1
@@ -198,9 +204,9 @@ class ItemQueue:
         self.error = error
         self.closed = True
         for taker in self._takers:
-            _set_error(taker.future, error)
+            _set_error(taker.future, _again(error))
         for putter in self._putters:
-            _set_error(putter.future, error)
+            _set_error(putter.future, _again(error))
         self._takers.clear()
         self._putters.clear()
         self._end()
@@ -208,6 +214,12 @@ class ItemQueue:
     def abandon(self) -> None:
         """All consumers are gone for good: drop what is left and stop the producers."""
         self.fail(QueueClosed(f"{self.name} was closed by its consumer, or its scope ended"))
+
+    def hold(self, change: int) -> None:
+        """One more handle keeps the queue, or one fewer."""
+        self.handles += change
+        if self.handles <= 0:
+            self.abandon()
 
     # Consuming ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +242,7 @@ class ItemQueue:
             spare: only take what other consumers do not need.
         """
         if self.error is not None:
-            raise self.error
+            raise _again(self.error)
         queued = self._queued.get(key)
         if queued:
             count = self._grant(token, queued, most, least, weight, spare)
@@ -284,21 +296,28 @@ class ItemQueue:
         if not self._takers:
             taken = self.take_nowait(token, most, least=least, key=key, weight=weight, spare=spare)
             if taken is not None:
-                return taken
+                return self._note(token, name, taken)
         if self.error is not None:
-            raise self.error
+            raise _again(self.error)
         taker = Taker(token, key, most, least, weight, spare, name)
         self._takers.append(taker)
         self._serve()
         self._wake_putters()  # for a taker that needs more than may be queued
         try:
-            return await taker.future
+            return self._note(token, name, await taker.future)
         except asyncio.CancelledError:
             if taker in self._takers:
                 self._takers.remove(taker)
             elif not taker.future.cancelled() and taker.future.exception() is None:
                 self.requeue(token, [id for id, _ in taker.future.result()])
             raise
+        finally:
+            del taker  # it leads to the error, and the error's traceback here
+
+    def _note(self, token: Token, name: str, taken: Taken) -> Taken:
+        if taken:
+            self._holders[token] = name
+        return taken
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer is done with these items (default: all that it holds): they are gone."""
@@ -311,6 +330,7 @@ class ItemQueue:
                 self.done_count += 1
         if not held:
             del self._running[token]
+            self._holders.pop(token, None)
         self._serve()  # one consumer fewer may be busy, so there may be items to spare; or this was the end
         self._wake_putters()
         self._check_end()
@@ -326,6 +346,7 @@ class ItemQueue:
             queued.insert(place, item)
         if not held:
             del self._running[token]
+            self._holders.pop(token, None)
         self._serve()
 
     def leave(self, tokens: Callable[[Token], bool]) -> None:
@@ -396,7 +417,7 @@ class ItemQueue:
 
     def _check_open(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise _again(self.error)
         if self.closed:
             raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
 
@@ -412,8 +433,24 @@ class ItemQueue:
             "keys": len(self._queued),
             "waiting_to_take": [(taker.name, taker.since) for taker in self._takers],
             "waiting_to_put": [(putter.name, putter.since) for putter in self._putters],
+            "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
             "closed": self.closed,
         }
+
+
+def _again(error: BaseException) -> BaseException:
+    """The queue's error, to be raised: as an object of its own, for a raised one holds on to all that saw it.
+
+    Among that are handles of the queue, which would never be freed.
+    """
+    try:
+        fresh = copy.copy(error).with_traceback(error.__traceback__)
+    except Exception:  # its constructor wants other arguments than it keeps
+        return error
+    fresh.__cause__ = error.__cause__
+    if hasattr(error, "__notes__"):
+        fresh.__notes__ = list(error.__notes__)
+    return fresh
 
 
 def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:

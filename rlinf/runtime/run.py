@@ -210,7 +210,6 @@ async def _control(
     ending, end = _ending()
 
     def on_lost(number: int, reason: str) -> None:
-        service.lease_forget(number)
         end(_host_lost(host, number, reason))
 
     async def program() -> T:

@@ -36,7 +36,7 @@ class Scope:
         self._owner: Scope | None = None
         self._token: Any = None
         self.queues: weakref.WeakSet[ItemQueue] = weakref.WeakSet()
-        """Of the streams and channels made in it."""
+        """Of the streams made in it."""
 
     def add(self, what: ActorGroup | Channel | Scope) -> None:
         """End `what` with this scope."""

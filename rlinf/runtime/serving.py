@@ -114,7 +114,8 @@ async def execute(host: Host, call: Call, actor: ActorId, method: str, args: Any
     spec = cell.actor.endpoints[method]
     with Running(host, cell, call):
         if spec.device and cell.leased:
-            async with host.system.leases.hold(cell, call, gang=spec.gang):
+            inputs = (*args, *kwargs.values())
+            async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs):
                 return await getattr(cell.actor, method)(*args, **kwargs)
         return await getattr(cell.actor, method)(*args, **kwargs)
 

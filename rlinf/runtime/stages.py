@@ -30,28 +30,36 @@ DEFAULT_CONCURRENCY = 16
 """Calls at a time and rank in a map over an endpoint without a device; with one, calls go one at a time."""
 
 
-def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], *, redeliver: bool = False) -> None:
+def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], source: Stream[Any] | None = None) -> None:
     """Let these calls fill the stream: closed when all have ended, failed with the first failure.
 
     Args:
-        redeliver: what a rank had in hand when it died goes to the others, so its death is a failure only when no rank
-            is left. One that ended well saw the end of the source, and with it the end of all work.
+        source: what they consume. What a rank had in hand when it died goes to the others, so its death is a failure
+            only when no rank is left. (One that ended well saw the end of the source, and with it the end of all
+            work.) A failure reaches those who fill the source as well. It is held from here until the last call ends,
+            and by nothing that a traceback might keep.
     """
     queue = sink._owned
     left, finished = len(calls), False
 
+    def fail(error: BaseException) -> None:
+        queue.fail(error)
+        if source is not None:
+            source.handle.fail(error)
+
     def ended(call: Promise[Any]) -> None:
-        nonlocal left, finished
+        nonlocal left, finished, source
         left -= 1
         queue.producers.pop(f"{call.name}#{host.rank}.{call.number}", None)
         if call.cancelled():
             queue.fail(QueueClosed(f"{queue.name} ends unfinished: {call.name} was cancelled"))
         elif (error := call.exception()) is None:
             finished = True
-        elif not redeliver or not isinstance(error, ActorDied) or (left == 0 and not finished):
-            queue.fail(error)
+        elif source is None or not isinstance(error, ActorDied) or (left == 0 and not finished):
+            fail(error)
         if left == 0:
             queue.close()
+            source = None
 
     for call in calls:
         queue.producers[f"{call.name}#{host.rank}.{call.number}"] = call.cancel
@@ -162,7 +170,8 @@ class StageService(Actor):
         spec = cell.actor.endpoints[method]
         with Running(host, cell, call):
             if spec.device and cell.leased:
-                async with host.system.leases.hold(cell, call, gang=spec.gang, wanted=emitter.release_bound):
+                inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
+                async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs, wanted=wanted):
                     await _generate(cell, method, emitter, args, kwargs)
             else:
                 await _generate(cell, method, emitter, args, kwargs)
@@ -199,7 +208,7 @@ class StageService(Actor):
                 await emitter.flush()
             finally:
                 if keeper is not None:
-                    await keeper.close()
+                    keeper.close()
 
 
 async def _generate(cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any) -> None:
@@ -236,7 +245,7 @@ class _Map:
                     await self._one(call, consumer, taken)
                 finally:
                     if self.keeper is not None:
-                        await self.keeper.done(more=consumer.at_hand)
+                        self.keeper.done()
         finally:
             consumer.give_back()
 

@@ -56,10 +56,12 @@ class Stream(Generic[T]):
         [[3, 1], [2]]
     """
 
-    def __init__(self, handle: QueueHandle, *, holds: bool = False):
+    def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None, *, holds: bool = False):
         self.handle = handle
+        self._queue = queue
+        """For its maker, the queue itself."""
         self._holds = holds
-        """Whether the stream lives at least as long as this object."""
+        """For whoever got it as a result: the stream lives at least as long as this object."""
         self._first: Consumer[T] | None = None
 
     # Making ------------------------------------------------------------------------------------------------------
@@ -90,9 +92,8 @@ class Stream(Generic[T]):
         queue = ItemQueue(f"{name}@{key[0]}.{key[1]}", capacity)
         host.queues[key] = queue
         host.adopt(queue)
-        handle = QueueHandle(host, host.rank, key, queue.name)
-        handle.hold(1)
-        return Stream(handle, holds=True)
+        queue.hold(1)
+        return Stream(QueueHandle(host, host.rank, key, queue.name), queue)
 
     # Consuming ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class Stream(Generic[T]):
         sinks: list[Stream[Any]] = [Stream.new(host, name) for _ in range(n)]
         queues = [sink._owned for sink in sinks]
         source: Consumer[Any] = Consumer(self, prefetch=True, unread=unread)
-        transforms.run(host, lambda: work(source, queues), queues, name)
+        transforms.run(host, lambda: work(source, queues), queues, name, source)
         return tuple(sinks)
 
     # Handles -----------------------------------------------------------------------------------------------------
@@ -195,9 +196,8 @@ class Stream(Generic[T]):
 
     @property
     def _owned(self) -> ItemQueue:
-        queue = self.handle.local()
-        assert queue is not None
-        return queue
+        assert self._queue is not None
+        return self._queue
 
     async def statistics(self) -> dict[str, Any]:
         """Counts of items by state, and who waits since when."""
@@ -211,8 +211,10 @@ class Stream(Generic[T]):
         return _arrived, (self.handle, pickler.hold(self))
 
     def __del__(self) -> None:
-        if getattr(self, "_holds", False):
-            handle = self.handle
+        queue, handle = self._queue, self.handle
+        if queue is not None:
+            handle.host.on_loop(lambda: queue.hold(-1))
+        elif self._holds:
             handle.host.on_loop(lambda: handle.hold(-1))
 
     def __repr__(self) -> str:
@@ -339,6 +341,11 @@ class Consumer(AsyncIterator[T]):
         """Stop consuming: everything not acknowledged goes back to the stream."""
         self._last = []
         self.leave()
+
+    def close(self) -> None:
+        """Stop consuming and let go of the stream: frames of a traceback may live on, and this object with them."""
+        self.leave()
+        self._stream = None
 
     def abandon(self) -> None:
         """Nobody is to consume the stream any more."""

@@ -30,7 +30,7 @@ from .network import LocalNetwork
 from .promise import Promise
 from .queue import ItemQueue
 from .scope import Scope
-from .service import CLOSE_DEADLINE, Service
+from .service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
 from .stages import all_or_none
 from .trace import Dump, Span, best_offset, write_perfetto
 from .transport import check_hosts
@@ -66,6 +66,7 @@ class ActorSystem:
         host.system = self
         self.leases = LeaseClient(host)
         self._collectives: Collectives | None = None
+        self._silent: set[int] = set()
         self.root = Scope(self)
         service = Service()
         Cell(service, SERVICE, "host", host.rank, ActorGroup("host", []), host)
@@ -285,15 +286,19 @@ class ActorSystem:
                 actors.setdefault(ref._host, []).append(ref._actor)
         call = self._host.call
         stops = {h: call(h, SERVICE, "stop_calls", "host.stop_calls", (ids,), {}) for h, ids in actors.items()}
-        await self.answers(stops, KILL_DEADLINE)
+        await self.answers(stops, 1.5 * CALLS_DEADLINE)
 
     async def answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
         """What each call returned or raised; those that took longer are cancelled and left out."""
-        if calls:
-            await asyncio.wait(calls.values(), timeout=seconds)
+        patient = [call for call in calls.values() if call.target not in self._silent]
+        if patient:
+            await asyncio.wait(patient, timeout=seconds)
+        if len(patient) < len(calls):
+            await asyncio.wait(calls.values(), timeout=MOMENT)
         answers: dict[K, Any] = {}
         for key, call in calls.items():
             if not call.done():
+                self._silent.add(call.target)  # it need not be waited for that long again
                 call.cancel()
             elif call.cancelled():
                 answers[key] = ActorDied(f"{call.name} was cancelled")
@@ -302,7 +307,8 @@ class ActorSystem:
         return answers
 
     def withdraw(self, channel: Channel) -> None:
-        """The channel has ended: its name is free again."""
+        """End a channel: who uses it gets `QueueClosed`, and its name is free again."""
+        channel._handle.abandon()
         self._host.cast(CONTROLLER, SERVICE, "withdraw", channel.name, channel._handle.id)
 
     async def get(self, name: str) -> Any:
@@ -332,7 +338,6 @@ class ActorSystem:
         except BaseException:
             self.withdraw(channel)
             raise
-        self._scope.queues.add(queue)
         self._scope.add(channel)
         return channel
 

@@ -25,8 +25,18 @@ if TYPE_CHECKING:
     from .stream import Consumer
 
 
-def run(host: Host, work: Callable[[], Coroutine[Any, Any, None]], sinks: Sequence[ItemQueue], name: str) -> None:
-    """Run what fills queues, in a task of the host; they close when it ends and fail when it fails."""
+def run(
+    host: Host,
+    work: Callable[[], Coroutine[Any, Any, None]],
+    sinks: Sequence[ItemQueue],
+    name: str,
+    source: Consumer[Any] | None = None,
+) -> None:
+    """Run what fills queues, in a task of the host; they close when it ends and fail when it fails.
+
+    Args:
+        source: what it consumes; left when it ends.
+    """
     call = Call(name, host.rank, host.number()[1], waiter(), None, host.now())
 
     async def stage() -> None:
@@ -46,6 +56,8 @@ def run(host: Host, work: Callable[[], Coroutine[Any, Any, None]], sinks: Sequen
         finally:
             for queue in sinks:
                 queue.producers.pop(call.label, None)
+            if source is not None:
+                source.close()
 
     def stop_unless_used() -> None:
         if all(queue.error is not None for queue in sinks):
@@ -96,7 +108,7 @@ async def take(source: Consumer[Any], sink: ItemQueue, n: int) -> None:
             return
         await sink.put(taken[0][1], name=waiter())
     source.leave()
-    source.abandon()
+    source.abandon()  # whoever else holds the stream
 
 
 async def tee(source: Consumer[Any], sinks: Sequence[ItemQueue]) -> None:

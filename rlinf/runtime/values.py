@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .arena import Arena
@@ -83,15 +83,17 @@ class Values:
         self.kept[promise.key] = promise
         return ValueRef(self._rank, promise.key)
 
-    def give_back(self, lends: Sequence[Any]) -> None:
+    def give_back(self, lends: list[Any] | None) -> None:
         """A call has its reply: its consumer has fetched the promises that were lent to it."""
-        for handle in lends:
+        for handle in lends or ():
             if isinstance(handle, Promise):
                 handle.borrowers -= 1
                 if not handle.borrowers:
                     self.kept.pop(handle.key, None)
                     if handle.done() and (handle.cancelled() or handle.exception() is not None):
                         handle.release()
+        if lends:
+            lends.clear()  # though somebody may still hold the call's promise
 
     def fetch(self, ref: ValueRef) -> Any:
         """Awaitable for a value that some host keeps."""

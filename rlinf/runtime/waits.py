@@ -113,19 +113,20 @@ def _report_queue(report: HostReport, queue: ItemQueue, now: float) -> None:
         if not queue.producers and not queue.closed:
             report.silent.append(f"nobody fills {queue.name}, yet {takers[0][0]} waits for it")
     if putters:
-        holders = facts.get("held_by", [])
+        holders = facts["held_by"]
         report.waits += [Wait(space, holder, None) for holder in holders]
         if not holders and not takers:
             report.silent.append(f"nobody empties {queue.name}, yet {putters[0][0]} waits for space in it")
 
 
 def _where(task: asyncio.Task[Any] | None) -> str:
-    """The innermost line of a task outside the runtime, as " at file.py:12"."""
+    """The innermost line of a task that is neither the runtime's nor asyncio's, as " at file.py:12"."""
     awaiting: Any = None if task is None else task.get_coro()
     line = ""
     while awaiting is not None:
         frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "ag_frame", None)
-        if frame is not None and frame.f_globals.get("__name__", "").rpartition(".")[0] != __package__:
+        package = "" if frame is None else frame.f_globals.get("__name__", "").rpartition(".")[0]
+        if frame is not None and package not in (__package__, "asyncio"):
             line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "ag_await", None)
     return line

@@ -95,10 +95,9 @@ def alive(pids):
     """Those that run."""
     running = []
     for pid in pids:
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/stat") as file:
-                if not re.search(r"\) [ZX] ", file.read()):
-                    running.append(pid)
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            if not re.search(r"\) [ZX] ", file.read()):
+                running.append(pid)
     return running
 
 

@@ -29,7 +29,7 @@ from rlinf.runtime.actor import current_scope
 from rlinf.runtime.host import Host
 
 WORLDS = ("local", "serialize", "rpc")
-DEADLINE = 20.0
+DEADLINE = 10.0
 """Seconds for one test; a hanging one must not hold the others of its session."""
 
 

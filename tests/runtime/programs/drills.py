@@ -132,5 +132,13 @@ async def stubborn(system):
             print("main stays", flush=True)
 
 
+async def stalls(system):
+    group = await spawn(system)
+    await group[-1].wait()
+
+
+stalls_blocked = blocked
+
+
 if __name__ == "__main__":
-    rlinf.run(globals()[sys.argv[1]])
+    rlinf.run(globals()[sys.argv[1]], stall_after=0.4 if "stalls" in sys.argv[1] else None)

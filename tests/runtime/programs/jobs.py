@@ -133,9 +133,13 @@ class Ranks:
 
     def codes(self, seconds=DEADLINE):
         """Wait until all ranks have ended; returns their exit codes."""
-        ended = self._zygote.codes
-        until(lambda: all(pid in ended for pid in self.pids), self._why_not, seconds)
-        return [ended[pid] for pid in self.pids]
+        return [self.code(rank, seconds) for rank in range(len(self.pids))]
+
+    def code(self, rank, seconds=DEADLINE):
+        """Wait until a rank has ended; returns its exit code."""
+        ended, pid = self._zygote.codes, self.pids[rank]
+        until(lambda: pid in ended, self._why_not, seconds)
+        return ended[pid]
 
     def _why_not(self):
         self.kill_all(signal.SIGUSR1)

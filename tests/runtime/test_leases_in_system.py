@@ -1,0 +1,472 @@
+"""Device endpoints run while their actors hold their devices: alone, in turn, and without ever starving each other.
+
+All in virtual time, on modelled actors whose work takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rlinf import Actor, ActorSystem, Stream, endpoint
+from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.errors import UserError
+
+
+class Book:
+    """What happened when, on which device; checks that no two actors use one at a time."""
+
+    def __init__(self) -> None:
+        self.uses: list[tuple[float, float, int, str]] = []
+        self.moves: list[str] = []
+
+    def used(self, start: float, role: Role) -> None:
+        now = asyncio.get_running_loop().time()
+        self.uses += [(start, now, device, role._cell.name) for device in role.devices]
+
+    def check(self) -> None:
+        for device in {use[2] for use in self.uses}:
+            mine = sorted((start, end, name) for start, end, at, name in self.uses if at == device)
+            for (_, end, name), (start, _, other) in itertools.pairwise(mine):
+                assert name == other or end <= start, f"{name} and {other} both used device {device} at {start}"
+
+    def order(self) -> list[str]:
+        """Who used a device, in order, each turn once."""
+        names = [name.partition("[")[0] for _, _, _, name in sorted(self.uses)]
+        return [name for name, _ in itertools.groupby(names)]
+
+
+book = Book()
+
+
+class Role(Actor):
+    """Works for a while on its devices; takes a second to move on or off them."""
+
+    async def setup(self, seconds: float = 1.0, move: float = 0.0) -> None:
+        tenants = self.system._network.system(0).service.manager._residency
+        name = self._cell.name
+        self.devices = sorted(tenants.tenant(name).devices) if name in tenants else []
+        self.seconds, self.move = seconds, move
+
+    async def onload(self) -> None:
+        await asyncio.sleep(self.move)
+        book.moves.append(f"+{self._cell.name}")
+
+    async def offload(self) -> None:
+        await asyncio.sleep(self.move)
+        book.moves.append(f"-{self._cell.name}")
+
+    async def work(self, seconds: float | None = None) -> None:
+        start = asyncio.get_running_loop().time()
+        await asyncio.sleep(self.seconds if seconds is None else seconds)
+        book.used(start, self)
+
+    @endpoint(device=True)
+    async def compute_on(self, value: Any = None) -> Any:
+        await self.work()
+        return value
+
+    @endpoint(device=True)
+    async def batch(self, values: list[Any]) -> list[Any]:
+        await self.work(0.1 * len(values))
+        return values
+
+    @endpoint
+    async def aside(self, value: Any = None) -> Any:
+        await asyncio.sleep(self.seconds)
+        return value
+
+    @endpoint(device=True)
+    async def generate(self, items: Any) -> AsyncIterator[Any]:
+        async for item in each(items):
+            await self.work()
+            yield item
+
+    @endpoint(device=True)
+    async def consume(self, items: Any) -> list[Any]:
+        got = []
+        async for item in each(items):
+            await self.work()
+            got.append(item)
+        return got
+
+    @endpoint(device=True)
+    async def fail(self) -> None:
+        await self.work()
+        raise ValueError("device work went wrong")
+
+
+async def each(items: Any) -> AsyncIterator[Any]:
+    if isinstance(items, Stream):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+def run(
+    main: Callable[[ActorSystem], Coroutine[Any, Any, None]],
+    *,
+    hosts: int = 2,
+    memory: dict[int, int] | None = None,
+    serialize: bool = False,
+) -> float:
+    """Run a program in virtual time; returns its seconds. No lease may be left, and no device used by two at a time."""
+    book.uses.clear()
+    book.moves.clear()
+
+    async def whole() -> None:
+        async with ActorSystem.local(hosts, device_memory=memory, serialize=serialize) as system:
+            await main(system)
+            await nothing_held(system)
+
+    _, seconds = run_virtual(whole())
+    book.check()
+    return seconds
+
+
+async def nothing_held(system: ActorSystem) -> None:
+    service = system.service
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (service.manager.waiting(), service.manager.holders()) == ([], [])
+    assert (service._tickets, service._groups) == ({}, {})
+
+
+async def role(
+    system: ActorSystem, name: str, devices: Any, *, hosts: Any = None, seconds: float = 1.0, **more: Any
+) -> Any:
+    """Spawn a role with one rank per entry of `devices`."""
+    hosts = [rank % system.hosts for rank in range(len(devices))] if hosts is None else hosts
+    return await system.spawn(Role, hosts=hosts, name=name, devices=devices, seconds=seconds, **more)
+
+
+both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
+
+
+@both_worlds
+def test_two_roles_on_one_device_take_turns(serialize):
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [0], hosts=[1])
+        await asyncio.gather(*(group[0].compute_on() for group in (a, b, a, b)))
+
+    assert run(main, serialize=serialize) == 2.0  # calls of the one that has the device join it while nobody waits
+    assert book.order() == ["a", "b"]
+
+
+@both_worlds
+def test_roles_on_different_devices_do_not_wait_for_each_other(serialize):
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [1])
+        await asyncio.gather(a[0].compute_on(), b[0].compute_on())
+
+    assert run(main, serialize=serialize) == 1.0
+
+
+def test_endpoints_without_a_device_never_wait():
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [0])
+        await asyncio.gather(a[0].compute_on(), b[0].aside(), b[0].aside())
+
+    assert run(main) == 1.0
+
+
+def test_actors_without_declared_devices_never_wait():
+    async def main(system):
+        a = await system.spawn(Role, hosts=[0], name="a")
+        b = await system.spawn(Role, hosts=[0], name="b")
+        await asyncio.gather(a[0].compute_on(), b[0].compute_on())
+
+    assert run(main) == 1.0
+
+
+def test_a_failing_endpoint_gives_its_devices_back():
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [0])
+        with pytest.raises(ValueError, match="device work went wrong"):
+            await a[0].fail()
+        await b[0].compute_on()
+
+    assert run(main) == 2.0
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_roles_that_fit_together_stay_loaded():
+    async def main(system):
+        a = await role(system, "a", [0], resident_bytes=40, parked_bytes=5)
+        b = await role(system, "b", [0], resident_bytes=60, parked_bytes=5)
+        for _ in range(3):
+            await a[0].compute_on()
+            await b[0].compute_on()
+
+    run(main, memory={0: 100})
+    assert book.moves == []  # what `setup` loads stays
+
+
+@both_worlds
+def test_a_role_is_moved_only_when_the_next_does_not_fit_beside_it(serialize):
+    async def main(system):
+        a = await role(system, "a", [0], resident_bytes=60, parked_bytes=10, move=1.0)
+        b = await role(system, "b", [0], hosts=[1], resident_bytes=60, parked_bytes=10, move=1.0)
+        await a[0].compute_on()
+        await a[0].compute_on()
+        await b[0].compute_on()
+        await a[0].aside()  # needs no device
+
+    run(main, memory={0: 100}, serialize=serialize)
+    assert book.moves == ["-a[0]", "-b[0]", "+a[0]", "-a[0]", "+b[0]"]
+
+
+def test_a_role_that_can_never_fit_is_refused_with_the_fix():
+    async def main(system):
+        await role(system, "small", [0], resident_bytes=30, parked_bytes=30)
+        with pytest.raises(UserError, match=r"'big\[0\]' could never be loaded on device 0.*give it other devices"):
+            await role(system, "big", [0], resident_bytes=80)
+        await role(system, "big", [0], resident_bytes=70)  # the name is free
+
+    run(main, memory={0: 100})
+
+
+def test_ranks_that_cannot_be_loaded_together_are_refused_with_the_fix():
+    async def main(system):
+        with pytest.raises(
+            UserError, match=r"pair\[0\], pair\[1\] can never be loaded on device 0 together.*120 of 100"
+        ):
+            await role(system, "pair", [0, 0], resident_bytes=60)
+
+    run(main, memory={0: 100})
+
+
+# Groups ----------------------------------------------------------------------------------------------------------
+
+
+@both_worlds
+def test_group_calls_get_the_devices_of_all_ranks_at_once(serialize):
+    async def main(system):
+        a = await role(system, "a", [0, 1])
+        b = await role(system, "b", [1, 0])  # in the opposite order
+        await asyncio.gather(*(group.compute_on() for group in (a, b) * 5))
+
+    assert run(main, serialize=serialize) in (2.0, 10.0)
+    starts = {}
+    for start, _, device, name in book.uses:
+        starts.setdefault((start, name[0]), set()).add(device)
+    assert all(devices == {0, 1} for devices in starts.values())
+
+
+def test_a_rank_whose_argument_needs_the_device_of_the_others_is_not_starved():
+    """The group asks for its devices when all its ranks are ready, so that rank 1's argument can still be computed."""
+
+    async def main(system):
+        judge = await role(system, "judge", [0, 1])
+        rollout = await role(system, "rollout", [1])
+        busy = rollout[0].compute_on("first")
+        assert await judge.each.compute_on([busy, rollout[0].compute_on("second")]) == ["first", "second"]
+
+    run(main)
+
+
+def test_a_slice_of_a_group_takes_the_devices_of_its_ranks_alone():
+    async def main(system):
+        a = await role(system, "a", [0, 1, 2])
+        b = await role(system, "b", [2])
+        await asyncio.gather(a[:2].compute_on(), b[0].compute_on())
+
+    assert run(main, hosts=3) == 1.0
+
+
+def test_ranks_called_one_by_one_work_independently():
+    async def main(system):
+        a = await role(system, "a", [0, 1])
+        b = await role(system, "b", [0])
+        await asyncio.gather(a[1].compute_on(), b[0].compute_on(), a[1].compute_on())
+
+    assert run(main) == 1.0
+
+
+def test_lower_priority_numbers_go_first():
+    async def main(system):
+        a = await role(system, "a", [0])
+        late = await role(system, "late", [0], priority=5)
+        first = await role(system, "first", [0], priority=-1)
+        await asyncio.gather(*(group[0].compute_on() for group in (a, late, first)))
+
+    run(main)
+    assert book.order() == ["a", "first", "late"]
+
+
+# Streams ---------------------------------------------------------------------------------------------------------
+
+
+@both_worlds
+def test_a_map_keeps_its_lease_while_there_is_work_and_gives_it_back_when_it_would_wait(serialize):
+    async def main(system):
+        a, b = await role(system, "a", [0], seconds=0.01), await role(system, "b", [0], hosts=[1], seconds=0.01)
+        first = a.compute_on.map(Stream.of(range(20)))
+        second = b.compute_on.map(first)
+        assert sorted(await second.collect()) == list(range(20))
+
+    run(main, serialize=serialize)
+    assert len(book.order()) <= 6  # not a switch per item
+
+
+def test_two_maps_with_much_work_take_turns():
+    async def main(system):
+        a, b = await role(system, "a", [0], seconds=0.1), await role(system, "b", [0], seconds=0.1)
+        done = await asyncio.gather(
+            a.compute_on.map(Stream.of(range(50))).collect(), b.compute_on.map(Stream.of(range(50))).collect()
+        )
+        assert [len(items) for items in done] == [50, 50]
+
+    assert run(main) == pytest.approx(10.0)
+    assert 10 <= len(book.order()) <= 30  # a turn is a few items long
+
+
+def test_concurrent_calls_of_a_map_do_not_keep_others_out():
+    async def main(system):
+        a, b = await role(system, "a", [0], seconds=0.3), await role(system, "b", [0])
+        mapped = asyncio.ensure_future(a.compute_on.map(Stream.of(range(40)), concurrency=4).collect())
+        await asyncio.sleep(1.0)
+        start = asyncio.get_running_loop().time()
+        await b[0].compute_on()
+        assert asyncio.get_running_loop().time() - start < 2.5
+        assert len(await mapped) == 40
+
+    run(main)
+
+
+def test_a_bounded_generator_goes_on_when_its_consumer_needs_its_device():
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [0])
+        items = a.generate.bounded(2)(range(10))
+        assert await b[0].consume(items) == list(range(10))
+
+    run(main)
+
+
+@both_worlds
+def test_a_consumer_gives_its_device_to_its_producer_while_it_waits(serialize):
+    """Asked in the worst order: the consumer first, then the stages before it."""
+
+    async def main(system):
+        a, b, c = [
+            await role(system, name, [0], hosts=[host], seconds=0.2) for name, host in (("a", 0), ("b", 1), ("c", 0))
+        ]
+        gate = await system.channel("gate")
+        consumed = c[0].consume(b.compute_on.map(a.generate(_from(gate))))
+        for number in range(6):
+            await asyncio.sleep(1.0)
+            await gate.put(number)
+        gate.close()
+        assert await consumed == list(range(6))
+
+    run(main, serialize=serialize)
+
+
+def _from(channel: Any) -> Stream[Any]:
+    async def items() -> AsyncIterator[Any]:
+        async for item in channel:
+            yield item
+
+    return Stream.of(items())
+
+
+@both_worlds
+@pytest.mark.parametrize("capacity", [1, 2, 256])
+def test_grpo_on_one_device_never_deadlocks(serialize, capacity):
+    """Every role on the only device, none fits beside another, streams as small as can be."""
+
+    async def step(rollout, judge, reference, trainer):
+        samples = rollout.generate.bounded(capacity)(range(12))
+        scored = judge.aside.map(samples)
+        scored = reference.batch.bounded(capacity).map(scored, batch=4)
+        return await trainer[0].consume(scored)
+
+    async def main(system):
+        big = {"resident_bytes": 70, "parked_bytes": 10, "move": 0.5}
+        rollout = await role(system, "rollout", [0], **big)
+        judge = await system.spawn(Role, hosts=[1], name="judge", seconds=0.1)
+        reference = await role(system, "reference", [0], hosts=[1], **big)
+        trainer = await role(system, "trainer", [0], hosts=[1], seconds=0.2, **big)
+        for _ in range(2):
+            assert sorted(await step(rollout, judge, reference, trainer)) == list(range(12))
+
+    seconds = run(main, memory={0: 100}, serialize=serialize)
+    assert book.order() == ["rollout", "reference", "trainer"] * 2  # a switch is never made for nothing
+    assert len(book.moves) == 14
+    assert seconds < 40
+
+
+# Giving up -------------------------------------------------------------------------------------------------------
+
+
+@both_worlds
+@pytest.mark.parametrize("turns", [*range(12), None])
+def test_a_call_that_is_cancelled_while_it_waits_leaves_no_lease(serialize, turns):
+    async def main(system):
+        a, b = await role(system, "a", [0, 1]), await role(system, "b", [0], hosts=[1])
+        holder = asyncio.ensure_future(a.compute_on()) if turns is None else None
+        await asyncio.sleep(0.5)
+        waiting = [asyncio.ensure_future(b[0].compute_on()), asyncio.ensure_future(a.compute_on())]
+        for _ in range(turns or 0):
+            await asyncio.sleep(0)
+        if turns is None:
+            await asyncio.sleep(0.25)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        if holder is not None:
+            await holder
+        await asyncio.gather(b[0].compute_on(), a.compute_on())
+
+    run(main, serialize=serialize)
+
+
+def test_a_killed_role_gives_its_devices_back():
+    async def main(system):
+        a, b = await role(system, "a", [0]), await role(system, "b", [0])
+        working, waiting = asyncio.ensure_future(a[0].compute_on()), asyncio.ensure_future(b[0].compute_on())
+        await asyncio.sleep(0.5)
+        await system.kill(a)
+        await waiting
+        assert asyncio.get_running_loop().time() == 1.5
+        await asyncio.wait([working])
+        await role(system, "a", [0])
+
+    run(main)
+
+
+def test_a_lost_host_gives_its_devices_back():
+    async def main(system):
+        a, b = await role(system, "a", [0], hosts=[1], seconds=100), await role(system, "b", [0], hosts=[0])
+        working = a[0].compute_on()
+        working.want()
+        await asyncio.sleep(0.5)
+        await system._network.system(1)._host.transport.close(False)
+        await b[0].compute_on()
+        assert working.exception() is not None
+
+    assert run(main) < 5.0
+
+
+def test_what_goes_wrong_in_onload_reaches_the_caller():
+    async def main(system):
+        broken = await system.spawn(Broken, hosts=[1], name="broken", devices=[0], resident_bytes=60)
+        await role(system, "other", [0], resident_bytes=60)
+        with pytest.raises(OSError, match="no such weights") as caught:
+            await broken[0].compute_on()
+        assert any("onload of tenant 'broken[0]'" in note for note in caught.value.__notes__)
+
+    run(main, memory={0: 100})
+
+
+class Broken(Role):
+    async def onload(self) -> None:
+        raise OSError("no such weights")

@@ -1,0 +1,419 @@
+"""Nothing waits in silence: deadlocks and stalls are found, named and told; what makes progress is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import pytest
+
+import rlinf
+from rlinf import Actor, ActorSystem, Stream, endpoint
+from rlinf.runtime.clock import Deadlock, run_virtual
+from rlinf.runtime.errors import StallError
+from rlinf.runtime.waits import HostReport, Lock, Progress, Wait, find_cycles, render
+
+
+class Worker(Actor):
+    async def setup(self, other: Any = None, channel: Any = None) -> None:
+        self.other, self.channel = other, channel
+        self.state = Lock(f"state of {self._cell.name}")
+
+    @endpoint(device=True)
+    async def work(self, seconds: float = 1.0) -> None:
+        await asyncio.sleep(seconds)
+
+    @endpoint(device=True)
+    async def work_locked(self, lock: Any) -> None:
+        await asyncio.sleep(1.0)
+        async with lock:
+            await asyncio.sleep(1.0)
+
+    @endpoint(device=True)
+    async def work_and_call(self) -> None:
+        await asyncio.sleep(1.0)
+        await self.other.work()
+
+    @endpoint
+    async def take(self) -> Any:
+        return await self.channel.get()
+
+    @endpoint
+    async def count(self, n: int) -> Any:
+        async with self.state:
+            for number in range(n):
+                yield number
+
+    @endpoint
+    async def ask(self) -> None:
+        async with self.state:
+            pass
+
+    @endpoint
+    async def consume(self, numbers: Stream[int], producer: Any) -> int:
+        total = 0
+        async for number in numbers:
+            total += number
+            await producer.ask()
+        return total
+
+    @endpoint
+    async def compute_often(self, times: int) -> None:
+        for _ in range(times):
+            await self.compute(time.sleep, 0.02)
+
+    @endpoint
+    async def sleep_on(self, value: Any = None) -> Any:
+        await asyncio.Event().wait()
+        return value
+
+    @endpoint
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @endpoint
+    async def idle_for_ever(self) -> None:
+        while True:
+            await self.channel.get()
+
+
+def deadlock(main: Any, hosts: int = 2, *, serialize: bool = False) -> str:
+    """Run a program that must deadlock, in virtual time; returns what is said about it."""
+
+    async def whole() -> None:
+        async with ActorSystem.local(hosts, serialize=serialize) as system:
+            await main(system)
+
+    with pytest.raises(Deadlock) as caught:
+        run_virtual(whole())
+    return str(caught.value)
+
+
+def cycles(report: str) -> list[str]:
+    """The deadlocks that a report names, without the numbers of calls."""
+    return [re.sub(r"#\d+\.\d+", "", line) for line in report.splitlines() if line.startswith("deadlock: ")]
+
+
+worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
+
+
+# Deadlocks in virtual time ---------------------------------------------------------------------------------------
+
+
+def test_a_lease_and_a_lock_in_opposite_order_are_named():
+    async def main(system):
+        a = await system.spawn(Worker, hosts=[0], name="a", devices=[0])
+        b = await system.spawn(Worker, hosts=[0], name="b", devices=[0])
+        lock = Lock("weights")
+        first = asyncio.ensure_future(a[0].work_locked(lock))
+        async with lock:
+            await b[0].work()  # needs the device that a holds, while a waits for the lock that we hold
+        await first
+
+    (cycle,) = cycles(deadlock(main))
+    assert set(cycle.removeprefix("deadlock: ").split(" -> ")) == {
+        "flow",
+        "b[0].work",
+        "device 0",
+        "a[0].work_locked",
+        "lock weights",
+    }
+
+
+def test_two_leases_in_opposite_order_across_a_lock_are_named():
+    async def main(system):
+        lock = Lock("weights")
+
+        async def locked(worker: Any) -> None:
+            async with lock:
+                await worker.work()
+
+        a = await system.spawn(Worker, hosts=[0], name="a", devices=[0])
+        b = await system.spawn(Worker, hosts=[0], name="b", devices=[0])
+        holder = asyncio.create_task(locked(a[0]), name="holder")
+        await asyncio.sleep(0.5)
+        waiting = asyncio.ensure_future(b[0].work_locked(lock))
+        await holder  # a has its second; b then holds the device and takes the lock
+        again = asyncio.create_task(locked(a[0]), name="again")
+        await asyncio.gather(waiting, again)
+
+    report = deadlock(main)
+    (cycle,) = cycles(report)
+    assert "lock weights" in cycle
+    assert "device 0" in cycle
+    assert "flow/again" in cycle
+    assert "b[0].work_locked" in cycle
+
+
+@worlds
+def test_two_actors_that_call_each_other_s_devices_are_named(serialize):
+    async def main(system):
+        c = await system.spawn(Worker, hosts=[1], name="c", devices=[0])
+        d = await system.spawn(Worker, hosts=[0], name="d", devices=[1])
+        a = await system.spawn(Worker, hosts=[0], name="a", devices=[0], other=d[0])
+        b = await system.spawn(Worker, hosts=[1], name="b", devices=[1], other=c[0])
+        await asyncio.gather(a[0].work_and_call(), b[0].work_and_call())
+
+    (cycle,) = cycles(deadlock(main, serialize=serialize))
+    names = set(cycle.removeprefix("deadlock: ").split(" -> "))
+    assert names == {"a[0].work_and_call", "d[0].work", "device 1", "b[0].work_and_call", "c[0].work", "device 0"}
+
+
+def test_group_calls_that_wait_for_each_other_are_named_by_rank():
+    async def main(system):
+        lock = Lock("weights")
+        a = await system.spawn(Worker, hosts=[0, 0], name="a", devices=[0, 1])
+        b = await system.spawn(Worker, hosts=[0], name="b", devices=[1])
+        first = asyncio.ensure_future(a.work_locked(lock))
+        async with lock:
+            await b[0].work()
+        await first
+
+    found = cycles(deadlock(main))
+    assert any("a[1].work_locked" in cycle and "device 1" in cycle for cycle in found)
+
+
+@worlds
+def test_a_consumer_that_waits_for_its_producer_which_waits_for_it_is_named(serialize):
+    async def main(system):
+        producer = await system.spawn(Worker, hosts=[1], name="producer")
+        consumer = await system.spawn(Worker, hosts=[0], name="consumer")
+        await consumer[0].consume(producer[0].count.bounded(1)(5), producer[0])
+
+    (cycle,) = cycles(deadlock(main, serialize=serialize))
+    names = cycle.removeprefix("deadlock: ").split(" -> ")
+    assert {"consumer[0].consume", "producer[0].ask", "producer[0].count", "lock state of producer[0]"} <= set(names)
+    assert any(name.startswith("space in producer.count@0.") for name in names)
+
+
+@worlds
+def test_a_channel_that_nobody_fills_is_named_with_who_waits(serialize):
+    async def main(system):
+        channel = await system.channel("mail")
+        group = await system.spawn(Worker, hosts=[1], name="worker", channel=channel)
+        await group[0].take()
+
+    report = deadlock(main, serialize=serialize)
+    assert re.search(r"^nobody fills mail, yet worker\[0\]\.take#0\.\d+ waits for it$", report, re.MULTILINE)
+    assert re.search(r"flow waits on worker\[0\]\.take#0\.\d+ for \d", report)
+
+
+def test_a_channel_that_nobody_empties_is_named():
+    async def main(system):
+        channel = await system.channel("mail", capacity=1)
+        await channel.put(1)
+        await channel.put(2)
+
+    assert "nobody empties mail, yet flow waits for space in it" in deadlock(main)
+
+
+@worlds
+def test_a_call_that_waits_for_a_promised_argument_is_shown_with_whom_it_waits_for(serialize):
+    async def main(system):
+        group = await system.spawn(Worker, hosts=[0, 1], name="worker")
+        never = group[0].sleep_on()
+        await group[1].sleep_on(never)
+
+    report = deadlock(main, serialize=serialize)
+    assert re.search(r"worker\[1\]\.sleep_on#0\.\d+ waits on worker\[0\]\.sleep_on#0\.\d+", report)
+
+
+def test_a_line_of_the_program_says_where_a_call_hangs():
+    async def main(system):
+        group = await system.spawn(Worker, hosts=[1], name="worker")
+        await group[0].sleep_on()
+
+    report = deadlock(main, serialize=True)
+    assert re.search(r"on host 1, running at .*test_waits\.py:\d+, since", report)
+
+
+# Stalls in real time ---------------------------------------------------------------------------------------------
+
+
+def stall(main: Any, after: float = 0.2) -> str:
+    """Run a program that must stall; returns the report."""
+    start = time.monotonic()
+    with pytest.raises(StallError) as caught:
+        rlinf.run(main, hosts=2, stall_after=after)
+    assert time.monotonic() - start < 5.0
+    return str(caught.value)
+
+
+def test_a_deadlock_ends_the_program_with_the_report():
+    async def main(system):
+        a = await system.spawn(Worker, hosts=[0], name="a", devices=[0])
+        b = await system.spawn(Worker, hosts=[0], name="b", devices=[0])
+        lock = Lock("weights")
+        first = asyncio.ensure_future(a[0].work_locked(lock))
+        async with lock:
+            await b[0].work()
+        await first
+
+    report = stall(main, 1.5)
+    assert report.startswith("deadlock: nothing has moved for ")
+    assert len(cycles(report)) == 2  # the headline and the cycle
+
+
+def test_a_wait_that_nothing_will_end_ends_the_program_with_the_report():
+    async def main(system):
+        channel = await system.channel("mail")
+        group = await system.spawn(Worker, hosts=[1], name="worker", channel=channel)
+        await group[0].take()
+
+    report = stall(main)
+    assert report.startswith("stall: flow waits on worker[0].take#")
+    assert "nobody fills mail" in report
+
+
+async def test_a_local_system_fails_its_task_with_the_report():
+    with pytest.raises(StallError, match="nobody fills mail"):  # noqa: PT012
+        async with ActorSystem.local(stall_after=0.1) as system:
+            channel = await system.channel("mail")
+            await channel.get()
+    assert not asyncio.current_task().cancelling()
+
+
+def test_a_program_that_makes_progress_is_left_alone():
+    async def main(system):
+        idle = await system.channel("idle")
+        group = await system.spawn(Worker, hosts=[0, 1], name="worker", channel=idle)
+        for rank in (0, 1):
+            group[rank].idle_for_ever()  # of its own accord, as servers do
+        long = asyncio.ensure_future(group[1].compute_often(30))  # one long call that computes all the time
+        for _ in range(6):
+            await group[0].compute_often(5)  # and short ones
+        await long
+        return "done"
+
+    assert rlinf.run(main, hosts=2, stall_after=0.25) == "done"
+
+
+def test_a_stream_that_flows_is_left_alone():
+    async def main(system):
+        group = await system.spawn(Worker, hosts=[0, 1], name="worker")
+
+        async def slowly() -> Any:
+            for number in range(12):
+                await asyncio.sleep(0.05)
+                yield number
+
+        return len(await group.sleepless.map(Stream.of(slowly())).collect())
+
+    async def sleepless(self: Any, value: Any) -> Any:
+        return value
+
+    Worker.sleepless = endpoint(sleepless)
+    Worker.endpoints = {**Worker.endpoints, "sleepless": sleepless.__endpoint__}
+    assert rlinf.run(main, hosts=2, stall_after=0.2) == 12
+
+
+async def test_a_report_may_be_had_at_any_time():
+    async with ActorSystem.local(2) as system:
+        assert await system.stall_report() == "nothing waits"
+        group = await system.spawn(Worker, hosts=[1], name="worker")
+        call = asyncio.create_task(asyncio.wait_for(group[0].sleep_on(), 10.0))
+        await asyncio.sleep(0.02)
+        report = await system.stall_report()
+        assert report.startswith("waits, longest first:\n  flow")
+        assert "worker[0].sleep_on" in report
+        call.cancel()
+
+
+def test_a_stall_ends_a_job_of_several_processes(zygote):
+    ranks = zygote.run("drills.py", 2, "stalls")
+    assert ranks.codes() == [1, 0], ranks.everything()
+    complaints = ranks.complained(0)
+    assert re.search(r"StallError: stall: flow waits on victim\[1\]\.wait#0\.\d+: nothing has moved for", complaints)
+    assert re.search(r"on host 1, running at .*drills\.py:\d+, since", complaints)
+
+
+def test_a_host_that_does_not_answer_is_named(zygote):
+    ranks = zygote.run("drills.py", 2, "stalls_blocked")
+    ranks.await_line("blocking", rank=1)
+    assert ranks.code(0) == 1
+    assert "host 1 does not answer: something blocks its event loop" in ranks.complained(0)
+
+
+# Parts -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_lock_may_be_wanted_by_many_at_once():
+    async with ActorSystem.local():
+        lock, order = Lock("state"), []
+
+        async def use(number: int) -> None:
+            async with lock:
+                order.append(number)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.ensure_future(use(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        assert len(lock.waiting) == 4
+        tasks[2].cancel()
+        await asyncio.wait(tasks)
+        assert order == [0, 1, 3, 4]
+        assert lock.waiting == {}
+        assert lock.holder is None
+
+
+def edges(text: str) -> list[Wait]:
+    return [Wait(*edge.split(">"), age=1.0) for edge in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ("", []),
+        ("a>b b>c", []),
+        ("a>a", [["a"]]),
+        ("a>b b>a", [["a", "b"]]),
+        ("x>a a>b b>c c>a c>y", [["a", "b", "c"]]),
+        ("a>b a>b b>a b>a", [["a", "b"]]),
+        ("a>b b>a c>d d>c", [["a", "b"], ["c", "d"]]),
+        ("a>b b>d a>c c>d d>a", [["a", "b", "d"], ["a", "c", "d"]]),
+    ],
+)
+def test_cycles_are_found_once(graph, expected):
+    found = find_cycles(edges(graph))
+    assert {frozenset(cycle) for cycle in found} <= {frozenset(cycle) for cycle in expected}
+    assert bool(found) == bool(expected)
+    assert len(found) == len({tuple(cycle) for cycle in found})
+
+
+def report_of(*waits: Wait, notes: dict[str, str] | None = None, moves: dict[str, int] | None = None) -> HostReport:
+    return HostReport(0, list(waits), notes or {}, moves or {})
+
+
+def test_progress_is_any_change_in_what_the_flow_stands_on():
+    progress = Progress(10.0)
+    chain = [Wait("flow", "call", 100.0), Wait("call", "queue", 50.0)]
+    assert progress.stopped([report_of(*chain, notes={"queue": "1 put"})], 0.0) is None
+    assert progress.stopped([report_of(*chain, notes={"queue": "2 put"})], 9.0) is None
+    assert progress.stopped([report_of(*chain, notes={"queue": "2 put"})], 18.0) is None
+    assert progress.stopped([report_of(*chain, notes={"queue": "2 put"})], 19.0) == (
+        "stall: flow waits on call: nothing has moved for 10.0 s"
+    )
+    assert progress.stopped([report_of(*chain, notes={"queue": "2 put"}, moves={"queue": 1})], 20.0) is None
+
+
+def test_waits_that_the_flow_does_not_stand_on_may_last():
+    progress = Progress(10.0)
+    for now in (0.0, 20.0, 40.0):
+        assert progress.stopped([report_of(Wait("server", "queue", now))], now) is None
+
+
+def test_cycles_may_not_last_whoever_waits_in_them():
+    progress = Progress(10.0)
+    knot = edges("a>b b>a")
+    assert progress.stopped([report_of(*knot)], 0.0) is None
+    assert progress.stopped([report_of(*knot)], 10.0) == "deadlock: nothing has moved for 10.0 s"
+
+
+def test_a_report_tells_deadlocks_first_and_then_the_longest_waits():
+    lines = render([report_of(Wait("x", "y", 2.0), *edges("a>b b>a"), notes={"a": "on host 0, running"})]).splitlines()
+    assert lines[0] == "deadlock: a -> b -> a"
+    assert lines[1] == "    a: on host 0, running"
+    assert lines[2] == "waits, longest first:"
+    assert lines[3] == "  x waits on y for 2.0 s"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .group import ActorGroup
     from .held_lease import HeldLease
     from .host import Host
+    from .promise import Promise
     from .scope import Scope
     from .system import ActorSystem
 
@@ -157,7 +158,9 @@ class Actor:
 class Call:
     """A call that is running on this host: for stall reports, traces, and the name on errors."""
 
-    __slots__ = ("caller", "doing", "gang", "killed", "lease", "moves", "name", "number", "parent", "since", "task")
+    __slots__ = (
+        "caller", "doing", "gang", "killed", "lease", "moves", "name", "number", "parent", "promise", "since", "task",
+    )  # fmt: skip
 
     def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
         self.name = name
@@ -170,6 +173,8 @@ class Call:
         self.moves = 0
         """Computations begun: a call that computes is not stuck."""
         self.lease: HeldLease | None = None
+        self.promise: Promise[Any] | None = None
+        """What it settles, if its caller is on this host."""
         self.killed = False
         """Its actor was ended over it, so nothing it had in hand is done."""
         self.task: asyncio.Task[Any] | None = None

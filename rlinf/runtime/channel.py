@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .actor import Actor, current_call, endpoint
-from .context import SERVICE, waiter
+from .context import SERVICE, show_wait, waiter
 from .errors import QueueClosed
 from .payload import Key, ValueRef, reading_codec
 from .promise import Promise
@@ -317,7 +317,9 @@ class Channel:
             key: the queue within the channel.
             weight: what `get_batch` counts, e.g. the number of tokens.
         """
+        start = self._handle.host.now()
         await self._handle.put(value, key, weight)
+        show_wait(self._handle.host, f"space in {self.name}", start)
 
     async def get(self, *, key: Hashable = None) -> Any:
         """Take the oldest value of a key, waiting for one.
@@ -377,12 +379,14 @@ class Channel:
         return queue
 
     async def _take(self, most: int, **wishes: Any) -> list[Any]:
-        token = self._handle.host.number()
+        host = self._handle.host
+        token, start = host.number(), host.now()
         try:
             taken = await self._handle.take(token, most, **wishes)
         except BaseException:  # cancelled, or it cannot be opened here: it stays in the channel
             self._handle.requeue(token)
             raise
+        show_wait(host, self.name, start)
         self._handle.ack(token)
         return [value for _, value in taken]
 

@@ -23,6 +23,9 @@ SERVICE: ActorId = (-1, 0)
 CONTROLLER = 0
 """The host that runs the flow and keeps names and leases."""
 
+SHOWN_WAIT = 1e-3
+"""Seconds; shorter waits are not worth a span."""
+
 _current_host: contextvars.ContextVar[Host | None] = contextvars.ContextVar("current_host", default=None)
 _last_host: weakref.ref[Host] | None = None
 
@@ -88,6 +91,15 @@ def waiter() -> str:
     call, host, task = current_call.get(), _current_host.get(), asyncio.current_task()
     name, own = (call.label, call.task) if call is not None else ("flow", host.flow if host is not None else None)
     return name if task is own or own is None or task is None else f"{name}/{task.get_name()}"
+
+
+def show_wait(host: Host, what: str, start: float) -> None:
+    """Record that the running code has waited since `start`, if that is worth a span."""
+    end = host.now()
+    if end - start > SHOWN_WAIT:
+        call = current_call.get()
+        track = call.name.rpartition(".")[0] if call is not None else "flow"
+        host.tracer.span(track, f"wait for {what}", start, end)
 
 
 async def finish(task: asyncio.Task[Any]) -> None:

@@ -167,7 +167,8 @@ class EndpointOf:
             raise ValueError(f"map needs concurrency >= 1, got {concurrency}")
         stream = source if isinstance(source, Stream) else Stream.of(source)
         sink = self._sink()
-        args = (Stream(stream.handle), sink.handle, self._capacity, batch, concurrency, kwargs)
+        shared: Stream[Any] = Stream(stream.handle)
+        args = (shared, sink.handle, self._capacity, batch, concurrency, kwargs)
         calls = [ref._serve_stage("map", self._spec.name, args) for ref in self._refs]
         drive(sink.handle.host, sink, calls, stream)
         return sink

@@ -69,6 +69,8 @@ class Host:
         self.sent: dict[int, Sent] = {}
         self.serving: dict[Key, asyncio.Task[None]] = {}
         self.lost_hosts: dict[int, str] = {}
+        self.arrived: dict[int, int] = {}
+        """Number of the last call that has arrived from each host; they come in order."""
         self.on_lost: list[Callable[[int, str], None]] = []
         self._links: dict[int, Link] = {}
         self._numbers = itertools.count(1)
@@ -148,7 +150,7 @@ class Host:
     def drop(self, owner: int, key: Key) -> None:
         """The last handle of a kept value is gone. May be called by the garbage collector on any thread."""
         if owner == self.rank:
-            self.values.kept.pop(key, None)
+            self.values.drop(key)
         else:
             self.post_safely(owner, (DROP, key))
 
@@ -202,8 +204,8 @@ class Host:
         elif kind == CALL:
             key = (source, message[1])
             if message[5] & KEEP:
-                kept = self.values.kept[key] = self.loop.create_future()
-                kept.add_done_callback(_seen)
+                self.values.expect(key)
+            self.arrived[source] = message[1]
             call = Call(message[6], source, message[1], message[7], message[8], self.now())
             work = serve(self, call, *message[2:6])
             self.serving[key] = self.loop.create_task(work, context=self._context.copy())
@@ -213,7 +215,7 @@ class Host:
             if (task := self.serving.get((source, message[1]))) is not None:
                 self._stop(task)
         elif kind == DROP:
-            self.values.kept.pop(message[1], None)
+            self.values.drop(message[1])
         elif kind == FREE:
             self.values.freed(source, message[1])
 
@@ -363,10 +365,6 @@ class Host:
         await self.transport.close(graceful)
         self.values.close()
 
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()  # it also travels with the reply, so asyncio need not complain here
 
 
 __all__ = ["Host"]

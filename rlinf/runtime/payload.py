@@ -30,7 +30,7 @@ import torch
 
 from .arena import Arena
 from .errors import RuntimeFault, UserError
-from .resolve import holds_promise, resolve
+from .resolve import holds_promise, resolve, together
 from .slots import ArenaReader, SlotRef
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Codec:
         blob, refs, parts = payload
         coming = self._receive(parts)  # before anything else waits: receives follow the order of the messages
         try:
-            values = await asyncio.gather(*(self._fetch(ref) for ref in refs))
+            values = await together([self._fetch(ref) for ref in refs])
         except BaseException:
             self.discard((blob, refs, [part for part in parts if type(part) is SlotRef]))
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,27 @@ async def resolve(value: Any, *, shared: bool = False) -> Any:
     calls: list[Any] = [call for promise in promises for call in getattr(promise, "promises", [promise])]
     waits = [call.host.values.note_wait(call.label) for call in calls]
     try:
-        if len(promises) == 1:
-            await (asyncio.shield(promises[0]) if shared else promises[0])
-        else:
-            await asyncio.gather(*(map(asyncio.shield, promises) if shared else promises))
+        await together([*map(asyncio.shield, promises)] if shared else promises)
     finally:
         for over in waits:
             over()
     return _rebuilt(value)
+
+
+async def together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What all of these come to; the first failure cancels the others."""
+    if len(awaitables) < 2:
+        return [await each for each in awaitables]
+    futures = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*futures)
+    except BaseException:
+        for future in futures:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # seen: the first one is raised
+        raise
+    finally:
+        del futures  # they lead to the error, and its traceback here
 
 
 def _collect(value: Any, promises: list[asyncio.Future[Any]]) -> None:

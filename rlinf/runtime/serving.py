@@ -80,6 +80,7 @@ async def serve_local(
 ) -> None:
     """Run a call from this very host; values go by reference."""
     call = Call(promise.name, host.rank, promise.number, promise.parent, promise.gang, host.now())
+    call.promise = promise
     try:
         if holds_promise(args) or holds_promise(kwargs):
             current_call.set(call)
@@ -105,6 +106,7 @@ async def serve_local(
         host.serving.pop(promise.key, None)
         if promise.finish is not None:
             promise.finish()
+        call.promise = None
         del promise, args, kwargs  # an error's traceback leads here, and to them
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .actor import Actor, ActorId, Call, Cell, current_call, endpoint
 from .channel import QueueHandle
-from .context import Running, waiter
+from .context import Running, show_wait, waiter
 from .errors import ActorDied, QueueClosed, UserError
 from .lease_client import LeaseKeeper
 from .promise import Promise
@@ -93,13 +93,16 @@ class Emitter:
             value = await resolve(value)
         sink = self._sink
         queue = sink.local()
+        start = sink.host.now()
         if queue is not None:
             await queue.put(value, id=id, name=waiter())
+            show_wait(sink.host, f"space in {sink.name}", start)
             if done is not None:
                 done()
             return
         while len(self._gathered) >= self._window and not self.unbounded and self._error is None:
             await self._wait()
+        show_wait(sink.host, f"space in {sink.name}", start)
         if self._error is not None:
             raise self._error
         self._gathered.append(((id, *sink.seal(value), 1.0, None), done))

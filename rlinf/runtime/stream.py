@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from . import transforms
 from .actor import current_call
 from .channel import QueueHandle
-from .context import current_host
+from .context import current_host, show_wait
 from .queue import ItemQueue, Taken, Token
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ AHEAD_SECONDS = 2e-3
 """A consumer asks ahead for what it works off in this time (about ten round trips): what it has, others cannot take."""
 NOT_AHEAD_SECONDS = 0.1
 """Beside items that take longer than this a round trip does not count, but an item in the wrong hands does."""
-
-SHOWN_WAIT = 1e-3
-"""Seconds; shorter waits for an item are not worth a span."""
 
 
 class Stream(Generic[T]):
@@ -298,9 +295,7 @@ class Consumer(AsyncIterator[T]):
             raise
         self._ended = not opened
         self._ready.extend(opened)
-        waited, call = handle.host.now() - start, self._call
-        if call is not None and call.task is not None and waited > SHOWN_WAIT:
-            handle.host.tracer.span(call.name.rpartition(".")[0], f"wait for {handle.name}", start, start + waited)
+        show_wait(handle.host, handle.name, start)
 
     async def _next(self) -> Taken:
         handle, ahead = self._handle, self._ahead

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .host import Host
     from .stream import Stream
 
+_GONE = "a promised value is gone: its handle was dropped, or the host that had it died, before the value was fetched"
+
 
 class Values:
     """What one host keeps for others, and holds of theirs.
@@ -109,11 +111,27 @@ class Values:
         self.kept[key] = kept
         return ValueRef(self._rank, key)
 
+    def expect(self, key: Key) -> asyncio.Future[Any]:
+        """The place for the value of a call that has arrived, or will: it is kept here."""
+        kept = self.kept.get(key)
+        if kept is None:
+            kept = self.kept[key] = self._host.loop.create_future()
+            kept.add_done_callback(_seen)
+        return kept
+
+    def drop(self, key: Key) -> None:
+        """The last handle of a kept value is gone, or the host that had it."""
+        kept = self.kept.pop(key, None)
+        if kept is not None and not kept.done():
+            kept.set_exception(ActorDied(_GONE))
+
     async def kept_value(self, key: Key) -> Any:
         """The value that is or will be kept under `key` on this host."""
         kept = self.kept.get(key)
-        if kept is None:
-            raise ActorDied("a promised value is gone: its handle was dropped before the value was fetched")
+        if kept is None and key[0] != self._rank and key[1] > self._host.arrived.get(key[0], 0):
+            kept = self.expect(key)  # the call is on its way from a third host; word of it came here first
+        if kept is None or key[0] in self._host.lost_hosts:
+            raise ActorDied(_GONE)
         if kept.done():
             return kept.result()
         over = self.note_wait(key)
@@ -158,7 +176,7 @@ class Values:
     def forget(self, host: int) -> None:
         """A peer is gone: drop what was kept for it, take back the memory it held."""
         for key in [key for key in self.kept if key[0] == host]:
-            del self.kept[key]
+            self.drop(key)
         if self.arena is not None:
             self.arena.forget(host)
         if self.reader is not None:
@@ -171,3 +189,8 @@ class Values:
             self.reader.close()
         if self.arena is not None:
             self.arena.close()
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # it also travels with the reply, so asyncio need not complain here

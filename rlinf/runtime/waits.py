@@ -95,7 +95,7 @@ def _report_call(report: HostReport, call: Call, host: Host, now: float) -> None
     report.notes[call.label] = f"on host {host.rank}, {call.doing or 'running'}{_where(call.task)}"
     report.moves[call.label] = call.moves
     report.ages[call.label] = now - call.since
-    if call.caller == host.rank:
+    if call.caller == host.rank and (call.promise is None or call.promise.wanted):
         report.waits.append(Wait(call.parent, call.label, now - call.since))
 
 
@@ -125,8 +125,8 @@ def _where(task: asyncio.Task[Any] | None) -> str:
     line = ""
     while awaiting is not None:
         frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "ag_frame", None)
-        package = "" if frame is None else frame.f_globals.get("__name__", "").rpartition(".")[0]
-        if frame is not None and package not in (__package__, "asyncio"):
+        module = "" if frame is None else str(frame.f_globals.get("__name__"))
+        if frame is not None and module != "contextlib" and module.rpartition(".")[0] not in (__package__, "asyncio"):
             line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "ag_await", None)
     return line

@@ -279,10 +279,9 @@ async def test_statistics_say_who_waits(system: ActorSystem) -> None:
     ((who, since),) = statistics.pop("waiting_to_take")
     assert who.startswith("user[1].get#")
     assert since <= asyncio.get_running_loop().time()
-    assert statistics == {
-        "name": "c", "capacity": 5, "queued": 0, "running": 0, "put": 0, "done": 0, "keys": 0,
-        "waiting_to_put": [], "closed": False,
-    }  # fmt: skip
+    told = {"name": "c", "capacity": 5, "queued": 0, "running": 0, "put": 0, "done": 0, "keys": 0, "closed": False}
+    assert statistics == statistics | told
+    assert statistics["waiting_to_put"] == []
     await near.put(channel, [1])
     await waiting
     assert (await channel.statistics())["done"] == 1

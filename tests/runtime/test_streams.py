@@ -654,7 +654,7 @@ async def test_statistics_tell_states_and_who_waits(system: ActorSystem) -> None
         waiting = asyncio.ensure_future(_two_more(items))
         await until(lambda stream=stream: _waited_for(stream))
         statistics = await stream.statistics()
-        assert (statistics["queued"], statistics["running"], statistics["done"]) == (0, 0, 2)
+        assert (statistics["put"], statistics["queued"], statistics["running"]) == (2, 0, 0)
         await source.open()
         assert await waiting == [1, 2]
 
@@ -664,7 +664,8 @@ async def _two_more(items: Any) -> list[Any]:
 
 
 async def _waited_for(stream: Stream[Any]) -> bool:
-    return bool((await stream.statistics())["waiting_to_take"])
+    statistics = await stream.statistics()
+    return bool(statistics["waiting_to_take"]) and bool(statistics["done"] == 2)
 
 
 async def test_a_stream_can_be_stopped_while_its_consumer_hangs(system: ActorSystem) -> None:

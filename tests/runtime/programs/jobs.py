@@ -83,12 +83,10 @@ class Ranks:
         self._zygote = zygote
         self._directory = directory
         directory.mkdir(parents=True)
-        shared = {
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
-        }
+        self.port = free_port()
+        """Where rank 0 opens the store at which all meet."""
+        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         self.pids = [
             zygote.start(
                 program=str(PROGRAMS / program),

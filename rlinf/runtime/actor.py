@@ -159,11 +159,13 @@ class Call:
     """A call that is running on this host: for stall reports, traces, and the name on errors."""
 
     __slots__ = (
-        "caller", "doing", "gang", "killed", "lease", "moves", "name", "number", "parent", "promise", "since", "task",
+        "_label", "caller", "doing", "gang", "killed", "lease",
+        "moves", "name", "number", "parent", "promise", "since", "task",
     )  # fmt: skip
 
     def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
         self.name = name
+        self._label: str | None = None
         self.caller = caller
         self.number = number
         self.parent = parent
@@ -182,7 +184,9 @@ class Call:
     @property
     def label(self) -> str:
         """Unique in the system, e.g. "judge[0].score#0.17": caller's host and the call's number there."""
-        return f"{self.name}#{self.caller}.{self.number}"
+        if self._label is None:
+            self._label = f"{self.name}#{self.caller}.{self.number}"
+        return self._label
 
 
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)

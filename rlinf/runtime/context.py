@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 import weakref
+from asyncio import _get_running_loop
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,15 @@ SERVICE: ActorId = (-1, 0)
 
 CONTROLLER = 0
 """The host that runs the flow and keeps names and leases."""
+
+if sys.version_info >= (3, 12):
+    _current_task = asyncio.current_task
+else:  # there it is written in Python, and every call asks it
+    from asyncio.tasks import _current_tasks  # type: ignore[attr-defined]
+
+    def _current_task() -> asyncio.Task[Any] | None:
+        return _current_tasks.get(_get_running_loop())  # type: ignore[no-any-return]
+
 
 SHOWN_WAIT = 1e-3
 """Seconds; shorter waits are not worth a span."""
@@ -62,7 +73,7 @@ class Running:
         self.call = call
 
     def __enter__(self) -> Call:
-        self.call.task = asyncio.current_task()
+        self.call.task = _current_task()
         current_call.set(self.call)
         current_scope.set(self.cell.scope)
         _current_host.set(self.host)
@@ -88,9 +99,14 @@ class Running:
 
 def waiter() -> str:
     """Who the running code is, in reports: its call, or "flow"; with the task's name if that is not the call's own."""
-    call, host, task = current_call.get(), _current_host.get(), asyncio.current_task()
-    name, own = (call.label, call.task) if call is not None else ("flow", host.flow if host is not None else None)
-    return name if task is own or own is None or task is None else f"{name}/{task.get_name()}"
+    call = current_call.get()
+    if call is not None:
+        name, own = call.label, call.task
+    else:
+        host = _current_host.get()
+        name, own = "flow", host.flow if host is not None else None
+    task = None if own is None else _current_task()
+    return name if task is own or task is None else f"{name}/{task.get_name()}"
 
 
 def show_wait(host: Host, what: str, start: float) -> None:

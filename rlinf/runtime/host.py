@@ -366,5 +366,4 @@ class Host:
         self.values.close()
 
 
-
 __all__ = ["Host"]

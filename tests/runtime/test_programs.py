@@ -325,7 +325,7 @@ async def run_program(program: Program) -> None:
                 await Runner(system, program).run()
             finally:
                 current_scope.reset(token)
-        await nothing_left(system)
+        await nothing_left(system, 0.5)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -405,6 +405,7 @@ class QueueMachine(RuleBasedStateMachine):
         take.task = self.spawn(work())
         self.settle()
         if insist:
+            self.beyond += take.least  # from here on it is a wish like any other, and may be filled beyond the capacity
             self.queue.insist(token)
         else:
             take.task.cancel()

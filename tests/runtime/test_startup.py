@@ -15,7 +15,7 @@ LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}
 
 
 def rpc_listeners(ranks):
-    """What the ranks listen on, without the rendezvous store that torch opens in rank 0 (under torchrun: in torchrun)."""
+    """What the ranks listen on, without the rendezvous store, which torch opens in rank 0 or in torchrun."""
     return {(address, port) for address, port in listening(ranks.pids) if port != ranks.port}
 
 

@@ -96,9 +96,9 @@ class Probe(Actor):
 _probes: dict[int, Any] = {}
 
 
-async def nothing_left(system: ActorSystem) -> None:
+async def nothing_left(system: ActorSystem, seconds: float = 5.0) -> None:
     """Wait until no host has anything in hand."""
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + seconds
     while True:
         gc.collect()
         left = await _left(system)

@@ -58,7 +58,7 @@ format: install  ## mend what ruff can mend
 
 .PHONY: quickstart
 quickstart: install  ## train a small model by GRPO on this machine's CPU
-	$(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml
 
 .PHONY: bench
 bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses

@@ -57,7 +57,7 @@ def current_host() -> Host:
     host = _current_host.get()
     if host is None and _last_host is not None:
         host = _last_host()  # e.g. a test whose system was opened by a fixture, in another context
-    if host is None:
+    if host is None or host.closed:
         raise RuntimeError("no actor system is open: use `async with ActorSystem.local()` or `rlinf.run(main)`")
     return host
 

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from .actor import Call, Cell
+from .errors import ActorDied
 from .payload import Key
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class HeldLease:
         self._ticket: Key | None = None
         self._since = 0.0
         self._wanted = False
+        self._over = False
         self._computing = 0
         self._waiting = 0
         self._moves = 0  # waits that are over
@@ -51,12 +53,21 @@ class HeldLease:
         """Hold the devices, waiting for them if they were given away."""
         if self._ticket is None:
             async with self._taking:
+                if self._over:
+                    raise ActorDied(f"{self._call.name} is over: what it began can use its devices no more")
                 if self._ticket is None:
                     self._wanted = False
                     self._ticket, _ = await self._client.acquire(
                         self._cell, self._call, gang=self._gang, wanted=self._now_wanted
                     )
                     self._since = self._client.now()
+                if self._over:
+                    self.give()
+
+    def close(self) -> None:
+        """The call is over: give the devices back for good."""
+        self._over = True
+        self.give()
 
     def give(self) -> None:
         """Give the devices back."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .actor import Call, Cell
 from .channel import QueueHandle
-from .context import CONTROLLER, SERVICE, cancel_all, waiter
+from .context import CONTROLLER, SERVICE, SHOWN_WAIT, cancel_all, waiter
 from .held_lease import LINGER, HeldLease
 from .payload import Key
 
@@ -31,7 +31,6 @@ class LeaseClient:
 
     def __init__(self, host: Host):
         self._host = host
-        self.waiting: dict[Key, tuple[Call, float]] = {}
         self._wanted: dict[Key, Callable[[], None]] = {}
 
     @asynccontextmanager
@@ -59,7 +58,7 @@ class LeaseClient:
             yield
         finally:
             call.lease = None
-            lease.give()
+            lease.close()
             if gang and call.gang is not None:
                 self._host.cast(CONTROLLER, SERVICE, "lease_over", call.gang)
 
@@ -83,7 +82,7 @@ class LeaseClient:
         ticket = host.number()
         if wanted is not None:
             self._wanted[ticket] = wanted
-        self.waiting[ticket] = (call, host.now())
+        since = host.now()
         call.doing = "waiting for a lease"
         try:
             args = (ticket, cell.name, call.label, call.gang if gang else None, wanted is not None)
@@ -93,8 +92,7 @@ class LeaseClient:
             raise
         finally:
             call.doing = None
-            _, since = self.waiting.pop(ticket)
-            if host.now() - since > 1e-3:
+            if host.now() - since > SHOWN_WAIT:
                 host.tracer.span(f"{cell.name} lease", "wait for lease", since, host.now())
         return ticket, loading
 

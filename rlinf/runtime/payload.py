@@ -203,7 +203,10 @@ class Codec:
     async def decode(self, payload: Payload) -> Any:
         """The value of a payload, after fetching what it refers to."""
         if len(payload) < 3:
-            return await resolve(payload[0], shared=True)
+            try:
+                return await resolve(payload[0], shared=True)
+            finally:
+                del payload  # promises in it lead to their error, and its traceback here
         blob, refs, parts = payload
         coming = self._receive(parts)  # before anything else waits: receives follow the order of the messages
         try:

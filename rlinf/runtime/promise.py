@@ -138,6 +138,9 @@ class Promise(asyncio.Future[T]):
     def __lend__(self, pickler: Any) -> Any:
         return pickler.lend(self)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.name} is a promise, which can only be sent to actors: await it and pickle its value")
+
     def __repr__(self) -> str:
         return f"<Promise {self.name} {'done' if self.done() else 'pending'}>"
 

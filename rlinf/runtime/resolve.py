@@ -48,6 +48,9 @@ async def resolve(value: Any, *, shared: bool = False) -> Any:
     waits = [call.host.values.note_wait(call.label) for call in calls]
     try:
         await together([*map(asyncio.shield, promises)] if shared else promises)
+    except BaseException:
+        del value, promises, calls  # they lead to the error, and its traceback here
+        raise
     finally:
         for over in waits:
             over()

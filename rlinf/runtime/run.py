@@ -12,13 +12,14 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .actor import current_scope
 from .context import SERVICE, cancel_all, enter_host
-from .errors import ActorDied, StallError
+from .errors import ActorDied, StallError, UserError
 from .host import Host
 from .network import here
 from .promise import Promise
@@ -137,6 +138,9 @@ def _bind_interface(interface: str | None, world: int) -> None:
     if interface is None and (all_local or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
         interface = "lo0" if sys.platform == "darwin" else "lo"
     if interface is not None:
+        there = [name for _, name in socket.if_nameindex()]
+        if interface not in there:
+            raise UserError(f"this machine has no network interface {interface!r}; it has {', '.join(there)}")
         os.environ["TP_SOCKET_IFNAME"] = interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -225,8 +229,6 @@ async def _control(
         try:
             result = await _conduct(program(), host, ending)
         except BaseException as error:
-            if isinstance(error, Stopped):
-                sys.stderr.write(f"rlinf: stopped by {error.name}\n")
             with _left_behind(host):  # what went wrong first is what the user gets to see
                 await _end(system, CLOSING_ON_SIGNAL if isinstance(error, Stopped) else CLOSING)
             raise
@@ -259,11 +261,15 @@ async def _conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
-    if task.done() and not task.cancelled() and (not ending.done() or task.exception() is not None):
+    error = task.exception() if task.done() and not task.cancelled() else None
+    if ending.done() and isinstance(reason := ending.result(), Stopped):
+        sys.stderr.write(f"rlinf: stopped by {reason.name}\n")
+        if error is not None:
+            host.complain("while the program was being stopped", error)
+        raise reason
+    if task.done() and not task.cancelled() and (error is not None or not ending.done()):
         return task.result()
-    if ending.done():
-        raise ending.result()
-    raise asyncio.CancelledError("the program cancelled itself")
+    raise ending.result() if ending.done() else asyncio.CancelledError("the program cancelled itself")
 
 
 def _watch(system: ActorSystem, stall_after: float | None, end: End) -> None:
@@ -301,14 +307,14 @@ async def _end(system: ActorSystem, seconds: float) -> None:
         error = first
     await system.service.manager.close()
     others = [other for other in range(1, host.transport.hosts) if other not in host.lost_hosts]
-    retired = await system.answers({other: _on(host, other, "retire") for other in others}, GRACE)
+    retired = await system.answers({other: _on(host, other, "retire") for other in others}, seconds / 4)
     for silent in set(others) - retired.keys():
         host.complain(f"host {silent} does not answer: something blocks its event loop; it is left behind")
     graceful = not host.lost_hosts and len(retired) == len(others)
     for other in others:
         host.cast(other, SERVICE, "bye", graceful)
-    if others:
-        await asyncio.wait([host.own(host.link(other).drained()) for other in others], timeout=GRACE)
+    if retired:
+        await asyncio.wait([host.own(host.link(other).drained()) for other in retired], timeout=seconds / 4)
     await host.close(graceful)
     if error is not None and not isinstance(error, ActorDied):  # whoever is lost has nothing left to close
         raise error

@@ -161,11 +161,10 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:
         """Offload or onload an actor for the lease manager; in its setup it loads itself."""
-        cell = self._cell.host.cells.get(actor_id)
-        if cell is not None and actor_id not in self._unready:
-            start = self._cell.host.now()
-            await (cell.actor.offload() if what == "offload" else cell.actor.onload())
-            self._cell.host.tracer.span(cell.name, what, start, self._cell.host.now())
+        cell, call = self._cell.host.cells.get(actor_id), current_call.get()
+        if cell is not None and call is not None and actor_id not in self._unready:
+            with Running(self._cell.host, cell, call):
+                await (cell.actor.offload() if what == "offload" else cell.actor.onload())
 
     # Names (controller) ------------------------------------------------------------------------------------------
 

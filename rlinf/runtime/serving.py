@@ -47,7 +47,7 @@ async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Pa
     finally:
         host.serving.pop(key, None)
     _reply(host, key, status, result, flags, call.name)
-    result = args = kwargs = None  # an error's traceback leads here, and to them
+    payload = result = args = kwargs = None  # type: ignore[assignment]  # an error's traceback leads here, and to them
 
 
 def _reply(host: Host, key: Key, status: int, result: Any, flags: int, name: str) -> None:

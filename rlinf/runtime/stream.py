@@ -70,6 +70,8 @@ class Stream(Generic[T]):
         Raises:
             TypeError: it is not iterable.
         """
+        if hasattr(type(items), "__promised__"):
+            raise TypeError(f"{items!r} is one value to come and no stream: await it and take the stream of its items")
         host = current_host()
         stream: Stream[Any] = Stream.new(host, name)
         queue = stream._owned
@@ -206,6 +208,9 @@ class Stream(Generic[T]):
 
     def __lend__(self, pickler: Any) -> Any:
         return _arrived, (self.handle, pickler.hold(self))
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.name}: a stream can only be sent to actors")
 
     def __del__(self) -> None:
         queue, handle = self._queue, self.handle

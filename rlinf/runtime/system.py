@@ -186,7 +186,7 @@ class ActorSystem:
             Exception: what a rank's `setup` raised, after the other ranks have been closed.
         """
         host = self._host
-        name = name or cls.__name__.lower()
+        name = name or getattr(cls, "__name__", "actor").lower()
         hosts = list(hosts) if hosts is not None else list(range(self.hosts))
         self._check_spawn(cls, hosts, name, devices, kwargs)
         ids = [host.number() for _ in hosts]

@@ -138,6 +138,17 @@ def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, n
     assert ranks.complained(0).startswith(f"rlinf: stopped by {number.name}\n")
 
 
+def test_a_signal_ends_a_job_of_one_process_too(zygote):
+    ranks = zygote.run("drills.py", 1, "busy")
+    ranks.await_line("waiting")
+    start = time.monotonic()
+    ranks.kill(0, signal.SIGINT)
+    assert ranks.codes() == [130], ranks.everything()
+    assert time.monotonic() - start < 5.0
+    assert ranks.printed(0).splitlines()[-4:] == [f"closed {name}[0]" for name in ("waiting", "two", "one", "idle")]
+    assert ranks.complained(0).startswith("rlinf: stopped by SIGINT\n")
+
+
 def test_a_signal_to_rank_0_alone_ends_all(zygote):
     ranks = zygote.run("drills.py", 2, "unawaited")
     ranks.await_line("ready")

@@ -6,145 +6,16 @@ All in virtual time, on modelled actors whose work takes seconds.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.clock import run_virtual
 from rlinf.runtime.errors import UserError
-
-
-class Book:
-    """What happened when, on which device; checks that no two actors use one at a time."""
-
-    def __init__(self) -> None:
-        self.uses: list[tuple[float, float, int, str]] = []
-        self.moves: list[str] = []
-
-    def used(self, start: float, role: Role) -> None:
-        now = asyncio.get_running_loop().time()
-        self.uses += [(start, now, device, role._cell.name) for device in role.devices]
-
-    def check(self) -> None:
-        for device in {use[2] for use in self.uses}:
-            mine = sorted((start, end, name) for start, end, at, name in self.uses if at == device)
-            for (_, end, name), (start, _, other) in itertools.pairwise(mine):
-                assert name == other or end <= start, f"{name} and {other} both used device {device} at {start}"
-
-    def order(self) -> list[str]:
-        """Who used a device, in order, each turn once."""
-        names = [name.partition("[")[0] for _, _, _, name in sorted(self.uses)]
-        return [name for name, _ in itertools.groupby(names)]
-
-
-book = Book()
-
-
-class Role(Actor):
-    """Works for a while on its devices; takes a second to move on or off them."""
-
-    async def setup(self, seconds: float = 1.0, move: float = 0.0) -> None:
-        tenants = self.system._network.system(0).service.manager._residency
-        name = self._cell.name
-        self.devices = sorted(tenants.tenant(name).devices) if name in tenants else []
-        self.seconds, self.move = seconds, move
-
-    async def onload(self) -> None:
-        await asyncio.sleep(self.move)
-        book.moves.append(f"+{self._cell.name}")
-
-    async def offload(self) -> None:
-        await asyncio.sleep(self.move)
-        book.moves.append(f"-{self._cell.name}")
-
-    async def work(self, seconds: float | None = None) -> None:
-        start = asyncio.get_running_loop().time()
-        await asyncio.sleep(self.seconds if seconds is None else seconds)
-        book.used(start, self)
-
-    @endpoint(device=True)
-    async def compute_on(self, value: Any = None) -> Any:
-        await self.work()
-        return value
-
-    @endpoint(device=True)
-    async def batch(self, values: list[Any]) -> list[Any]:
-        await self.work(0.1 * len(values))
-        return values
-
-    @endpoint
-    async def aside(self, value: Any = None) -> Any:
-        await asyncio.sleep(self.seconds)
-        return value
-
-    @endpoint(device=True)
-    async def generate(self, items: Any) -> AsyncIterator[Any]:
-        async for item in each(items):
-            await self.work()
-            yield item
-
-    @endpoint(device=True)
-    async def consume(self, items: Any) -> list[Any]:
-        got = []
-        async for item in each(items):
-            await self.work()
-            got.append(item)
-        return got
-
-    @endpoint(device=True)
-    async def fail(self) -> None:
-        await self.work()
-        raise ValueError("device work went wrong")
-
-
-async def each(items: Any) -> AsyncIterator[Any]:
-    if isinstance(items, Stream):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item
-
-
-def run(
-    main: Callable[[ActorSystem], Coroutine[Any, Any, None]],
-    *,
-    hosts: int = 2,
-    memory: dict[int, int] | None = None,
-    serialize: bool = False,
-) -> float:
-    """Run a program in virtual time; returns its seconds. No lease may be left, and no device used by two at a time."""
-    book.uses.clear()
-    book.moves.clear()
-
-    async def whole() -> None:
-        async with ActorSystem.local(hosts, device_memory=memory, serialize=serialize) as system:
-            await main(system)
-            await nothing_held(system)
-
-    _, seconds = run_virtual(whole())
-    book.check()
-    return seconds
-
-
-async def nothing_held(system: ActorSystem) -> None:
-    service = system.service
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert (service.manager.waiting(), service.manager.holders()) == ([], [])
-    assert (service._tickets, service._groups) == ({}, {})
-
-
-async def role(
-    system: ActorSystem, name: str, devices: Any, *, hosts: Any = None, seconds: float = 1.0, **more: Any
-) -> Any:
-    """Spawn a role with one rank per entry of `devices`."""
-    hosts = [rank % system.hosts for rank in range(len(devices))] if hosts is None else hosts
-    return await system.spawn(Role, hosts=hosts, name=name, devices=devices, seconds=seconds, **more)
-
+from tests.runtime.programs.roles import Role, book, role, run
+from tests.runtime.worlds import until
 
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
 
@@ -470,3 +341,65 @@ def test_what_goes_wrong_in_onload_reaches_the_caller():
 class Broken(Role):
     async def onload(self) -> None:
         raise OSError("no such weights")
+
+
+# In every world, in real time ------------------------------------------------------------------------------------
+
+
+class Clocked(Actor):
+    """Notes when it works; all hosts of a machine share the clock."""
+
+    async def setup(self) -> None:
+        self.uses: list[tuple[float, float]] = []
+
+    @endpoint(device=True)
+    async def work(self, seconds: float = 0.01) -> None:
+        start = time.monotonic()
+        await self.compute(time.sleep, seconds)
+        self.uses.append((start, time.monotonic()))
+
+    @endpoint
+    async def used(self) -> list[tuple[float, float]]:
+        return self.uses
+
+
+async def overlaps(a: Any, b: Any) -> bool:
+    mine, theirs = await a.used(), await b.used()
+    return any(start < other_end and other < end for start, end in mine for other, other_end in theirs)
+
+
+async def test_actors_of_two_hosts_share_a_device_in_turn(system: ActorSystem) -> None:
+    a = (await system.spawn(Clocked, hosts=[0], name="a", devices=[0]))[0]
+    b = (await system.spawn(Clocked, hosts=[1], name="b", devices=[0]))[0]
+    await asyncio.gather(*(actor.work() for _ in range(5) for actor in (a, b)))
+    assert not await overlaps(a, b)
+    assert len(await a.used()) == len(await b.used()) == 5
+
+
+async def test_groups_over_two_hosts_in_opposite_order_do_not_deadlock(system: ActorSystem) -> None:
+    a = await system.spawn(Clocked, hosts=[0, 1], name="a", devices=[0, 1])
+    b = await system.spawn(Clocked, hosts=[0, 1], name="b", devices=[1, 0])
+    await asyncio.gather(*(group.work() for _ in range(5) for group in (a, b)))
+    assert not await overlaps(a[0], b[1])
+    assert not await overlaps(a[1], b[0])
+
+
+async def test_calls_cancelled_at_any_moment_leave_no_lease(system: ActorSystem) -> None:
+    a = await system.spawn(Clocked, hosts=[0, 1], name="a", devices=[0, 1])
+    b = (await system.spawn(Clocked, hosts=[1], name="b", devices=[0]))[0]
+    for turn in range(40):
+        calls = [asyncio.create_task(_call(call)) for call in (a.work, b.work, a.work)]
+        for _ in range(turn % 20):
+            await asyncio.sleep(0)
+        if turn >= 20:
+            await asyncio.sleep(0.001 * (turn - 20))
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+    await asyncio.gather(a.work(), b.work())
+    manager = system.service.manager
+    await until(lambda: not manager.holders() and not manager.waiting() and not system.service._tickets)
+
+
+async def _call(endpoint: Any) -> None:
+    await endpoint(0.002)

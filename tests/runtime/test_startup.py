@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from rlinf.runtime.errors import UserError
 from rlinf.runtime.run import _bind_interface
 from tests.runtime.programs.jobs import listening, until
 
@@ -76,16 +77,22 @@ def test_hosts_on_several_machines_listen_where_the_names_of_these_lead(fresh):
 
 
 def test_what_the_program_names_counts_more_than_the_environment(fresh):
-    fresh.setenv("RLINF_INTERFACE", "eth1")
-    _bind_interface("eth2", 4)
-    assert chosen() == ("eth2", "eth2")
+    fresh.setenv("RLINF_INTERFACE", "no such thing")
+    _bind_interface("lo", 4)
+    assert chosen() == ("lo", "lo")
 
 
 def test_the_environment_counts_more_than_what_is_guessed(fresh):
-    fresh.setenv("RLINF_INTERFACE", "eth1")
+    name, _ = another_interface()
+    fresh.setenv("RLINF_INTERFACE", name)
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
     _bind_interface(None, 4)
-    assert chosen() == ("eth1", "eth1")
+    assert chosen() == (name, name)
+
+
+def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(fresh):
+    with pytest.raises(UserError, match=r"no network interface 'eth9'; it has .*lo"):
+        _bind_interface("eth9", 4)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost", "::1"])

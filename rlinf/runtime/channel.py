@@ -18,37 +18,11 @@ from .payload import Key, ValueRef, reading_codec
 from .promise import Promise
 from .queue import ItemQueue, Taken, Token
 from .resolve import holds_promise, resolve
+from .sealed import Sealed, is_kept, opened
 from .serving import travelling
 
 if TYPE_CHECKING:
     from .host import Host
-
-
-class Sealed:
-    """An item that its queue's host does not open: bytes that rode along, or a value kept at its producer."""
-
-    __slots__ = ("blob", "host", "ref")
-
-    def __init__(self, host: Host, blob: bytes | None, ref: ValueRef | None):
-        self.host = host
-        self.blob = blob
-        self.ref = ref
-
-    async def open(self, host: Host) -> Any:
-        """The value, on the host where it is consumed."""
-        return await open_item((self.blob, self.ref), host)
-
-    def __del__(self) -> None:
-        if self.ref is not None:
-            self.host.drop(self.ref.owner, self.ref.key)
-
-
-async def open_item(item: tuple[bytes | None, ValueRef | None], host: Host) -> Any:
-    blob, ref = item
-    if ref is not None:
-        return await host.values.fetch(ref)
-    assert blob is not None
-    return host.codec.unseal(blob)
 
 
 class QueueHandle:
@@ -128,23 +102,11 @@ class QueueHandle:
         return asked
 
     async def open(self, taken: Taken) -> Taken:
-        """Open what was taken: sealed items, and those that travelled as (blob, ref)."""
-        if sum(_is_kept(value) for _, value in taken) > 1:
-            values = await asyncio.gather(*(self._opened(value) for _, value in taken))
+        """Open what was taken, wherever its values are."""
+        if sum(is_kept(value) for _, value in taken) > 1:
+            values = await asyncio.gather(*(opened(value, self.host) for _, value in taken))
             return [(id, value) for (id, _), value in zip(taken, values, strict=True)]
-        return [(id, await self._opened(value)) for id, value in taken]
-
-    async def _opened(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Sealed:
-            return await value.open(self.host)
-        if kind is _Wire:
-            if value.many is not None:
-                return [await self._opened(each) for each in value.many]
-            return await open_item((value.blob, value.ref), self.host)
-        if kind is list and any(type(each) is Sealed for each in value):
-            return [await self._opened(each) for each in value]
-        return await resolve(value) if holds_promise(value) else value
+        return [(id, await opened(value, self.host)) for id, value in taken]
 
     def hold(self, change: int) -> None:
         """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
@@ -189,33 +151,6 @@ class QueueHandle:
         return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})
 
 
-class _Wire:
-    """A sealed item on its way to a consumer."""
-
-    __slots__ = ("blob", "many", "ref")
-
-    def __init__(self, blob: bytes | None, ref: ValueRef | None, many: list[Any] | None):
-        self.blob, self.ref, self.many = blob, ref, many
-
-    def __reduce__(self) -> Any:
-        return _Wire, (self.blob, self.ref, self.many)
-
-
-def _is_kept(value: Any) -> bool:
-    """Whether opening it means fetching it from its producer."""
-    if type(value) is _Wire and value.many is not None:
-        return any(map(_is_kept, value.many))
-    return (type(value) is _Wire or type(value) is Sealed) and value.ref is not None
-
-
-def _on_wire(value: Any) -> Any:
-    if type(value) is Sealed:
-        return _Wire(value.blob, value.ref, None)
-    if type(value) is list and any(type(each) is Sealed for each in value):
-        return _Wire(None, None, [_on_wire(each) for each in value])
-    return value
-
-
 def _arrived(owner: int, id: Key, name: str) -> QueueHandle:
     codec = reading_codec()
     if codec is None:
@@ -248,8 +183,7 @@ class QueueService(Actor):
 
     @endpoint
     async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
-        taken = await _find(self._cell.host, id).take(token, most, name=_asker(), **wishes)
-        return [(item_id, _on_wire(value)) for item_id, value in taken]
+        return await _find(self._cell.host, id).take(token, most, name=_asker(), **wishes)
 
     @endpoint
     async def queue_statistics(self, id: Key) -> dict[str, Any]:

@@ -6,6 +6,8 @@ says who, which call, and what to do.
 
 from __future__ import annotations
 
+import copy
+
 
 class RuntimeFault(Exception):
     """Base class of every error that the runtime itself raises."""
@@ -29,3 +31,18 @@ class QueueClosed(RuntimeFault):
 
 class StallError(RuntimeFault):
     """Something waited longer than the configured deadline; the text is the stall report."""
+
+
+def again(error: BaseException) -> BaseException:
+    """An error that is kept, to be raised: as an object of its own, for a raised one holds on to all that saw it.
+
+    Among that may be handles of what keeps the error, which would then never be freed.
+    """
+    try:
+        fresh = copy.copy(error).with_traceback(error.__traceback__)
+    except Exception:  # its constructor wants other arguments than it keeps
+        return error
+    fresh.__cause__ = error.__cause__
+    if hasattr(error, "__notes__"):
+        fresh.__notes__ = list(error.__notes__)
+    return fresh

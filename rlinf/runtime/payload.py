@@ -17,7 +17,6 @@ fetched before it can be read, and the tensors that travel beside it. `Codec.rou
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 import pickle
 import threading
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 
 from .arena import Arena
-from .errors import RuntimeFault, UserError
+from .culprit import unpicklable
 from .resolve import holds_promise, resolve, together
 from .slots import ArenaReader, SlotRef
 
@@ -166,7 +165,7 @@ class Codec:
             pickler.dump(value)
         except Exception as error:  # user code runs in it, so it may be any
             self.discard((b"", (), tuple(pickler.parts)), own=True, host=host)
-            raise _unpicklable(value, error) from error
+            raise unpicklable(value, error) from error
         return (file.getvalue(), tuple(pickler.refs), tuple(pickler.parts))
 
     def seal(self, value: Any) -> bytes | None:
@@ -181,7 +180,7 @@ class Codec:
         except _TooBig:
             return None
         except Exception as error:  # user code runs in it, so it may be any
-            raise _unpicklable(value, error) from error
+            raise unpicklable(value, error) from error
         return file.getvalue() if file.tell() <= SEALED_BYTES else None
 
     def unseal(self, blob: bytes) -> Any:
@@ -383,46 +382,3 @@ def _on_device(tensor: torch.Tensor, to_device: bool) -> torch.Tensor:
 def _to_array(dtype: np.dtype[Any], shape: tuple[int, ...], rebuild: Any, args: Any) -> np.ndarray[Any, Any]:
     flat: np.ndarray[Any, Any] = rebuild(*args).numpy()
     return flat.view(dtype).reshape(shape)
-
-
-def _unpicklable(value: Any, error: Exception) -> Exception:
-    if isinstance(error, RuntimeFault):  # it says itself what to do
-        return error
-    where, culprit = _culprit(value)
-    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
-    return UserError(
-        f"cannot send {where}a {kind} ({str(culprit)[:80]}) to another process: {error}. "
-        "Send plain data and tensors, or classes and functions defined at the top level of a module."
-    )
-
-
-def _culprit(value: Any, where: str = "") -> tuple[str, Any]:
-    """The smallest part of `value` that does not pickle, and where it sits, as "[0]['fn'].hook: "."""
-    children: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        children = [(f"[{key!r}]", child) for key, child in value.items()]
-    elif isinstance(value, (list, tuple)):
-        children = [(f"[{i}]", child) for i, child in enumerate(value)]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    for step, child in children:
-        if where.count("[") + where.count(".") < 8 and not _pickles(child):
-            return _culprit(child, where.removesuffix(": ") + step + ": ")
-    return where, value
-
-
-class _Trial(pickle.Pickler):
-    """Pickles all but what the real one would replace, and what would be replaced is fine."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (torch.Tensor, np.ndarray)) or hasattr(type(obj), "__lend__"):
-            return str, ()
-        return NotImplemented
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        _Trial(io.BytesIO(), protocol=5).dump(value)
-    except Exception:  # any failure at all means "not this one"
-        return False
-    return True

@@ -14,54 +14,15 @@ This file knows neither hosts nor messages; `channel.py` and `stream.py` give it
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from .errors import QueueClosed
+from .errors import QueueClosed, again
+from .queue_entries import Item, Putter, Taken, Taker, Token
 
-Token = Hashable
-Taken = list[tuple[Hashable, Any]]
-
-
-@dataclass(slots=True, eq=False)
-class Item:
-    """One queued or running item."""
-
-    id: Hashable
-    value: Any
-    weight: float
-    key: Hashable
-    number: int
-    """Order of putting; items that come back take their old place."""
-
-
-class Taker:
-    """Somebody who waits for items; `name` says who, for the stall report."""
-
-    __slots__ = ("future", "key", "least", "most", "name", "since", "spare", "token", "weight")
-
-    def __init__(
-        self, token: Token, key: Hashable, most: int, least: int, weight: float | None, spare: bool, name: str
-    ):
-        self.token, self.key, self.most, self.least = token, key, most, least
-        self.weight, self.spare, self.name = weight, spare, name
-        loop = asyncio.get_running_loop()
-        self.since = loop.time()
-        self.future: asyncio.Future[Taken] = loop.create_future()
-
-
-@dataclass(slots=True, eq=False)
-class _Putter:
-    """Somebody who waits for space; once woken, a place is reserved for it."""
-
-    future: asyncio.Future[None]
-    key: Hashable
-    name: str
-    since: float
+__all__ = ["ItemQueue", "Taken", "Token"]
 
 
 class ItemQueue:
@@ -91,7 +52,7 @@ class ItemQueue:
         self._running: dict[Token, dict[Hashable, Item]] = {}
         self._holders: dict[Token, str] = {}  # who holds what is running, for the stall report
         self._takers: deque[Taker] = deque()
-        self._putters: deque[_Putter] = deque()
+        self._putters: deque[Putter] = deque()
         self._reserved = 0
         self._seen: set[Hashable] = set()
         self._ids = itertools.count()
@@ -163,8 +124,7 @@ class ItemQueue:
 
     async def _reserve(self, key: Hashable, name: str) -> None:
         """Wait for a place; it counts as taken until `_reserved` is lowered again."""
-        loop = asyncio.get_running_loop()
-        putter = _Putter(loop.create_future(), key, name, loop.time())
+        putter = Putter(key, name)
         self._putters.append(putter)
         self._wake_putters()
         try:
@@ -192,7 +152,7 @@ class ItemQueue:
         if not self.closed:
             self.closed = True
             for putter in self._putters:
-                _set_error(putter.future, QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
+                putter.fail(QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
             self._putters.clear()
             self._serve()
             self._check_end()
@@ -204,9 +164,9 @@ class ItemQueue:
         self.error = error
         self.closed = True
         for taker in self._takers:
-            _set_error(taker.future, _again(error))
+            taker.fail(again(error))
         for putter in self._putters:
-            _set_error(putter.future, _again(error))
+            putter.fail(again(error))
         self._takers.clear()
         self._putters.clear()
         self._end()
@@ -242,7 +202,7 @@ class ItemQueue:
             spare: only take what other consumers do not need.
         """
         if self.error is not None:
-            raise _again(self.error)
+            raise again(self.error)
         queued = self._queued.get(key)
         if queued:
             count = self._grant(token, queued, most, least, weight, spare)
@@ -298,7 +258,7 @@ class ItemQueue:
             if taken is not None:
                 return self._note(token, name, taken)
         if self.error is not None:
-            raise _again(self.error)
+            raise again(self.error)
         taker = Taker(token, key, most, least, weight, spare, name)
         self._takers.append(taker)
         self._serve()
@@ -417,7 +377,7 @@ class ItemQueue:
 
     def _check_open(self) -> None:
         if self.error is not None:
-            raise _again(self.error)
+            raise again(self.error)
         if self.closed:
             raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
 
@@ -436,24 +396,3 @@ class ItemQueue:
             "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
             "closed": self.closed,
         }
-
-
-def _again(error: BaseException) -> BaseException:
-    """The queue's error, to be raised: as an object of its own, for a raised one holds on to all that saw it.
-
-    Among that are handles of the queue, which would never be freed.
-    """
-    try:
-        fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # its constructor wants other arguments than it keeps
-        return error
-    fresh.__cause__ = error.__cause__
-    if hasattr(error, "__notes__"):
-        fresh.__notes__ = list(error.__notes__)
-    return fresh
-
-
-def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # seen: whoever was cancelled meanwhile must not make asyncio complain

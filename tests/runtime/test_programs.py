@@ -6,9 +6,11 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from rlinf import Actor, ActorSystem, Channel, Stream, endpoint
 from rlinf.runtime.actor import current_scope
 from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.transport import Frame, LocalTransport
 from tests.runtime.worlds import nothing_left
 
 # Random programs ---------------------------------------------------------------------------------------------------
@@ -154,6 +157,8 @@ class Program:
     parts: tuple[Part, ...]
     deaths: tuple[tuple[float, int, int], ...]
     serialize: bool
+    latency: int | None
+    """Seed of the delays between hosts; None for none."""
 
 
 moments = st.sampled_from([0.0, 0.125, 0.25, 0.3, 0.5, 0.75, 1.0, 2.0, 3.5])
@@ -184,7 +189,28 @@ programs = st.builds(
     st.lists(parts, min_size=1, max_size=3).map(tuple),
     st.lists(st.tuples(moments, st.integers(0, STAGES - 1), st.integers(1, RANKS - 1)), max_size=3).map(tuple),
     st.booleans(),
+    st.one_of(st.none(), st.integers(0, 1000)),
 )
+
+
+@contextlib.contextmanager
+def latency(seed: int | None) -> Iterator[None]:
+    """Between hosts every message takes its own time, and may be overtaken."""
+    random = Random(seed)
+
+    def delay() -> float:
+        return random.choice((0.0, 0.0, 0.001, 0.01, 0.1, 0.4))
+
+    def send(self: LocalTransport, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def answered_later(answer: Frame | None) -> None:
+            loop.call_later(delay(), answered, answer)
+
+        loop.call_later(delay(), self._hand_over, host, self._copied(frame), answered_later)
+
+    with contextlib.nullcontext() if seed is None else mock.patch.object(LocalTransport, "send", send):
+        yield
 
 
 class Runner:
@@ -332,7 +358,8 @@ async def run_program(program: Program) -> None:
 @given(programs)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_programs_lose_nothing_and_leave_nothing(program: Program) -> None:
-    run_virtual(run_program(program))
+    with latency(program.latency):
+        run_virtual(run_program(program))
 
 
 # Exact times -------------------------------------------------------------------------------------------------------

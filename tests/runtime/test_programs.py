@@ -351,7 +351,7 @@ async def run_program(program: Program) -> None:
                 await Runner(system, program).run()
             finally:
                 current_scope.reset(token)
-        await nothing_left(system, 20, 1.0)
+        await nothing_left(system, 0.5)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -96,16 +96,17 @@ class Probe(Actor):
 _probes: dict[int, Any] = {}
 
 
-async def nothing_left(system: ActorSystem, times: int = 200, pause: float = 0.005) -> None:
-    """Wait until no host has anything in hand: look so many times, with pauses of so many seconds."""
-    left: dict[int, Any] = {}
-    for _ in range(times):
+async def nothing_left(system: ActorSystem, seconds: float = 5.0) -> None:
+    """Wait until no host has anything in hand."""
+    deadline = time.monotonic() + seconds
+    while True:
         gc.collect()
         left = await _left(system)
         if not any(left.values()):
             return
-        await asyncio.sleep(pause)  # word of collected handles is on its way
-    raise AssertionError("left over: " + json.dumps(left, indent=2))
+        if time.monotonic() > deadline:
+            raise AssertionError("left over: " + json.dumps(left, indent=2))
+        await asyncio.sleep(0.005)  # word of collected handles is on its way
 
 
 async def _left(system: ActorSystem) -> dict[int, Any]:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+Outcome = Literal["ok", "truncated", "timeout", "error"]
+"""What became of judging a sample: it was scored; scored although the length limit cut it; the reward took too long; it
+raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
+as 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +65,13 @@ class Sample:
     temperature: float = 1.0
     """Logits were divided by it before sampling; 0 means the likeliest token, with log-probs at temperature 1."""
     reward: float | None = None
-    """The judge's verdict; None until judged."""
+    """The judge's verdict; None until judged, and after a timeout or an error."""
+    outcome: Outcome | None = None
+    """What became of judging it; None until judged."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward by name, where the reward function tells them."""
+    remark: str = ""
+    """Why judging failed, for people."""
 
     @property
     def group(self) -> int:
@@ -78,16 +89,24 @@ class Group:
     """The answers, in order of their index."""
 
     @property
-    def rewards(self) -> list[float]:
-        """Reward of each sample.
+    def scored(self) -> tuple[Sample, ...]:
+        """The samples that have a reward; those whose judging failed are left out.
 
         Raises:
             ValueError: the group has not been judged.
         """
-        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
-        if len(rewards) != len(self.samples):
+        if any(sample.outcome is None for sample in self.samples):
             raise ValueError(
                 f"group of prompt {self.prompt.id} has samples without a reward: put judge.score between generation "
                 "and training"
             )
-        return rewards
+        return tuple(sample for sample in self.samples if sample.reward is not None)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each scored sample.
+
+        Raises:
+            ValueError: the group has not been judged.
+        """
+        return [sample.reward for sample in self.scored if sample.reward is not None]

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from rlinf.data.weights import Weights
+
+
+Finish = Literal["stop", "text", "length", "abort"]
+"""Why an answer ended: a stop token (its last token), a stop text, the length limit, or `abort`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,18 @@ class Sampling:
     """An answer without an end token is cut after this many tokens."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens are drawn from; 0 for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability are drawn from; 1 for all."""
+    min_p: float = 0.0
+    """Only tokens at least so likely, relative to the likeliest, are drawn from; 0 for all."""
+    min_new_tokens: int = 0
+    """No stop token or text ends an answer before it has so many tokens."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end an answer; the one that did is its last token."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end an answer once its decoded tokens contain one; they stay in the answer."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -58,8 +72,13 @@ class Completion:
     """Of each token, nats, float32 [response]: under softmax(logits / temperature), or softmax(logits) if that is 0."""
     versions: np.ndarray
     """Of the weights that made each token, int32 [response]."""
-    truncated: bool
-    """No end token came within `max_new_tokens`."""
+    finish: Finish
+    """Why it ended."""
+
+    @property
+    def truncated(self) -> bool:
+        """The length limit cut it."""
+        return self.finish == "length"
 
 
 class Engine(Protocol):
@@ -69,9 +88,32 @@ class Engine(Protocol):
     """Of the weights in use."""
 
     def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
-        """Answer requests, which may still be coming; yields each answer as soon as it is finished."""
+        """Answer requests, which may still be coming; yields each answer as soon as it is finished.
+
+        Calls may overlap: their requests share the batch. Closing the generator aborts what it has not yielded.
+        """
+        ...
+
+    async def abort(self, ids: Iterable[int] | None = None) -> None:
+        """End requests where they stand (None: all); each is still yielded, with `finish="abort"` and its tokens."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop after the step under way; nothing is lost. Returns when the device is idle."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
         ...
 
     async def load(self, weights: Weights) -> None:
         """Switch to other weights, all of them or, with a ValueError, none. Answers under way go on with the new."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back: key-value caches are dropped, weights move to the host."""
+        ...
+
+    async def wake(self) -> None:
+        """Be ready again after `sleep`; answers under way are read again from their tokens."""
         ...

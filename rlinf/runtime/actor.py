@@ -49,13 +49,15 @@ class Endpoint:
     """It runs only while its actor holds a lease on its devices."""
     gang: bool
     """A call on a whole group takes the devices of all ranks at once; otherwise each rank takes its own."""
+    joint: bool
+    """A call on a whole group comes to what rank 0 returned; otherwise to a list of what each did."""
 
 
 @overload
 def endpoint(fn: F) -> F: ...
 @overload
-def endpoint(*, device: bool = False, gang: bool | None = None) -> Callable[[F], F]: ...
-def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None) -> Any:
+def endpoint(*, device: bool = False, gang: bool | None = None, joint: bool = False) -> Callable[[F], F]: ...
+def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None, joint: bool = False) -> Any:
     """Make an `async def` method callable from other actors and hosts.
 
     Args:
@@ -63,9 +65,11 @@ def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None) 
             when it was parked.
         gang: a call on the whole group gets the devices of all ranks atomically, as SPMD code with collectives
             needs. Default: yes for plain methods, no for async generators, whose ranks work independently.
+        joint: the ranks answer as one: a call on the whole group runs on every rank and comes to what rank 0 returned,
+            so that a flow reads the same for one rank and for many.
 
     Raises:
-        TypeError: the method is not async.
+        TypeError: the method is not async, or is joint and an async generator.
     """
 
     def mark(method: Any) -> Any:
@@ -75,7 +79,10 @@ def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None) 
                 f"{method.__qualname__} is marked @endpoint but is not async: write `async def`, and run blocking "
                 "work inside it by `await self.compute(fn, ...)`"
             )
-        method.__endpoint__ = Endpoint(method.__name__, streams, device, (not streams) if gang is None else gang)
+        if joint and streams:
+            raise TypeError(f"{method.__qualname__} cannot be joint: the ranks' items come in one stream as it is")
+        gangs = (not streams) if gang is None else gang
+        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint)
         return method
 
     return mark if fn is None else mark(fn)

@@ -120,7 +120,7 @@ class EndpointOf:
             return self._refs[0]._call(method, args, kwargs)
         owner = self._refs[0]._owner
         gang = (*owner.number(), len(self._refs)) if self._spec.device else None
-        return Gathered([ref._call(method, args, kwargs, gang) for ref in self._refs], owner.loop)
+        return Gathered([ref._call(method, args, kwargs, gang) for ref in self._refs], owner.loop, self._spec.joint)
 
     def each(self, *args: Sequence[Any], **kwargs: Sequence[Any]) -> Any:
         """Call every rank with its own arguments: each is a sequence with one entry per rank."""
@@ -140,7 +140,7 @@ class EndpointOf:
         owner = self._refs[0]._owner
         gang = (*owner.number(), len(self._refs)) if self._spec.device else None
         calls = [ref._call(self._spec.name, a, k, gang) for ref, (a, k) in zip(self._refs, per_rank, strict=True)]
-        return Gathered(calls, owner.loop)
+        return Gathered(calls, owner.loop, self._spec.joint)
 
     def any(self, *args: Any, **kwargs: Any) -> Any:
         """Call the rank with the fewest calls under way."""
@@ -206,7 +206,7 @@ class _Addressed:
 class ActorGroup:
     """Actors of one class, one per rank.
 
-    `group.m(x)` calls every rank and is awaited to a list in rank order; `group[i].m(x)` calls one; `group.each.m([…])`
+    `group.m(x)` calls every rank and is awaited to a list in rank order (rank 0's value if the endpoint is joint); `group[i].m(x)` calls one; `group.each.m([…])`
     gives rank i its own argument; `group.any.m(x)` takes the least loaded; `group.m.map(stream)` feeds ranks as they
     become free. The first rank to fail cancels the call on the others.
     """

@@ -145,14 +145,19 @@ class Promise(asyncio.Future[T]):
         return f"<Promise {self.name} {'done' if self.done() else 'pending'}>"
 
 
-class Gathered(asyncio.Future[list[Any]]):
-    """The values of one call on every rank of a group, in rank order; the first failure cancels the others."""
+class Gathered(asyncio.Future[Any]):
+    """One call on every rank of a group; the first failure cancels the others.
+
+    Args:
+        joint: the ranks answer as one, so it comes to what rank 0 returned; else to all values, in rank order.
+    """
 
     __promised__ = True
 
-    def __init__(self, promises: Iterable[Promise[Any]], loop: asyncio.AbstractEventLoop):
+    def __init__(self, promises: Iterable[Promise[Any]], loop: asyncio.AbstractEventLoop, joint: bool = False):
         super().__init__(loop=loop)
         self.promises = list(promises)
+        self._joint = joint
         self._left = len(self.promises)
         self._started = False
         if not self.promises:
@@ -177,13 +182,14 @@ class Gathered(asyncio.Future[list[Any]]):
             self.set_exception(error)
             self._cancel_rest()
         elif self._left == 0:
-            self.set_result([p.result() for p in self.promises])
+            values = [p.result() for p in self.promises]
+            self.set_result(values[0] if self._joint else values)
 
     def _cancel_rest(self) -> None:
         for promise in self.promises:
             promise.cancel()
 
-    def __await__(self) -> Generator[Any, None, list[Any]]:
+    def __await__(self) -> Generator[Any, None, Any]:
         self._start()
         return super().__await__()
 
@@ -200,7 +206,7 @@ class Gathered(asyncio.Future[list[Any]]):
         return super().cancel(msg)
 
     def __lend__(self, pickler: Any) -> Any:
-        return list, (self.promises,)
+        return (_first if self._joint else list), (self.promises,)
 
     def __getitem__(self, rank: int) -> Promise[Any]:
         """The promise of one rank."""
@@ -208,6 +214,11 @@ class Gathered(asyncio.Future[list[Any]]):
 
     def __len__(self) -> int:
         return len(self.promises)
+
+
+def _first(values: list[Any]) -> Any:
+    """What a joint call comes to on its receiver's host, where the ranks' values have arrived."""
+    return values[0]
 
 
 class Sent:

@@ -38,7 +38,9 @@ class Judge(Actor):
         else:
             values = await self.compute(self._all, group.samples)
         samples = tuple(
-            dataclasses.replace(sample, reward=self._reward.checked(value))
+            dataclasses.replace(
+                sample, reward=self._reward.checked(value), outcome="truncated" if sample.truncated else "ok"
+            )
             for sample, value in zip(group.samples, values, strict=True)
         )
         return dataclasses.replace(group, samples=samples)

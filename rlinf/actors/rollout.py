@@ -52,7 +52,7 @@ class Rollout(Actor):
         self._seed = seed
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         stop_ids = () if self._tokenizer.eos_token_id is None else (int(self._tokenizer.eos_token_id),)
-        self._sampling = Sampling(max_new_tokens, temperature, stop_ids)
+        self._sampling = Sampling(max_new_tokens, temperature, stop_ids=stop_ids)
         built = await self.compute(build_model, model, self._tokenizer, seed=seed)
         self._engine = TransformersEngine(built, compute=self.compute, max_rows=max_rows)
 
@@ -88,7 +88,7 @@ class Rollout(Actor):
         sampling = Sampling(
             self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
             self._sampling.temperature if temperature is None else temperature,
-            self._sampling.stop_ids,
+            stop_ids=self._sampling.stop_ids,
         )
         waiting: dict[int, tuple[Prompt, list[Completion]]] = {}  # by order of arrival: prompt ids may repeat
 

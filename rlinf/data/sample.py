@@ -95,7 +95,7 @@ class Group:
         Raises:
             ValueError: the group has not been judged.
         """
-        if any(sample.outcome is None for sample in self.samples):
+        if any(sample.outcome is None and sample.reward is None for sample in self.samples):
             raise ValueError(
                 f"group of prompt {self.prompt.id} has samples without a reward: put judge.score between generation "
                 "and training"

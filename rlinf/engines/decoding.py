@@ -183,7 +183,7 @@ class Decoding:
         requests = rows.request[which].tolist()
         cut = (~stopped[which]).tolist()
         return [
-            Completion(self._requests[request].id, tokens[i], logprobs[i], versions, cut[i])
+            Completion(self._requests[request].id, tokens[i], logprobs[i], versions, "length" if cut[i] else "stop")
             for i, request in enumerate(requests)
         ]
 

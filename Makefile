@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 PEERS := .venv-peers
+TRL := .venv-trl
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTHON ?= python3
@@ -42,6 +43,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 # One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
 .PHONY: test
 test: install  ## run all tests; PYTEST_ARGS="-k name" chooses
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest --durations=15 --durations-min=1 $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -64,19 +66,30 @@ quickstart: install  ## train a small model by GRPO on this machine's CPU
 bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses
 	$(BIN)/python -m benchmarks.runtime $(BENCH_ARGS)
 
-# The peers have pins of their own, so they get an environment of their own.
-.PHONY: bench-peers
-bench-peers: $(PEERS)/.installed  ## create .venv-peers with the systems that `make bench` compares with
+.PHONY: bench-grpo
+bench-grpo: install  ## measure the quickstart next to TRL and a bare loop; BENCH_ARGS="--quick --save" chooses
+	$(BIN)/python -m benchmarks.grpo $(BENCH_ARGS)
 
-$(PEERS)/bin/python:
-	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $(PEERS)
+# The peers have pins of their own, so they get environments of their own.
+.PHONY: bench-peers
+bench-peers: $(PEERS)/.installed $(TRL)/.installed  ## create .venv-peers and .venv-trl with what the benchmarks compare with
+
+$(PEERS)/bin/python $(TRL)/bin/python: %/bin/python:
+	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $*
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -c 'import importlib.metadata, ray, xoscar; print("ray", ray.__version__, "xoscar", importlib.metadata.version("xoscar"))'
 	touch $@
 
+# torch first and by itself, as above.
+$(TRL)/.installed: benchmarks/peers/requirements-trl.txt constraints.txt | $(TRL)/bin/python
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r benchmarks/peers/requirements-trl.txt
+	$(TRL)/bin/python -c 'import importlib.metadata as m; print("trl", m.version("trl"), "torch", m.version("torch"))'
+	touch $@
+
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,25 +1,86 @@
-"""Small commands around a run: `python -m rlinf config` documents every key of a configuration."""
+"""Small commands around a run.
+
+    python -m rlinf config                          every key of a configuration
+    python -m rlinf evaluate --model DIR --config FILE [--output FILE] [key=value ...]
+    python -m rlinf report DIR                      makes a run's report.html again
+
+`torchrun --nproc-per-node N -m rlinf evaluate ...` evaluates with several processes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlinf.config import RunConfig
+from rlinf.config import InputError, RunConfig, RunFailure, load_config
 from rlinf.config_docs import as_markdown, as_text
+
+if TYPE_CHECKING:
+    from rlinf.runtime.system import ActorSystem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rlinf", description=__doc__)
+    """Run one command; returns the exit code, as `rlinf.launch` does."""
+    parser = argparse.ArgumentParser(prog="python -m rlinf", description="Commands around a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     config = commands.add_parser("config", help="list every configuration key with type, default and meaning")
     config.add_argument("--markdown", action="store_true", help="as the page docs/config.md")
-    config.set_defaults(run=lambda options: print(_keys(options.markdown), end=""))
-    options = parser.parse_args(arguments)
-    options.run(options)
+    config.set_defaults(run=_config)
+    evaluate = commands.add_parser("evaluate", help="answer a configuration's evaluation problems with a saved model")
+    evaluate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory (or hub name)")
+    evaluate.add_argument(
+        "--config", required=True, metavar="FILE", help="problems, reward and sampling, as in training"
+    )
+    evaluate.add_argument("--output", metavar="FILE", help="write every answer there, a JSON object per line")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
+    evaluate.set_defaults(run=_evaluate)
+    report = commands.add_parser("report", help="make the report.html of a run's directory again")
+    report.add_argument("directory", metavar="DIR")
+    report.set_defaults(run=_report)
+    options = parser.parse_intermixed_args(arguments) if arguments else parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (InputError, RunFailure) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
     return 0
 
 
-def _keys(markdown: bool) -> str:
-    return as_markdown(RunConfig) if markdown else as_text(RunConfig) + "\n"
+def _config(options: argparse.Namespace) -> None:
+    print(as_markdown(RunConfig) if options.markdown else as_text(RunConfig) + "\n", end="")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    if os.getcwd() not in sys.path:  # a reward may lie in the directory from which this is started
+        sys.path.append(os.getcwd())
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    config = load_config(options.config, [*options.overrides, f"model.path={options.model}"], hosts)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
+    from transformers.utils import logging as transformers_logging
+
+    from rlinf.evaluating import evaluate_model
+    from rlinf.preparation import prepare
+    from rlinf.runtime.run import run
+
+    async def main(system: ActorSystem) -> None:
+        await evaluate_model(system, config, output)
+
+    transformers_logging.disable_progress_bar()  # of loading; it would tear our lines apart
+    if os.environ.get("RANK", "0") == "0":
+        prepare(config, hosts)
+    run(main, hosts=1)
+
+
+def _report(options: argparse.Namespace) -> None:
+    directory = Path(options.directory)
+    if not (directory / "metrics.jsonl").is_file():
+        raise InputError(f"{directory} is no run's directory: it has no metrics.jsonl")
+    from rlinf.html_report import write_report
+
+    print(write_report(directory))

@@ -32,6 +32,11 @@ class InputError(Exception):
     """A mistake in what the user gave: shown as it is, without a traceback, and the process exits with code 2."""
 
 
+class RunFailure(Exception):
+    """A run cannot go on, for a reason outside the code, such as a full disk or a loss that is no number: shown as it
+    is, without a traceback, and the process exits with code 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake in a configuration, as its reader needs it."""

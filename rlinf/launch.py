@@ -2,8 +2,8 @@
 
 `torchrun --nproc-per-node N launch.py --config FILE key=value` starts it in N processes, `python launch.py ...` in one.
 Every process reads the configuration before torch is imported, so that help and mistakes are answered at once. Rank 0
-speaks for all. Exit codes: 0 done, 1 a bug or a failure while running (with its traceback), 2 a mistake in what was
-given (without), 130 interrupted.
+speaks for all. Exit codes: 0 done, 1 a bug (with its traceback) or a run that cannot go on (without), 2 a mistake in
+what was given (without), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rlinf.config import InputError, RunConfig, dump, load_config, roles_to_hosts
+from rlinf.config import InputError, RunConfig, RunFailure, dump, load_config, roles_to_hosts
 from rlinf.config_docs import as_text
-from rlinf.run_directory import RunDirectory
+from rlinf.run_directory import Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.schema import leaves, nearest
 
 if TYPE_CHECKING:
     from rlinf.runtime.system import ActorSystem
 
+FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
-_OPTIONS = ("--config", "--dry-run", "--help")
+_OPTIONS = ("--config", "--dry-run", "--help", "--resume")
 _TURN_SECONDS = 10.0
 """How long a rank other than 0 leaves it to rank 0 to report a mistake in the input. Exiting at once would make
 torchrun end rank 0 before it has printed; and it must end by itself if rank 0, on another machine, sees no mistake."""
 
 _USAGE = """\
-usage: torchrun --nproc-per-node N launch.py --config FILE [--dry-run] [key=value ...]
-       python launch.py --config FILE [--dry-run] [key=value ...]
+usage: torchrun --nproc-per-node N launch.py --config FILE [--resume HOW] [--dry-run] [key=value ...]
+       python launch.py --config FILE [--resume HOW] [--dry-run] [key=value ...]
 
   --config FILE   what to run, as YAML; configs/quickstart.yaml is a commented start
+  --resume HOW    auto: go on from the run's newest checkpoint, if there is one; PATH: from that run's or checkpoint's;
+                  never: start anew, and move an earlier run of this name aside. Default: never, but auto when torchrun
+                  restarts the job
   --dry-run       print the resolved configuration and where each role would run, and start nothing
   --help          this text
   key=value       set a key for this run, such as steps=20 or optimizer.lr=1e-4
@@ -59,6 +63,8 @@ class Request:
     """Print, start nothing."""
     help: bool
     """Print the keys, read nothing."""
+    resume: str
+    """`auto`, `never`, or a path."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
-    except InputError as error:
+    except (InputError, RunFailure) as error:
         return _report(error, rank)
     except KeyboardInterrupt:
         if rank == 0:
@@ -84,6 +90,8 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--config")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    parser.add_argument("--resume", default="auto" if restarted else "never")
     parser.add_argument("overrides", nargs="*")
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     for option in unknown:
@@ -96,13 +104,13 @@ def parse(arguments: Sequence[str]) -> Request:
         raise InputError(f"{option}: unknown option; {hint}")
     if known.config is None and not known.help:
         raise InputError("no configuration: add --config configs/quickstart.yaml, or --help to see what there is")
-    return Request(known.config, tuple(known.overrides), known.dry_run, known.help)
+    return Request(known.config, tuple(known.overrides), known.dry_run, known.help, known.resume)
 
 
 def describe(config: RunConfig, hosts: int) -> str:
     """The resolved configuration, and where each role would run in a job of `hosts` processes."""
     if hosts == 1:
-        named = 1 + max(host for its_hosts in vars(config.placement).values() for host in its_hosts)
+        named = 1 + max(host for its_hosts in roles_to_hosts(config.placement, 2).values() for host in its_hosts)
         where = "one process, which all roles share"
         where += f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
     else:
@@ -120,15 +128,21 @@ def _serve(request: Request, rank: int, hosts: int) -> int:
     config = load_config(request.config, request.overrides, hosts)
     if request.dry_run:
         return _say(describe(config, hosts), rank)
-    train(config, rank)
+    train(config, rank, request.resume)
     return 0
 
 
-def train(config: RunConfig, rank: int = 0) -> None:
+def train(config: RunConfig, rank: int = 0, resume: str = "never") -> None:
     """Run a checked configuration in this process, one of those that torchrun started or the only one.
+
+    Args:
+        config: what to run.
+        rank: of this process.
+        resume: `auto`, `never`, or the path of a run or checkpoint to go on from.
 
     Raises:
         InputError: what the configuration names is not there or does not fit; nothing was started.
+        RunFailure: the run cannot go on, for a reason outside the code.
     """
     path = Path(config.output_dir).expanduser() / config.name
     _say(f"{config.name}: starting; results go to {path}", rank)
@@ -138,37 +152,60 @@ def train(config: RunConfig, rank: int = 0) -> None:
 
     transformers_logging.disable_progress_bar()  # of loading and saving; they would tear our lines apart
     if rank != 0:
-        run(_serve_only, trace=config.trace)
+        run(_serve_only, trace=True)
         return
     from rlinf.learning import learn
     from rlinf.preparation import prepare
 
-    prepared, directory = prepare(config), _make_directory(path.absolute(), config)
-    run(lambda system: learn(system, config, prepared, directory), hosts=1, trace=config.trace)
+    prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    begun = _begun(resume, path.absolute())
+    directory = _make_directory(path.absolute(), config, begun)
+    # Always traced: where a step's time went is told from it; `trace` only decides about the file.
+    run(lambda system: learn(system, config, prepared, directory, begun), hosts=1, trace=True)
 
 
 async def _serve_only(system: ActorSystem) -> None:
     """What ranks other than 0 would run: nothing, they serve the actors that rank 0 starts there."""
 
 
-def _make_directory(path: Path, config: RunConfig) -> RunDirectory:
+def _begun(resume: str, path: Path) -> Checkpoint | None:
+    """Where to go on from."""
+    if resume == "never":
+        return None
+    wanted = path if resume == "auto" else Path(resume).expanduser().absolute()
     try:
-        directory = RunDirectory.create(path)
-        directory.write_text(directory.resolved, dump(config))
+        found = find_checkpoint(wanted)
+    except ValueError as error:
+        raise InputError(f"--resume {resume}: {error}") from None
+    if found is None and resume != "auto":
+        advice = "name a run's directory or one of its checkpoints" if wanted.exists() else "there is no such directory"
+        raise InputError(f"--resume {resume}: no checkpoint there; {advice}")
+    return found
+
+
+def _make_directory(path: Path, config: RunConfig, begun: Checkpoint | None) -> RunDirectory:
+    """The run's directory: a new one, or that of the run that is gone on with."""
+    text = dump(config)
+    try:
+        again = begun is not None and begun.run == path.resolve()
+        directory = RunDirectory.reopen(path, begun.step) if begun and again else RunDirectory.create(path)
+        if begun is not None:
+            directory.changed = changes(begun.run / directory.resolved.name, text)
+        directory.write_text(directory.resolved, text)
     except OSError as error:
         raise InputError(f"output_dir: the run directory {path} cannot be made: {error.strerror or error}") from error
     return directory
 
 
-def _report(error: InputError, rank: int) -> int:
-    """Print a mistake once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
+def _report(error: InputError | RunFailure, rank: int) -> int:
+    """Print what went wrong once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
     if rank != 0:
         threading.Event().wait(_TURN_SECONDS)
     if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         pointer = {"message": "a mistake in what was given: see `error:` further up", "timestamp": int(time.time())}
         Path(report_of_torchrun).write_text(json.dumps(pointer), encoding="utf-8")
     print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    return WRONG_INPUT
+    return WRONG_INPUT if isinstance(error, InputError) else FAILED
 
 
 def _say(text: str, rank: int) -> int:

@@ -1,149 +1,210 @@
 """One run, from a checked configuration to a trained model: warm up, evaluate, take the flow's steps, evaluate, save.
 
-In: a `RunConfig`. Out: the run directory and a few printed lines. What a step does is the flow's business; what
-surrounds the steps (which prompts, how long they took, when to evaluate and to save) is `learn`.
+In: a `RunConfig`, and where to go on from if it was begun before. Out: the run directory and a few printed lines. What
+a step does is the flow's business; what surrounds the steps (which prompts, how long they took, when to evaluate and
+to save) is here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from rlinf.actors.judge import Judge
-from rlinf.actors.rollout import Rollout
-from rlinf.actors.trainer import Trainer
-from rlinf.config import InputError, RunConfig, roles_to_hosts
-from rlinf.data.sample import Example, Prompt
-from rlinf.data.tasks import PromptStream, Task, examples, make_task, prompts
-from rlinf.data.tokenizer import load_tokenizer
+from rlinf.actors.judge import RewardError
+from rlinf.checkpointing import Checkpoints
+from rlinf.config import InputError, RunConfig, RunFailure
+from rlinf.data.dataset import Data
+from rlinf.data.rows import DataError
 from rlinf.flows.evaluate import Evaluation, evaluate
 from rlinf.flows.sft import sft
 from rlinf.flows.step import Step
-from rlinf.metrics import MetricsFile
+from rlinf.html_report import write_report
+from rlinf.metrics.recorder import Recorder
+from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.preparation import Prepared
-from rlinf.report import Report
-from rlinf.run_directory import RunDirectory
+from rlinf.problems import answers_of, evaluation_of, load_problems
+from rlinf.report import Report, held_out_rows
+from rlinf.roles import Roles, spawn_roles
+from rlinf.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.observer import Watch
 from rlinf.runtime.stream import Stream
 from rlinf.runtime.system import ActorSystem
 
 
-@dataclass(frozen=True, slots=True)
-class Problems:
-    """What is learned from, and what is evaluated on."""
-
-    tokenizer: PreTrainedTokenizerBase
-    """The model's."""
-    warm_up: PromptStream
-    """Problems that are shown with their answers."""
-    steps: PromptStream
-    """Problems to try."""
-    held_out: list[Prompt]
-    """Problems never trained on."""
-
-    @staticmethod
-    def of(task: Task, config: RunConfig) -> Problems:
-        """Those of a task, in an order drawn from the run's seed."""
-        tokenizer = load_tokenizer(config.model.path or task.tokenizer)
-        warm_up, steps = (PromptStream(task.train, tokenizer, seed=2 * config.seed + part) for part in (0, 1))
-        return Problems(tokenizer, warm_up, steps, prompts(task.held_out, tokenizer))
-
-    def worked_batches(self, count: int, size: int) -> Iterator[list[Example]]:
-        """So many batches of problems with their answers."""
-        for _ in range(count):
-            yield examples(self.warm_up.take(size), self.tokenizer)
-
-
-async def learn(system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
+async def learn(
+    system: ActorSystem,
+    config: RunConfig,
+    prepared: Prepared,
+    directory: RunDirectory,
+    begun: Checkpoint | None = None,
+) -> None:
     """Train as the configuration says, in a running system.
+
+    Args:
+        system: where.
+        config: what.
+        prepared: the code that the configuration names.
+        directory: of the run.
+        begun: go on from here; None starts anew.
 
     Raises:
         InputError: the flow returned no metrics.
+        RunFailure: a checkpoint cannot be written, or the loss is no number.
         Exception: whatever the flow or a role raised.
     """
-    report = Report(config, directory, system.hosts)
-    task = make_task(config.task.name, digits=config.task.digits, held_out=config.evaluation.problems, seed=config.seed)
-    problems = Problems.of(task, config)
-    roles = await spawn_roles(system, config, task, prepared)
-
+    watch = await Watch.start(system)
+    report = Report(config, directory, system.hosts, watch)
+    problems = load_problems(config)
+    roles = await spawn_roles(system, config, problems, rescue=str(directory.path))
     report.begins()
-    if config.sft.steps:
-        worked = Stream.of(problems.worked_batches(config.sft.steps, config.sft.batch_size))
-        report.warmed_up(await sft(worked, roles["rollout"], roles["trainer"], lr=config.sft.lr))
-    report.evaluated(before := await _evaluate(problems, roles))
-
-    after = before
-    with MetricsFile(directory.metrics) as metrics_file:
-        for done in range(1, config.steps + 1):
-            last = done == config.steps
-            drawn = Stream.of(problems.steps.take(config.algorithm.prompts_per_step))
-            metrics = await _timed(prepared, Step(done - 1, drawn, config.algorithm.group_size), roles)
-            if last or _due(done, config.evaluation.every):
-                after = await _evaluate(problems, roles)
-                metrics["evaluation/accuracy"] = after.accuracy
-            metrics_file.write(done, metrics)
-            report.stepped(done, metrics)
-            if last or _due(done, config.checkpoint.every):
-                with directory.checkpoint(done) as checkpoint:
-                    await roles["trainer"].save(checkpoint / "hf")
-
-    if config.trace:
-        await system.trace(directory.trace)
-    report.ends(before, after)
+    wanted = chosen(tensorboard=config.metrics.tensorboard, wandb=config.metrics.wandb, swanlab=config.metrics.swanlab)
+    about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
+    tracking = Tracking(wanted, about, report.line)
+    async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
+        run = Run(config, prepared, directory, problems, roles, report, recorder)
+        try:
+            await (run.begin() if begun is None else run.go_on(begun))
+            await run.steps()
+        except (FloatingPointError, RewardError) as error:
+            raise RunFailure(f"step {run.done + 1}: {error}") from error
+        except DataError as error:
+            raise InputError(str(error)) from error
+        finally:
+            await run.checkpoints.abandon()
+        if config.trace:
+            await system.trace(directory.trace)
+    await asyncio.to_thread(write_report, directory.path)
+    report.ends(run.before, run.after)
 
 
-async def spawn_roles(system: ActorSystem, config: RunConfig, task: Task, prepared: Prepared) -> dict[str, Any]:
-    """Start every role on its hosts, all at once; returns them by the names under which a flow takes them."""
-    hosts = roles_to_hosts(config.placement, system.hosts)
-    algorithm = config.algorithm
-    shared: dict[str, Any] = {
-        "model": config.model.path or config.model.config,
-        "tokenizer": config.model.path or task.tokenizer,
-        "seed": config.seed,
-    }
-    rollout, judge, trainer = await asyncio.gather(
-        system.spawn(Rollout, hosts=hosts["rollout"], name="rollout", **shared, **asdict(config.rollout)),
-        system.spawn(Judge, hosts=hosts["judge"], name="judge", reward=prepared.reward),
-        system.spawn(
-            Trainer,
-            hosts=hosts["trainer"],
-            name="trainer",
-            **shared,
-            **asdict(config.optimizer),
-            **asdict(config.trainer),
-            epochs=algorithm.epochs,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            advantage_scale=algorithm.advantage_scale,
-        ),
-    )
-    return {"rollout": rollout, "judge": judge, "trainer": trainer[0]}  # one rank: its metrics, not a list of them
+class Run:
+    """A run under way: what its steps share.
 
+    Args:
+        config, prepared, directory: as for `learn`.
+        problems: what is learned from.
+        roles: running.
+        report: told of every event.
+        recorder: writes down every step.
+    """
 
-async def _timed(prepared: Prepared, step: Step, roles: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of one step of the flow, with how long it took and how fast it was."""
-    start = time.perf_counter()
-    returned = await prepared.flow(**prepared.arguments({"step": step, **roles}))
-    seconds = time.perf_counter() - start
-    if not isinstance(returned, Mapping):
-        raise InputError(
-            f"flow: {prepared.flow.__qualname__} returned {returned!r}; it must return the step's metrics, a dict of "
-            "numbers by name, such as what trainer.train gives"
+    def __init__(
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        directory: RunDirectory,
+        problems: Data,
+        roles: Roles,
+        report: Report,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.prepared, self.directory = config, prepared, directory
+        self.problems, self.roles, self.report, self.recorder = problems, roles, report, recorder
+        self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        self.done = 0
+        """Steps taken."""
+        self.before: Evaluation | None = None
+        """Answers before the first step; None where there is nothing to evaluate on."""
+        self.after: Evaluation | None = None
+        """The newest ones."""
+
+    async def begin(self) -> None:
+        """What comes before the first step of a new run."""
+        config = self.config
+        if config.sft.steps:
+            worked = Stream.of(self.problems.worked_batches(config.sft.steps, config.sft.batch_size))
+            trained = await sft(worked, self.roles["rollout"], self.roles["trainer"], lr=config.sft.lr)
+            self.report.warmed_up(trained)
+        self.before = self.after = await self._evaluate()
+        if self.before is not None:
+            self.report.evaluated(self.before)
+            self.recorder.write(0, _named(self.before))
+            self.recorder.samples(0, held_out_rows(self.before))
+
+    async def go_on(self, begun: Checkpoint) -> None:
+        """Be where a checkpoint was written."""
+        try:
+            await self.roles["trainer"].restore(str(begun.path / "state"))
+        except (ValueError, FileNotFoundError) as error:
+            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
+        await self.roles["rollout"].load(self.roles["trainer"].weights())
+        queue: Any = begun.queue
+        self.done = begun.step
+        try:
+            self.problems.load_state_dict(queue["problems"])
+        except DataError as error:
+            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
+        self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
+        self.report.resumed(self.done, begun.path)
+        for change in self.directory.changed:
+            self.report.line(f"changed since then: {change}")
+
+    async def steps(self) -> None:
+        """The steps that are left."""
+        config = self.config
+        while self.done < config.steps:
+            metrics = await self._step()
+            self.done += 1
+            self.recorder.samples(self.done, await self.roles["trainer"].samples(config.metrics.samples))
+            last = self.done == config.steps
+            if last or _due(self.done, config.evaluation.every):
+                self.after = await self._evaluate()
+                if self.after is not None:
+                    metrics |= _named(self.after)
+                    self.recorder.samples(self.done, held_out_rows(self.after))
+            self.recorder.write(self.done, metrics)
+            self.report.stepped(self.done, metrics)
+            self.checkpoints.check()
+            if last or _due(self.done, config.checkpoint.every):
+                await self.checkpoints.begin(self.done, self._save, self._queue())
+        await self.checkpoints.finish()
+
+    async def _step(self) -> dict[str, float]:
+        """Metrics of one step of the flow, with how long it took and how fast it was."""
+        algorithm, flow = self.config.algorithm, self.prepared.flow
+        drawn = Stream.of(await self.problems.train.draw(algorithm.prompts_per_step))
+        step = Step(self.done, drawn, algorithm.group_size)
+        self.recorder.step_begins()
+        returned = await flow(**self.prepared.arguments({"step": step, **self.roles}))
+        if not isinstance(returned, Mapping):
+            raise InputError(
+                f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics, a dict of "
+                "numbers by name, such as what trainer.train gives"
+            )
+        return await self.recorder.step_ends(self.done + 1, returned)
+
+    async def _evaluate(self) -> Evaluation | None:
+        if not self.problems.held_out:
+            return None
+        evaluation = self.config.evaluation
+        return await evaluate(
+            Stream.of(self.problems.held_out),
+            self.roles["rollout"],
+            self.roles["judge"],
+            n=evaluation.samples,
+            temperature=evaluation.temperature,
+            ks=evaluation.k,
+            top_p=evaluation.top_p,
+            max_new_tokens=evaluation.max_new_tokens,
         )
-    metrics = {**returned, "timing/step": seconds}
-    if "approx_kl" in metrics:  # without a reference model it is the only KL there is: from the policy that sampled
-        metrics["kl"] = metrics.pop("approx_kl")
-    if "response_tokens" in metrics:
-        metrics["tokens_per_s"] = metrics["response_tokens"] / seconds
-    return metrics
+
+    def _save(self, directory: Path) -> Any:
+        return self.roles["trainer"].save(str(directory))
+
+    def _queue(self) -> dict[str, Any]:
+        """What of this run is neither model nor optimizer."""
+        return {
+            "problems": self.problems.state_dict(),
+            "before": answers_of(self.before),
+            "after": answers_of(self.after),
+        }
 
 
-async def _evaluate(problems: Problems, roles: Mapping[str, Any]) -> Evaluation:
-    return await evaluate(Stream.of(problems.held_out), roles["rollout"], roles["judge"])
+def _named(evaluation: Evaluation) -> dict[str, float]:
+    return {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
 
 
 def _due(done: int, every: int) -> bool:

@@ -14,7 +14,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlinf.config import ConfigError, Problem, RunConfig
+from rlinf.config_keys import MetricsConfig, RewardConfig
 from rlinf.dotted import resolve
+from rlinf.memory import complaints
+from rlinf.metrics.tracking import chosen, missing
+from rlinf.rewards.base import Reward
 from rlinf.schema import nearest
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
@@ -30,8 +34,6 @@ class Prepared:
 
     flow: Flow
     """One step."""
-    reward: Callable[..., Any]
-    """Scores an answer."""
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `offered` that the flow takes."""
@@ -41,17 +43,24 @@ class Prepared:
         return {name: value for name, value in offered.items() if name in parameters}
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
     """Import what a configuration names, and check what only that can show.
+
+    Args:
+        config: that is right by itself.
+        hosts: number of processes of the job.
 
     Raises:
         ConfigError: with every mistake.
         Exception: what the imported code itself raised, with its traceback.
     """
-    prepared = Prepared(resolve(config.flow), resolve(config.reward))
-    problems = [*_flow_problems(config, prepared.flow), *_model_problems(config)]
-    if not callable(prepared.reward):
-        problems.append(Problem("configuration", "reward", config.reward, "this is no function"))
+    prepared = Prepared(resolve(config.flow))
+    problems = [
+        *_flow_problems(config, prepared.flow),
+        *_reward_problems(config.reward),
+        *_model_problems(config, hosts),
+        *_tracker_problems(config.metrics),
+    ]
     if problems:
         raise ConfigError(problems)
     return prepared
@@ -71,22 +80,48 @@ def _flow_problems(config: RunConfig, flow: Any) -> Iterator[Problem]:
             yield Problem("configuration", "flow", config.flow, advice)
 
 
-def _model_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.model.path is not None:
-        try:
-            AutoConfig.from_pretrained(config.model.path)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            yield Problem("configuration", "model.path", config.model.path, f"transformers cannot load it: {reason}")
+def _reward_problems(reward: RewardConfig) -> Iterator[Problem]:
+    try:
+        Reward.of(reward.parts or reward.function, reward.args, make=False)
+    except ValueError as error:
+        key = "reward.parts" if reward.parts else "reward.function"
+        yield Problem("configuration", key, reward.parts or reward.function, str(error))
+
+
+def _tracker_problems(metrics: MetricsConfig) -> Iterator[Problem]:
+    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    for key, advice in missing(wanted):
+        yield Problem("configuration", key, getattr(metrics, key.partition(".")[2]), advice)
+
+
+def _model_problems(config: RunConfig, hosts: int) -> Iterator[Problem]:
+    problems = [*_new_model_problems(config.model.config)] if config.model.path is None else []
+    yield from problems
+    if problems:
         return
-    kind = config.model.config["model_type"]
+    try:
+        if config.model.path is None:
+            model_config = AutoConfig.for_model(**config.model.config)
+        else:
+            model_config = AutoConfig.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        yield Problem("configuration", "model.path", config.model.path, f"transformers cannot load it: {reason}")
+        return
+    for complaint in complaints(config, model_config, hosts):
+        limit = config.placement.device_memory_gb
+        yield Problem("configuration", "placement.device_memory_gb", limit, complaint)
+
+
+def _new_model_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    kind = settings["model_type"]
     if kind not in CONFIG_MAPPING:
         near = nearest(str(kind), CONFIG_MAPPING.keys())
         advice = "transformers has no such model type" + (f"; did you mean {near}?" if near else "")
         yield Problem("configuration", "model.config.model_type", kind, advice)
         return
     known = _keys_of(CONFIG_MAPPING[kind])
-    for key, value in config.model.config.items():
+    for key, value in settings.items():
         if key not in known:
             near = nearest(key, known)
             advice = f"{kind} has no such key" + (f"; did you mean {near}?" if near else "")

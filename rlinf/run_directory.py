@@ -1,21 +1,31 @@
 """The directory of one run: what lies where, and how it gets there whole.
 
     outputs/<name>/
-      resolved.yaml  metrics.jsonl  trace.json
-      checkpoints/step_000100/hf/   latest -> step_000100
+      resolved.yaml  metrics.jsonl  samples.jsonl  trace.json  report.html
+      checkpoints/step_000100/{state/, hf/, queue.json}   latest -> step_000100
 
 Whatever is written in more than one piece is written aside and renamed, so a reader never meets half of it. An earlier
-run of the same name is moved out of the way, never overwritten.
+run of the same name is moved out of the way, never overwritten; a resumed run goes on in its own directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+QUEUE = "queue.json"
+"""What of a checkpoint is neither model nor optimizer: step, cursors, what was in the queues."""
+_STEP = re.compile(r"step_(\d+)")
 
 
 class RunDirectory:
@@ -25,9 +35,13 @@ class RunDirectory:
         self.path = path
         self.moved = moved
         """Where an earlier run of the same name now lies, if there was one."""
+        self.changed: list[str] = []
+        """Keys whose values are others than in the run that is gone on with, in words."""
         self.resolved = path / "resolved.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.trace = path / "trace.json"
+        self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
 
     @classmethod
@@ -46,39 +60,180 @@ class RunDirectory:
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
         return directory
 
+    @classmethod
+    def reopen(cls, path: Path, step: int) -> RunDirectory:
+        """Go on in an existing directory from a checkpoint of `step`.
+
+        What was noted of later steps is dropped; later checkpoints are kept under the name `superseded_step_...`.
+
+        Raises:
+            OSError: it cannot be written to.
+        """
+        directory = cls(path)
+        for lines in (directory.metrics, directory.samples):
+            if lines.exists():
+                directory.write_text(lines, "".join(_up_to(lines, step)))
+        for partial in directory.checkpoints.glob(".*.partial"):
+            if partial.is_dir():
+                shutil.rmtree(partial)
+        for later in [entry for entry in _checkpoints_in(directory.checkpoints) if _step_of(entry) > step]:
+            superseded = later.with_name(f"superseded_{later.name}")
+            if superseded.exists():
+                shutil.rmtree(superseded)
+            later.rename(superseded)
+        if (current := directory.checkpoints / f"step_{step:06d}").exists():
+            directory._point_latest_at(current)
+        return directory
+
     def write_text(self, path: Path, text: str) -> None:
         """Replace a file in one step."""
         aside = path.with_name(f".{path.name}.partial")
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
 
-    @contextlib.contextmanager
-    def checkpoint(self, step: int) -> Iterator[Path]:
-        """A directory to fill; named `step_<step>` and pointed to by `latest` if the block ends well, else removed."""
-        final = self.checkpoints / f"step_{step:06d}"
-        aside = self.checkpoints / f".{final.name}.partial"
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty directory to fill, beside where the checkpoint of `step` will be."""
+        aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        try:
-            yield aside
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+        return aside
+
+    def finish_checkpoint(self, step: int, keep: int = 0) -> Path:
+        """Give the filled directory its name `step_<step>`, point `latest` to it, and remove older ones.
+
+        Args:
+            step: as given to `begin_checkpoint`.
+            keep: how many checkpoints stay, the new one included; 0 for all.
+
+        Returns:
+            The checkpoint.
+        """
+        final = self.checkpoints / f"step_{step:06d}"
+        _sync(self._aside(step))
         if final.exists():
             shutil.rmtree(final)
-        aside.rename(final)
+        self._aside(step).rename(final)
         self._point_latest_at(final)
+        if keep:
+            for old in sorted(_checkpoints_in(self.checkpoints), key=_step_of)[:-keep]:
+                shutil.rmtree(old)
+        return final
+
+    def drop_checkpoint(self, step: int) -> None:
+        """Remove what was begun for `step`."""
+        shutil.rmtree(self._aside(step), ignore_errors=True)
 
     @property
     def latest(self) -> Path:
         """The link to the newest whole checkpoint."""
         return self.checkpoints / "latest"
 
+    def _aside(self, step: int) -> Path:
+        return self.checkpoints / f".step_{step:06d}.partial"
+
     def _point_latest_at(self, checkpoint: Path) -> None:
         aside = self.checkpoints / ".latest.partial"
         aside.unlink(missing_ok=True)
         os.symlink(checkpoint.name, aside)
         aside.replace(self.latest)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint to go on from."""
+
+    path: Path
+    """Its directory."""
+    queue: dict[str, object]
+    """Contents of its queue.json."""
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return int(str(self.queue["step"]))
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run that made it."""
+        return self.path.parent.parent
+
+
+def find_checkpoint(path: Path) -> Checkpoint | None:
+    """The newest whole checkpoint of a run directory, or the one that `path` is itself; None if there is none.
+
+    Raises:
+        ValueError: there is one, but it cannot be gone on from; the text says why.
+    """
+    if (path / QUEUE).is_file():
+        return _read(path.resolve())
+    candidates = sorted(_checkpoints_in(path / "checkpoints"), key=_step_of)
+    return _read(candidates[-1].resolve()) if candidates else None
+
+
+def changes(resolved: Path, text: str) -> list[str]:
+    """The keys in which a saved configuration and another one differ: `optimizer.lr: 1e-06 -> 2e-06`.
+
+    Args:
+        resolved: the saved one; where it is missing nothing is known to differ.
+        text: the other, as YAML.
+    """
+    if not resolved.exists():
+        return []
+    was, now = (dict(_flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
+    return [
+        f"{key}: {was.get(key, 'not there')} -> {now.get(key, 'not there')}"
+        for key in [*now, *(key for key in was if key not in now)]
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        queue = json.loads((path / QUEUE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no {QUEUE}: it holds a model, but nothing to go on from") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path / QUEUE} is not JSON: {error}") from None
+    if not isinstance(queue, dict) or not isinstance(queue.get("step"), int):
+        raise ValueError(f"{path / QUEUE} does not say after which step it was written")
+    return Checkpoint(path, queue)
+
+
+def _checkpoints_in(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (entry for entry in directory.iterdir() if _STEP.fullmatch(entry.name) and entry.is_dir())
+
+
+def _step_of(checkpoint: Path) -> int:
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def _up_to(lines: Path, step: int) -> Iterator[str]:
+    """The lines of a JSON-lines file that tell of steps up to `step`; one cut short by a crash is dropped."""
+    with lines.open(encoding="utf-8") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
+                    yield line
+
+
+def _sync(directory: Path) -> None:
+    """Have the names of a directory's files on disk before its own is changed."""
+    for folder, _, _ in os.walk(directory):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _holds_results(path: Path) -> bool:

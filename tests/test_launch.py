@@ -16,34 +16,9 @@ import pytest
 from rlinf.config import InputError, RunConfig, load_config
 from rlinf.launch import describe, main, parse
 from rlinf.metrics import MetricsFile, ProgressTable
-from rlinf.run_directory import RunDirectory
+from tests.launching import QUICKSTART, ROOT, TINY, launch, metrics_of
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = "configs/quickstart.yaml"
-TINY = (
-    "steps=3", "log_every=1", "sft.steps=2", "sft.batch_size=8", "evaluation.problems=20", "evaluation.every=2",
-    "checkpoint.every=2", "algorithm.prompts_per_step=4", "algorithm.group_size=4", "model.config.hidden_size=16",
-    "model.config.intermediate_size=16", "model.config.num_hidden_layers=1",
-)  # fmt: skip
-"""A run of a few seconds, most of which are imports."""
 NEVER_NEEDED = ("torch", "transformers", "tokenizers", "numpy")
-
-
-def launch(
-    *arguments: str, processes: int = 0, expect: int = 0, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run launch.py in this repository, by torchrun if `processes` are given."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"] if processes else []
-    done = subprocess.run(
-        [sys.executable, *torchrun, "launch.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
 
 
 # Command lines -------------------------------------------------------------------------------------------------------
@@ -145,46 +120,12 @@ def test_progress_is_a_line_per_few_steps_with_means_and_ends_with_the_last_step
     ]
 
 
-def test_an_earlier_run_of_the_same_name_is_moved_aside_not_overwritten(tmp_path):
-    first = RunDirectory.create(tmp_path / "run")
-    first.metrics.write_text("precious")
-    assert first.moved is None
-    second = RunDirectory.create(tmp_path / "run")
-    assert second.moved == tmp_path / "run.previous-1"
-    assert (second.moved / "metrics.jsonl").read_text() == "precious"
-    second.metrics.write_text("newer")
-    third = RunDirectory.create(tmp_path / "run")
-    assert third.moved == tmp_path / "run.previous-2"
-    third.resolved.write_text("steps: 3")
-    assert RunDirectory.create(tmp_path / "run").moved is None, "a run that failed at its start left nothing to keep"
-
-
-def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run")
-    with directory.checkpoint(5) as aside:
-        (aside / "weights").write_text("5")
-        assert not (directory.checkpoints / "step_000005").exists()
-    with pytest.raises(OSError, match="disk full"):
-        _fill_until_the_disk_is_full(directory)
-    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000005"]
-    assert (directory.latest / "weights").read_text() == "5"
-    with directory.checkpoint(5) as aside:  # again, as after a resume
-        (aside / "weights").write_text("5 again")
-    assert (directory.latest / "weights").read_text() == "5 again"
-
-
-def _fill_until_the_disk_is_full(directory: RunDirectory) -> None:
-    with directory.checkpoint(10) as aside:
-        (aside / "weights").write_text("half")
-        raise OSError("disk full")
-
-
 # Whole runs ----------------------------------------------------------------------------------------------------------
 
 
 def check_run_directory(path: Path) -> None:
     """What a run of `TINY` must leave."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     named = {
         "reward/mean",
@@ -199,6 +140,9 @@ def check_run_directory(path: Path) -> None:
     for line in lines:
         assert named <= line.keys()
     assert [line["step"] for line in lines if "evaluation/accuracy" in line] == [2, 3]
+    samples = [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {0, 1, 2, 3}
+    assert "<svg" in (path / "report.html").read_text()
     assert json.loads((path / "trace.json").read_text())["traceEvents"]
     assert load_config(path / "resolved.yaml").steps == 3
     checkpoints = {entry.name for entry in (path / "checkpoints").iterdir()}
@@ -283,7 +227,7 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path)
     from rlinf.launch import _make_directory
 
     with pytest.raises(InputError, match="output_dir: the run directory"):
-        _make_directory(tmp_path / "file" / "run", RunConfig())
+        _make_directory(tmp_path / "file" / "run", RunConfig(), None)
 
 
 @pytest.mark.slow

@@ -1,49 +1,159 @@
-"""The judge: gives every sample of a group its reward.
+"""The judge: gives every sample of a group its reward, or says why there is none.
 
-Consumes groups without rewards, produces the same groups with them.
+Consumes groups without rewards, produces the same groups with them. A reward function that is not `trusted` runs in
+child processes (`rlinf/rewards/pool.py`), so one that hangs, crashes or raises costs its sample, never the job; the
+sample's `outcome` and `remark` tell. A reward that cannot work at all ends the job with the first cause.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from rlinf.data.sample import Group, Sample
-from rlinf.rewards.base import Reward, RewardFunction, load_reward
+from rlinf.rewards.base import OFFERED, ON_REQUEST, Reward, RewardSource
+from rlinf.rewards.exact import exact
+from rlinf.rewards.pool import RewardPool
+from rlinf.rewards.scoring import Arguments, Scorer, Verdict
 from rlinf.runtime.actor import Actor, endpoint
+
+_HOPELESS = 64
+"""Samples in a row without a reward after which the job fails: a reward that fails half of the time does not come to
+that in the age of the universe, and one that always fails comes to it in the first step."""
+_MOST_WORKERS = 8
+"""Children where nobody says how many: mathematics takes some 10 ms a sample, so eight judge 800 samples a second."""
+
+
+class RewardError(Exception):
+    """The reward function cannot score anything; the text has the first cause."""
 
 
 class Judge(Actor):
     """Scores samples with a reward function."""
 
-    async def setup(self, *, reward: RewardFunction | str = "rlinf.rewards.exact") -> None:  # type: ignore[override]
-        """Find the reward function.
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        reward: RewardSource = exact,
+        args: Mapping[str, Any] | None = None,
+        timeout: float = 10.0,  # noqa: ASYNC109  # of each sample, not of setup
+        workers: int | None = None,
+        isolate: Literal["auto", "always", "never"] = "auto",
+        columns: Iterable[str] | None = None,
+    ) -> None:
+        """Find the reward function and start its child processes.
 
         Args:
-            reward: `reward(response, answer, **row) -> float`, plain or async, or its dotted path.
+            reward: `reward(response, answer, **row) -> float | Score`, plain or async, or its dotted path; or several
+                by name, each a function or a mapping with `function`, `weight` and `args`, which are summed.
+            args: further arguments of a single function.
+            timeout: seconds for one sample.
+            workers: child processes; None for half of this machine's cores, from 2 to 8.
+            isolate: run the function in child processes. "auto" leaves out functions that are marked `trusted`. In this
+                process, plain functions have no deadline.
+            columns: of the data set, to see at once whether the function's arguments are there.
 
         Raises:
-            ValueError: the path leads to no function.
+            ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
+                sent to a child process.
+            ChildDied: a child cannot be started; the text has what it printed.
         """
-        self._reward = Reward(load_reward(reward))
+        isolated = isolate == "always" or (isolate == "auto" and not Reward.of(reward, args, make=False).trusted)
+        self._reward = Reward.of(reward, args, make=not isolated)
+        if columns is not None:
+            self._reward.check({*OFFERED, "messages", *columns})
+        self._timeout = timeout
+        self._failed_in_a_row: list[Verdict] = []
+        self._pool: RewardPool | None = None
+        if isolated:
+            self._pool = RewardPool(
+                reward,
+                args,
+                is_async=self._reward.is_async,
+                name=f"reward of {self._cell.name}",
+                workers=workers or max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)),
+                timeout=timeout,
+            )
+            await self._pool.start()
+        else:
+            self._scorer = Scorer(reward, args)
+
+    async def close(self) -> None:
+        """End the child processes."""
+        if self._pool is not None:
+            await self._pool.stop()
 
     @endpoint
     async def score(self, group: Group) -> Group:
-        """The group with every sample's reward filled in.
+        """The group with every sample's reward and outcome filled in; those that failed have a remark instead.
 
         Raises:
-            ValueError: the reward function wants a column that there is not, or returned no finite number.
+            ValueError: the reward function takes a column that there is not.
+            RewardError: not one of the last 64 samples could be scored, or a module that the function needs is missing.
         """
-        if self._reward.is_async:
-            values = [await self._reward(sample) for sample in group.samples]
-        else:
-            values = await self.compute(self._all, group.samples)
-        samples = tuple(
-            dataclasses.replace(
-                sample, reward=self._reward.checked(value), outcome="truncated" if sample.truncated else "ok"
-            )
-            for sample, value in zip(group.samples, values, strict=True)
-        )
+        batch = self._arguments(group)
+        verdicts = await self._judge(batch)
+        for verdict in verdicts:
+            self._notice(verdict)
+        samples = tuple(_judged(*each) for each in zip(group.samples, verdicts, strict=True))
         return dataclasses.replace(group, samples=samples)
 
-    def _all(self, samples: tuple[Sample, ...]) -> list[object]:
-        return [self._reward(sample) for sample in samples]
+    async def _judge(self, batch: Sequence[Arguments]) -> list[Verdict]:
+        if self._pool is not None:
+            return await self._pool.score(batch)
+        if self._reward.is_async:
+            return await self._scorer.together(batch, self._timeout)
+        if self._reward.trusted:  # takes microseconds: less than the way to another thread
+            return [self._scorer.one(offered) for offered in batch]
+        return await self.compute(_all, self._scorer, batch)
+
+    def _arguments(self, group: Group) -> list[Arguments]:
+        """What the reward function may take, for each sample: only what it wants, since it may go to a child."""
+        prompt = group.prompt
+        shared = {**prompt.row, "answer": prompt.answer, "prompt": prompt.text}
+        self._reward.check((*shared, *OFFERED))
+        wanted = self._reward.wanted
+        if wanted is not None:
+            shared = {name: value for name, value in shared.items() if name in wanted}
+        ids = any(ON_REQUEST in part.names for part in self._reward.parts)
+        return [
+            {
+                **shared,
+                "response": sample.text,
+                "truncated": sample.truncated,
+                **({ON_REQUEST: sample.response_ids.tolist()} if ids else {}),
+            }
+            for sample in group.samples
+        ]
+
+    def _notice(self, verdict: Verdict) -> None:
+        """Keep count of failures in a row. Raises when there is no hope for the next."""
+        if verdict.outcome == "ok":
+            self._failed_in_a_row.clear()
+            return
+        self._failed_in_a_row.append(verdict)
+        count = len(self._failed_in_a_row)
+        if count >= _HOPELESS or verdict.hopeless:
+            first = self._failed_in_a_row[0] if not verdict.hopeless else verdict
+            text = f"reward {self._reward.name} cannot score anything: "
+            text += f"{count} answers in a row failed, the first with " if not verdict.hopeless else ""
+            raise RewardError(f"{text}{first.remark}" + (f"\n\n{first.trace}" if first.trace else ""))
+
+
+def _all(scorer: Scorer, batch: Sequence[Arguments]) -> list[Verdict]:
+    return [scorer.one(offered) for offered in batch]
+
+
+def _judged(sample: Sample, verdict: Verdict) -> Sample:
+    outcome = verdict.outcome
+    if outcome != "ok":
+        return dataclasses.replace(sample, reward=None, outcome=outcome, remark=verdict.remark)
+    return dataclasses.replace(
+        sample,
+        reward=verdict.value,
+        outcome="truncated" if sample.truncated else "ok",
+        scores=verdict.scores,
+        extracted=verdict.extracted,
+    )

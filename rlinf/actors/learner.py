@@ -1,61 +1,86 @@
-"""The learning itself: a model, its optimizer, and the steps between them. Blocking code without any runtime.
+"""The learning itself: a model, its optimizer, and the steps between them. Blocking code without any actor.
 
 Consumes micro-batches. Between two optimizer steps only sums gather: gradients of un-normalised losses, and token
-counts. `step` divides once, by the count of everything that came; so how it was cut does not matter.
+counts. `step` divides once, by the count of everything that came to all ranks; so it does not matter how the batch was
+cut, or how many ranks share it. Ranks must call the same methods in the same order: each is a collective.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlinf.actors.policy_model import PolicyModel
+from rlinf.actors.sharding import local
 from rlinf.algos import losses
-from rlinf.algos.losses import LossSum
-from rlinf.data.batch import PolicyBatch, Tokens
+from rlinf.algos.sums import Explained, LossSum, Max, Mean, Metric
+from rlinf.data.batch import Packed
+
+Schedule = Literal["constant", "linear", "cosine"]
+"""What becomes of the learning rate after the warm-up."""
+_SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Learner:
-    """Trains one model with AdamW, a linear warm-up and a bound on the gradient's norm.
+    """Trains one model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
 
     Args:
-        model: trained in place.
+        policy: trained in place; its frozen parameters stay as they are.
+        mesh: the ranks that it is spread over; None if it is whole.
         lr: learning rate after warm-up.
         warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
+        schedule, total_steps, min_lr_ratio: of the learning rate afterwards, see `lr_factor`.
         betas: decay of the running means of the gradient and of its square.
         weight_decay: decoupled weight decay.
         grad_clip: a gradient with a larger global norm is scaled down to it.
+
+    Raises:
+        ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: PolicyModel,
         *,
+        mesh: DeviceMesh | None = None,
         lr: float,
         warmup_steps: int = 0,
+        schedule: Schedule = "constant",
+        total_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
     ):
-        self.model = model.train()
+        if schedule not in _SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is none of {list(_SCHEDULES)}")
+        if schedule != "constant" and total_steps is None:
+            raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
+        self.policy = policy
+        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
         self._grad_clip = grad_clip
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda done: min(1.0, (done + 1) / max(1, warmup_steps))
-        )
+        self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+        def factor(done: int) -> float:
+            return lr_factor(done, schedule, warmup_steps, total_steps, min_lr_ratio)
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         self._sum: LossSum | None = None
 
     def begin(self) -> None:
         """Forget what has gathered since the last step, such as what an interrupted call left."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._sum = None
 
     def learn_policy(
         self,
-        batch: PolicyBatch,
+        batch: Packed,
         *,
         clip_low: float,
         clip_high: float,
@@ -69,8 +94,8 @@ class Learner:
             clip_low, clip_high, dual_clip: of the loss.
             compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
         """
-        logprobs, entropy = self.logprobs(batch.tokens, batch.temperature)
-        mask = batch.tokens.mask
+        logprobs, entropy = self.policy(batch)
+        mask = torch.ones_like(logprobs, dtype=torch.bool)
         loss = losses.policy(
             logprobs,
             batch.old_logprobs,
@@ -86,49 +111,30 @@ class Learner:
             loss = LossSum(loss.total, loss.weight, {**loss.metrics, **apart})
         self._gather(loss)
 
-    def learn_answers(self, tokens: Tokens) -> None:
+    def learn_answers(self, batch: Packed) -> None:
         """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
-        logprobs, _ = self.logprobs(tokens, None)
-        self._gather(losses.supervised(logprobs, tokens.mask))
-
-    def logprobs(self, tokens: Tokens, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every token of the responses, under softmax(logits / temperature).
-
-        Args:
-            tokens: prompts with responses.
-            temperature: of each row, float32 [rows]; None for 1.
-
-        Returns:
-            Log-probs, differentiable, and entropies, not; nats, float32 [rows, tokens - 1], 0 outside the mask.
-        """
-        mask = tokens.mask
-        logits = self.model(input_ids=tokens.input_ids, use_cache=False).logits[:, :-1][mask].float()
-        if temperature is not None:
-            logits = logits / temperature[:, None].expand_as(mask)[mask][:, None]
-        all_logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = all_logprobs.gather(1, tokens.targets[mask][:, None]).squeeze(1)
-        with torch.no_grad():
-            entropies = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
-        blank = torch.zeros(mask.shape, device=chosen.device)
-        return blank.masked_scatter(mask, chosen), blank.masked_scatter(mask, entropies)
+        logprobs, _ = self.policy(batch)
+        self._gather(losses.supervised(logprobs, torch.ones_like(logprobs, dtype=torch.bool)))
 
     def step(self) -> tuple[LossSum, dict[str, float]]:
-        """Divide by the tokens that came, clip, and take one optimizer step.
+        """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
 
         Returns:
-            What gathered, and `loss`, `grad_norm` (before clipping) and `lr` of this step.
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step.
 
         Raises:
             ValueError: nothing came since the last step.
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
-        gathered = self._sum
-        if gathered is None or float(gathered.weight) == 0:
-            raise ValueError("there is not one token to learn from: every response was empty or nothing came at all")
+        if self._sum is None:
+            raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        gathered, square = _over_ranks(self._sum, _square(gradients), self._mesh)
         tokens = float(gathered.weight)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, tokens)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
+        if tokens == 0:
+            self.begin()
+            raise ValueError("there is not one token to learn from: every response was empty")
+        norm = math.sqrt(square) / tokens if square >= 0 else math.nan
         loss = float(gathered.mean())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.begin()
@@ -136,9 +142,10 @@ class Learner:
                 f"loss {loss} and gradient norm {norm} over {tokens:.0f} tokens are not both finite: the step was not "
                 "taken. A smaller learning rate is the usual cure"
             )
-        lr = float(self._schedule.get_last_lr()[0])
-        self._optimizer.step()
-        self._schedule.step()
+        torch._foreach_mul_(gradients, min(1.0, self._grad_clip / (norm + 1e-6)) / tokens)
+        lr = float(self.schedule.get_last_lr()[0])
+        self.optimizer.step()
+        self.schedule.step()
         self.begin()
         return gathered, {"loss": loss, "grad_norm": norm, "lr": lr}
 
@@ -146,3 +153,58 @@ class Learner:
         loss.total.backward()  # type: ignore[no-untyped-call]
         part = loss.detach()
         self._sum = part if self._sum is None else self._sum + part
+
+
+def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
+    """What the learning rate is multiplied with in the step after `done` steps.
+
+    It rises linearly to 1 in step `warmup_steps`. Then it stays there ("constant"), or falls to `min_ratio` in step
+    `total_steps`, in a straight line ("linear") or as half a cosine (SGDR, arXiv:1608.03983, eq. 5), and stays there.
+    """
+    step = done + 1
+    if step < warmup_steps:
+        return step / warmup_steps
+    if schedule == "constant" or total_steps is None:
+        return 1.0
+    way = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = 1.0 - way if schedule == "linear" else (1.0 + math.cos(math.pi * way)) / 2.0
+    return min_ratio + (1.0 - min_ratio) * left
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """Squared norm of all together, float64 []."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+
+
+def _over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
+    """The sums, and the squared norm, of all ranks together: two small collectives, in float64."""
+    if mesh is None:
+        return mine, float(square)
+    names = sorted(mine.metrics)
+    tops = [metric.largest for name in names if isinstance(metric := mine.metrics[name], Max)]
+    added = [part for name in names for part in _addends(mine.metrics[name])]
+    sums = torch.cat([part.double().reshape(-1) for part in (square, mine.total, mine.weight, *added)])
+    dist.all_reduce(sums, group=mesh.get_group())
+    largest = torch.stack([top.double() for top in tops]) if tops else sums.new_empty(0)
+    if tops:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    pieces, highs = iter(sums[3:].split([part.numel() for part in added])), iter(largest)
+    metrics: dict[str, Metric] = {}
+    for name in names:
+        kind = type(mine.metrics[name])
+        if kind is Max:
+            metrics[name] = Max(next(highs))
+        elif kind is Mean:
+            metrics[name] = Mean(next(pieces)[0], next(pieces)[0])
+        else:
+            metrics[name] = Explained(next(pieces))
+    return LossSum(sums[1], sums[2], metrics), float(sums[0])
+
+
+def _addends(metric: Metric) -> tuple[Tensor, ...]:
+    """What of a metric is added over ranks."""
+    if isinstance(metric, Mean):
+        return metric.total, metric.weight
+    return (metric.moments,) if isinstance(metric, Explained) else ()

@@ -14,25 +14,32 @@ from rlinf.data.seeds import mix
 ModelSource = str | Mapping[str, Any]
 """A Hugging Face directory (or hub name), or the configuration of a new model: `model_type` and that type's keys."""
 
-_ONE_AT_A_TIME = threading.Lock()  # initialisation draws from the process's one random generator
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is made or tried out: transformers switches the default dtype of the whole process meanwhile, and
+initialisation draws from its one random generator."""
 
 
-def build_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PreTrainedModel:
+def build_model(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Load a causal language model, or make a new one.
 
     Args:
         source: a Hugging Face directory (or hub name), or `{"model_type": "qwen2", "hidden_size": 64, ...}`.
         tokenizer: gives a new model its vocabulary and its special tokens.
-        seed: of a new model's weights; the same seed makes the same model in every role and process.
+        seed: of a new model's weights; the same seed makes the same model in every role and process, up to the rounding
+            of `dtype`.
+        dtype: of its weights.
 
     Returns:
-        The model in float32, on the CPU.
+        The model, on the CPU.
 
     Raises:
         ValueError: a configuration without `model_type`, or with one that transformers does not know.
     """
     if isinstance(source, str):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        with ONE_AT_A_TIME:
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return loaded
     if "model_type" not in source:
         raise ValueError(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
@@ -44,7 +51,10 @@ def build_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, seed
         **source,
     }
     config = AutoConfig.for_model(**settings)
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # and no buffers: angles of rotary embeddings must stay precise
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model

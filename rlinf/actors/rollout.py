@@ -7,11 +7,16 @@ engine. New weights arrive through `load`, also while answers are being generate
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+import itertools
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.actors.modeling import ModelSource, build_model
+from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.actors.receiving import Receiver
 from rlinf.data.iterate import each
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.seeds import mix
@@ -19,10 +24,22 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Request, Sampling
 from rlinf.engines.transformers import TransformersEngine
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor import endpoint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Rollout(Actor):
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A prompt that is being answered."""
+
+    prompt: Prompt
+    """What was asked."""
+    done: list[tuple[int, Completion]] = field(default_factory=list)
+    """Its finished answers, with their index."""
+
+
+class Rollout(Receiver):
     """Generates groups of samples with an engine in its own process."""
 
     async def setup(  # type: ignore[override]
@@ -32,8 +49,14 @@ class Rollout(Actor):
         tokenizer: TokenizerSource,
         seed: int = 0,
         temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
         max_new_tokens: int = 16,
+        stop: Sequence[str] = (),
         max_rows: int = 128,
+        max_tokens: int | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         """Make the model and the engine.
 
@@ -41,20 +64,29 @@ class Rollout(Actor):
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; its end token ends an answer.
             seed: of a new model's weights and of the samples.
-            temperature: for `generate` when it is not given one.
+            temperature, top_p, top_k, min_p: for `generate` when it is not given them; see `Sampling`.
             max_new_tokens: an answer without an end token is cut after this many tokens.
+            stop: texts that end an answer too; they stay in it.
             max_rows: answers decoded together. More is faster to generate; fewer finish sooner, so that the roles after
                 this one start sooner.
+            max_tokens: for which the key-value cache has room, prompts and possible answers together; None for as many
+                as `max_rows` answers may have.
+            dtype: in which answers are computed; weights of another are cast.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
         """
+        if dtype not in _DTYPES:
+            raise ValueError(f"rollout: dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
         self._seed = seed
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         stop_ids = () if self._tokenizer.eos_token_id is None else (int(self._tokenizer.eos_token_id),)
-        self._sampling = Sampling(max_new_tokens, temperature, stop_ids=stop_ids)
-        built = await self.compute(build_model, model, self._tokenizer, seed=seed)
-        self._engine = TransformersEngine(built, compute=self.compute, max_rows=max_rows)
+        self._sampling = Sampling(
+            max_new_tokens, temperature, top_k, top_p, min_p, stop_ids=stop_ids, stop_texts=tuple(stop)
+        )
+        settings = {"compute": self.compute, "max_rows": max_rows, "max_tokens": max_tokens}
+        self._engine = await self.compute(_engine, model, self._tokenizer, seed, _DTYPES[dtype], settings)
+        self._ids = itertools.count()  # of requests, unique among calls that overlap
 
     @endpoint(device=True)
     async def generate(
@@ -64,6 +96,7 @@ class Rollout(Actor):
         *,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        **sampling: Any,
     ) -> AsyncIterator[Group]:
         """Answer every prompt `n` times.
 
@@ -76,79 +109,133 @@ class Rollout(Actor):
             n: samples per prompt.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
+            sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
 
         Yields:
-            One group per prompt, in order of completion.
+            One group per prompt, in order of completion. After `abort`, groups have the samples that had begun, and
+            prompts of which none had are not answered.
 
         Raises:
             ValueError: `n` below 1, an empty prompt, or a setting out of range.
+            TypeError: a setting that there is not.
         """
         if n < 1:
             raise ValueError(f"generate: n={n} must be at least 1")
-        sampling = Sampling(
-            self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            self._sampling.temperature if temperature is None else temperature,
-            stop_ids=self._sampling.stop_ids,
-        )
-        waiting: dict[int, tuple[Prompt, list[Completion]]] = {}  # by order of arrival: prompt ids may repeat
+        rules = _overridden(self._sampling, temperature, max_new_tokens, sampling)
+        asked: dict[int, tuple[_Asked, int]] = {}  # by request: whose sample it is, and which
 
         async def requests() -> AsyncIterator[Request]:
-            arrived = 0
             async for prompt in each(prompts):
-                waiting[arrived] = (prompt, [])
+                one = _Asked(prompt)
                 for index in range(n):
-                    seed = mix(self._seed, prompt.id, index)
-                    yield Request(arrived * n + index, prompt.token_ids, sampling, seed)
-                arrived += 1
+                    number = next(self._ids)
+                    asked[number] = (one, index)
+                    yield Request(number, prompt.token_ids, rules, mix(self._seed, prompt.id, index))
 
-        async with contextlib.aclosing(self._engine.generate(requests())) as completions:
-            async for completion in completions:
-                which = completion.id // n
-                prompt, done = waiting[which]
-                done.append(completion)
-                if len(done) == n:
-                    del waiting[which]
-                    yield await self.compute(_group, prompt, done, n, sampling.temperature, self._tokenizer)
+        unfinished: dict[int, _Asked] = {}  # by identity, in order of their first answer
+        async with contextlib.aclosing(self._engine.batches(requests())) as batches:
+            async for completions in batches:
+                complete = []
+                for completion in completions:
+                    one, index = asked.pop(completion.id)
+                    one.done.append((index, completion))
+                    unfinished[id(one)] = one
+                    if len(one.done) == n:
+                        complete.append(unfinished.pop(id(one)))
+                if complete:
+                    for group in await self.compute(_groups, complete, rules.temperature, self._tokenizer):
+                        yield group
+        if unfinished:  # the reading of requests was aborted half way through these
+            for group in await self.compute(_groups, list(unfinished.values()), rules.temperature, self._tokenizer):
+                yield group
 
     @endpoint
-    async def load(self, weights: Weights) -> int:
-        """Switch to other weights: all of them or, with an error, none.
+    async def abort(self) -> None:
+        """End all answers under way where they stand, and read no more prompts: `generate` yields what there is."""
+        await self._engine.abort()
 
-        Returns:
-            The version now in use.
+    @endpoint
+    async def pause(self) -> None:
+        """Stop generating after the step under way; returns when the device is idle."""
+        await self._engine.pause()
 
-        Raises:
-            ValueError: names or shapes differ from the model's.
-        """
-        await self._engine.load(weights)
-        return self._engine.version
+    @endpoint
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._engine.resume()
 
     @endpoint
     async def version(self) -> int:
         """Version of the weights in use."""
         return self._engine.version
 
+    async def check_weights(self, weights: Weights) -> None:
+        await self._engine.check(weights)
 
-def _group(
-    prompt: Prompt, completions: list[Completion], n: int, temperature: float, tokenizer: PreTrainedTokenizerBase
-) -> Group:
-    """The finished samples of one prompt, in order of their index."""
-    completions.sort(key=lambda completion: completion.id)
-    samples = []
-    for completion in completions:
-        kept = completion.response_ids if completion.truncated else completion.response_ids[:-1]
-        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
-        text = str(tokenizer.decode(kept, skip_special_tokens=False))
-        samples.append(
-            Sample(
-                prompt=prompt,
-                index=completion.id % n,
-                response_ids=completion.response_ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                text=text,
-                truncated=completion.truncated,
-                temperature=temperature,
-            )
+    async def switch_weights(self, weights: Weights) -> None:
+        await self._engine.load(weights)
+
+    async def offload(self) -> None:
+        """Give the device's memory back; answers under way wait."""
+        await self._engine.sleep()
+
+    async def onload(self) -> None:
+        """Come back to the device."""
+        await self._engine.wake()
+
+
+def _overridden(
+    own: Sampling, temperature: float | None, max_new_tokens: int | None, others: dict[str, Any]
+) -> Sampling:
+    """The actor's settings with those of a call in their place."""
+    known = ("top_p", "top_k", "min_p", "min_new_tokens", "stop")
+    if unknown := sorted(others.keys() - set(known)):
+        raise TypeError(f"generate: there is no setting {', '.join(unknown)}; those of a call are {', '.join(known)}")
+    settings = {name: value for name, value in others.items() if value is not None}
+    if "stop" in settings:
+        settings["stop_texts"] = tuple(settings.pop("stop"))
+    if temperature is not None:
+        settings["temperature"] = temperature
+    if max_new_tokens is not None:
+        settings["max_new_tokens"] = max_new_tokens
+    return replace(own, **settings)
+
+
+def _groups(answered: Sequence[_Asked], temperature: float, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    """The samples of each prompt, in order of their index."""
+    groups = []
+    for asked in answered:
+        samples = tuple(
+            _sample(asked.prompt, index, completion, temperature, tokenizer)
+            for index, completion in sorted(asked.done, key=lambda item: item[0])
+            if len(completion.response_ids)  # nothing, where it was aborted before it began
         )
-    return Group(prompt, tuple(samples))
+        if samples:
+            groups.append(Group(asked.prompt, samples))
+    return groups
+
+
+def _sample(
+    prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    kept = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
+    return Sample(
+        prompt=prompt,
+        index=index,
+        response_ids=completion.response_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
+        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
+        truncated=completion.finish in ("length", "abort"),
+        temperature=temperature,
+    )
+
+
+def _engine(
+    model: ModelSource, tokenizer: PreTrainedTokenizerBase, seed: int, dtype: torch.dtype, settings: dict[str, Any]
+) -> TransformersEngine:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    with ONE_AT_A_TIME:
+        built: Any = build_model(model, tokenizer, seed=seed, dtype=dtype)
+        return TransformersEngine(built.to(device), tokenizer=tokenizer, **settings)

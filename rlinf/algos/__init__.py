@@ -1,1 +1,4 @@
-"""Advantages and losses: pure functions of tensors and masks, with their formulas and where they come from."""
+"""Advantages and losses: pure functions of tensors and masks, with their formulas and where they come from.
+
+`spec` names whole algorithms, `apply` runs one on a batch.
+"""

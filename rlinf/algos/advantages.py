@@ -1,15 +1,26 @@
-"""Advantages: how much better an answer was than expected. Rewards in, one number per answer (or token) out."""
+"""Advantages: how much better an answer, or a token, was than expected. Rewards in, one number per answer or token out.
+
+Statistics over the batch are global: where several ranks hold shares of it, `reduce` adds a tensor of sums up over them
+(such as an all-reduce), and is the only thing here that knows of ranks.
+"""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rlinf.algos.masks import LOG_RATIO, keep, wide
+from rlinf.algos.naming import one_of, same_shape
+
+Reduce = Callable[[Tensor], Tensor]
+"""Adds a tensor of sums up over ranks and returns it."""
+
 _SCALES = ("std", "none")
 _EPSILON = 1e-6  # added to the standard deviation, as in the public GRPO implementations
+_LEAST_VARIANCE = 1e-8  # below it a batch counts as equal, and whitening only centres
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, scale: Literal["std", "none"] = "std") -> Tensor:
@@ -32,29 +43,230 @@ def group_relative(rewards: Tensor, groups: Tensor, *, scale: Literal["std", "no
     Raises:
         ValueError: shapes differ, or `scale` is unknown.
     """
-    if scale not in _SCALES:
-        near = get_close_matches(str(scale), _SCALES, n=1)
-        raise ValueError(
-            f"group_relative: scale={scale!r} is none of {list(_SCALES)}" + (f"; meant {near[0]!r}?" if near else "")
-        )
+    one_of("group_relative", "scale", scale, _SCALES)
+    centred, group, count = _centred("group_relative", rewards, groups)
+    if scale == "none" or centred.numel() == 0:
+        return centred
+    variance = torch.zeros_like(count).index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt()[group] + _EPSILON)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The reward less the mean of the other answers' to the same prompt.
+
+        A_i = R_i - mean over j != i of R_j = G / (G - 1) (R_i - mean(R))
+
+    RLOO (arXiv:2402.14740, eq. 7). A group of equal rewards gives exactly 0, and so does a group of one, which has
+    nothing to compare with.
+
+    Args:
+        rewards: reward of each answer, [answers].
+        groups: which group each answer belongs to, [answers], whole numbers; members need not stand together.
+
+    Returns:
+        Advantages, [answers], float32 (float64 if the rewards are).
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    centred, group, count = _centred("leave_one_out", rewards, groups)
+    return centred * (count / (count - 1).clamp(min=1))[group]
+
+
+def _centred(where: str, rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards less their group's mean, exactly 0 in a group of equals; each answer's group from 0; groups' sizes."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
-            "group_relative: rewards and groups must both be [answers], "
+            f"{where}: rewards and groups must both be [answers], "
             f"got rewards {list(rewards.shape)} and groups {list(groups.shape)}"
         )
-    rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
-    if rewards.numel() == 0:
-        return rewards
+    rewards = wide(rewards.detach())
     group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
-    count = torch.bincount(group)
-    zeros = rewards.new_zeros(len(count))
-    mean = zeros.index_add(0, group, rewards) / count
-    centred = rewards - mean[group]
-    # (R - mean) of equal rewards is a rounding error, which the division would blow up: ask for equality itself.
-    largest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
-    smallest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
-    centred = torch.where((largest == smallest)[group], torch.zeros_like(centred), centred)
-    if scale == "none":
-        return centred
-    std = (zeros.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std[group] + _EPSILON)
+    count = torch.bincount(group).to(rewards.dtype)
+    zeros = torch.zeros_like(count)
+    centred = rewards - (zeros.index_add(0, group, rewards) / count)[group]
+    # (R - mean) of equal rewards is a rounding error, which a division would blow up: ask for equality itself.
+    highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    return torch.where((highest == lowest)[group], torch.zeros_like(centred), centred), group, count
+
+
+def reinforce_pp(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_beta: float = 0.0,
+    groups: Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """What is still to come, whitened over the whole batch.
+
+        G_t = sum over i >= t of (r_i - kl_beta KL_i)        with one reward R per answer: R - kl_beta sum of KL_i
+        G_t = G_t - mean of R over the answer's group        if `groups` is given: the baseline variant
+        A_t = (G_t - mean(G)) / sqrt(max(var(G), 1e-8))      over all tokens that count, of all ranks
+
+    REINFORCE++ (arXiv:2501.03262, eq. 5 to 7) and REINFORCE++-baseline (section 3.3). This is the only normalisation:
+    the result is not to be whitened again.
+
+    Args:
+        rewards: of each answer, [answers], or of each token, [answers, tokens].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+        kl: KL_t of the sampling policy to the reference (k1), nats, [answers, tokens].
+        kl_beta: its weight; not 0 only with `kl`.
+        groups: which group each answer belongs to, [answers], whole numbers.
+        reduce: adds a tensor of sums up over ranks; None if this is the whole batch.
+
+    Returns:
+        Advantages, [answers, tokens], 0 outside the mask.
+
+    Raises:
+        ValueError: shapes do not fit, or `kl_beta` without `kl`.
+    """
+    if mask.ndim != 2 or rewards.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(
+            f"reinforce_pp: mask must be [answers, tokens] and rewards [answers] or of mask's shape, got mask "
+            f"{list(mask.shape)} and rewards {list(rewards.shape)}"
+        )
+    same_shape("reinforce_pp", "mask", mask, kl=kl)
+    if kl is None and kl_beta != 0.0:
+        raise ValueError(f"reinforce_pp: kl_beta={kl_beta} without kl, the penalty per token that it weighs")
+    kept = keep(mask, wide(rewards).dtype)
+    per_answer = rewards.ndim == 1
+    totals = wide(rewards.detach()) if per_answer else kept.only(kept.clean(rewards)).sum(1)
+    coming = totals[:, None].expand(mask.shape) if per_answer else _to_go(kept.only(kept.clean(rewards)))
+    if groups is not None:
+        centred = _centred("reinforce_pp", totals, groups)[0]
+        coming = coming - (totals - centred)[:, None] if not per_answer else centred[:, None].expand(mask.shape)
+    if kl is not None and kl_beta != 0.0:
+        coming = coming - kl_beta * _to_go(kept.only(kept.clean(kl)))
+    return whiten(coming, mask, reduce=reduce)
+
+
+def _to_go(x: Tensor) -> Tensor:
+    """Sum over i >= t along the last axis."""
+    return x.double().flip(1).cumsum(1).flip(1).to(x.dtype)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, dones: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation.
+
+        d_t = r_t + gamma V_{t+1} (1 - done_{t+1}) - V_t
+        A_t = d_t + gamma lam (1 - done_{t+1}) A_{t+1}        return_t = A_t + V_t
+
+    GAE (arXiv:1506.02438, eq. 16). `dones` and `values` have one row more than `rewards`: done_t says that step t
+    begins a new episode, so nothing behind it counts for t - 1. Whiten afterwards, once, if at all.
+
+    Args:
+        rewards: [steps, batch].
+        values: predictions V_0 .. V_T, [steps + 1, batch].
+        dones: bool or 0/1, [steps + 1, batch]; the first row is not read.
+        gamma: discount per step, 0 to 1.
+        lam: weight of longer looks ahead, 0 to 1.
+
+    Returns:
+        Advantages and returns, [steps, batch], without gradient.
+
+    Raises:
+        ValueError: shapes do not fit, or a discount is out of range.
+    """
+    longer = (rewards.shape[0] + 1, *rewards.shape[1:]) if rewards.ndim else ()
+    if rewards.ndim < 1 or values.shape != longer or dones.shape != longer:
+        raise ValueError(
+            "gae: values and dones must have one row more than rewards [steps, batch], got rewards "
+            f"{list(rewards.shape)}, values {list(values.shape)} and dones {list(dones.shape)}"
+        )
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"gae: {name}={number} must be between 0 and 1")
+    rewards, values, ended = wide(rewards.detach()), wide(values.detach()), dones.bool()
+    following = torch.where(ended[1:], 0.0, values[1:])  # behind an end anything may stand, inf included
+    deltas = rewards + gamma * following - values[:-1]
+    decay = gamma * lam * (~ended[1:]).to(deltas.dtype)
+    advantages = torch.empty_like(deltas)
+    ahead = torch.zeros_like(deltas[0]) if len(deltas) else deltas
+    for t in range(len(deltas) - 1, -1, -1):
+        ahead = torch.addcmul(deltas[t], decay[t], ahead)
+        advantages[t] = ahead
+    return advantages, advantages + values[:-1]
+
+
+def gae_tokens(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`gae` over the tokens of answers of different lengths; each answer is an episode that ends with it.
+
+    Tokens outside the mask, such as those that a tool wrote in between, take no time.
+
+    Args:
+        rewards: of each token, [answers, tokens].
+        values: the critic's prediction before each token, [answers, tokens].
+        mask: which tokens count, [answers, tokens], bool or 0/1.
+        gamma, lam: see `gae`.
+
+    Returns:
+        Advantages and returns, [answers, tokens], 0 outside the mask, without gradient.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("gae_tokens", "rewards", rewards, values=values, mask=mask)
+    counted = mask.bool()
+    order = (~counted).byte().argsort(dim=1, stable=True)  # what counts first, in its order
+    lengths = counted.sum(1)
+    packed = [torch.where(counted, wide(x.detach()), 0.0).gather(1, order).T for x in (rewards, values)]
+    dones = torch.arange(mask.shape[1] + 1, device=mask.device)[:, None] >= lengths
+    ahead = torch.cat([packed[1], packed[1].new_zeros(1, len(lengths))])
+    found = gae(packed[0], ahead, dones, gamma=gamma, lam=lam)
+    advantages, returns = (torch.zeros_like(x.T).scatter(1, order, x.T) for x in found)
+    return torch.where(counted, advantages, 0.0), torch.where(counted, returns, 0.0)
+
+
+def distillation(teacher_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The teacher's verdict on each token that the student drew: A_t = log pi_teacher - log pi_student.
+
+    On-policy distillation (Lu et al., Thinking Machines, 2025). Not normalised; clamped to +-20.
+
+    Args:
+        teacher_logprobs: of the sampled tokens under the teacher, any shape.
+        logprobs: under the student that drew them, same shape.
+        mask: which tokens count, same shape, bool or 0/1.
+
+    Returns:
+        Advantages in that shape, 0 outside the mask, without gradient.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("distillation", "teacher_logprobs", teacher_logprobs, logprobs=logprobs, mask=mask)
+    kept = keep(mask, wide(logprobs.detach()).dtype)
+    apart = kept.clean(teacher_logprobs).to(kept.dtype) - kept.clean(logprobs)
+    return kept.only(apart.clamp(-LOG_RATIO, LOG_RATIO))
+
+
+def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+    """Give what counts mean 0 and variance 1, over the whole batch.
+
+        (x - mean) / sqrt(max(var, 1e-8))
+
+    Args:
+        x: any shape.
+        mask: which elements count, same shape, bool or 0/1.
+        reduce: adds a float64 tensor of sums up over ranks; called twice, on every rank alike. None: this is all.
+
+    Returns:
+        The same shape, 0 outside the mask, without gradient; 0 everywhere if all are equal.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    same_shape("whiten", "x", x, mask=mask)
+    kept = keep(mask, wide(x).dtype)
+    add = reduce if reduce is not None else (lambda sums: sums)
+    values = torch.where(kept.mask, kept.clean(x).double(), 0.0)
+    total, count = add(torch.stack([values.sum(), kept.count])).unbind()
+    centred = torch.where(kept.mask, values - total / count.clamp(min=1), 0.0)
+    variance = add(centred.square().sum().reshape(1))[0] / count.clamp(min=1)
+    return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(kept.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -51,8 +50,28 @@ class Max:
         return Max(torch.maximum(self.largest, other.largest))
 
 
-Metric = Mean | Max
-M = TypeVar("M", Mean, Max)
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How much of the variance of targets a prediction explains: 1 - Var(target - prediction) / Var(target)."""
+
+    moments: Tensor
+    """Number of targets, their sum and sum of squares, then the same two of target - prediction, float64 [5]."""
+
+    @property
+    def value(self) -> float:
+        """1 for a perfect prediction, 0 for a constant one; 0.0 where the targets do not vary."""
+        count, target, target_square, error, error_square = self.moments.tolist()
+        variance = target_square - target * target / count if count else 0.0
+        # Of equal targets only rounding is left, which must not be divided by.
+        if variance <= 1e-12 * target_square:
+            return 0.0
+        return float(1.0 - (error_square - error * error / count) / variance)
+
+    def __add__(self, other: Explained) -> Explained:
+        return Explained(self.moments + other.moments)
+
+
+Metric = Mean | Max | Explained
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +83,9 @@ class LossSum:
     """
 
     total: Tensor
-    """Sum over tokens of loss x mask, [], differentiable."""
+    """Sum over tokens of loss x mask (x coefficient, see `aggregate`), [], differentiable."""
     weight: Tensor
-    """Sum over tokens of the mask, [], float64 so that counting is exact beyond 2^24 tokens."""
+    """What to divide by: tokens, or sequences, [], float64 so that counting is exact beyond 2^24 tokens."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """What to watch, as sums too; without gradient."""
 
@@ -81,8 +100,21 @@ class LossSum:
             return NotImplemented
         return self
 
+    def plus(self, term: LossSum, scale: float = 1.0) -> LossSum:
+        """Another term of the same loss over the same tokens: totals and metrics gather, the weight stays.
+
+        Args:
+            term: such as a KL penalty, aggregated in the same way.
+            scale: what to multiply it by.
+        """
+        return LossSum(self.total + scale * term.total, self.weight, {**self.metrics, **term.metrics})
+
+    def watching(self, metrics: Mapping[str, Metric]) -> LossSum:
+        """The same loss with further metrics."""
+        return LossSum(self.total, self.weight, {**self.metrics, **metrics})
+
     def mean(self) -> Tensor:
-        """The loss per token, []; 0 with a zero gradient if no token counts."""
+        """The loss per token (or sequence), []; 0 with a zero gradient if none counts."""
         return self.total / torch.where(self.weight == 0, 1.0, self.weight).to(self.total.dtype)
 
     def detach(self) -> LossSum:
@@ -98,6 +130,8 @@ def _join(a: Metric, b: Metric) -> Metric:
     if isinstance(a, Mean) and isinstance(b, Mean):
         return a + b
     if isinstance(a, Max) and isinstance(b, Max):
+        return a + b
+    if isinstance(a, Explained) and isinstance(b, Explained):
         return a + b
     raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
 

@@ -1,9 +1,9 @@
-"""Many token sequences as the few rectangular tensors that a model reads."""
+"""Many token sequences as the few flat tensors that a model reads, without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,61 +14,150 @@ from rlinf.data.sample import Sample
 
 T = TypeVar("T")
 
+_WORTH_SHARING = 0.1
+"""Share of tokens to be spared from which on prompts are read once: gathering them costs attention some per cent."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """Prompts with their responses, padded on the right: what is real never sees the padding behind it."""
+class Row:
+    """One sequence to learn from: a sample with its advantage, or a worked example."""
 
-    input_ids: Tensor
-    """int64 [rows, tokens]"""
-    mask: Tensor
-    """Whether the token after this one belongs to the response, bool [rows, tokens - 1]."""
+    prompt_ids: np.ndarray
+    """What came before the response, int64 [prompt], at least one."""
+    response_ids: np.ndarray
+    """What is learned, int64 [response]."""
+    old_logprobs: np.ndarray | None = None
+    """Of the policy that sampled, nats, float32 [response]; None for an example."""
+    advantage: float = 0.0
+    """How much better than expected it was."""
+    temperature: float = 1.0
+    """At which its log-probs are meant."""
+
+    @staticmethod
+    def of(sample: Sample, advantage: float) -> Row:
+        """A sample; a greedy one counts as drawn at temperature 1, which is what its log-probs say."""
+        return Row(sample.prompt.token_ids, sample.response_ids, sample.logprobs, advantage, sample.temperature or 1.0)
+
+    @staticmethod
+    def made_up(prompt: int, response: int) -> Row:
+        """A sequence of so many tokens each, for trials."""
+        ids = np.arange(prompt + response, dtype=np.int64) * 7919 + prompt
+        return Row(ids[:prompt], ids[prompt:])
 
     @property
-    def targets(self) -> Tensor:
-        """The token after each, int64 [rows, tokens - 1]."""
-        return self.input_ids[:, 1:]
+    def size(self) -> int:
+        """Tokens, prompt included."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PolicyBatch:
-    """Samples to learn from; everything per token lies where the token is predicted."""
+class Packed:
+    """Sequences one behind another, without padding. What answers to one prompt have in common, the prompt, is there
+    once; what predicts nothing, the last token of a response, is not there at all."""
 
-    tokens: Tokens
-    """Prompts and responses."""
+    ids: Tensor
+    """Tokens to be read, int64 [tokens]."""
+    positions: Tensor
+    """Of each token in its own sequence, from 0, int64 [tokens]."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, those that it shares included."""
+    places: Tensor | None
+    """Which of `ids` stands at each place of the sequences laid end to end, int64 [sum of lengths]; None if they share
+    none, so that each stands at its own."""
+    kept: Tensor
+    """Places of the sequences laid end to end where response tokens are predicted, one before where they stand, int64
+    [responses]."""
+    targets: Tensor
+    """The response tokens, int64 [responses]."""
     old_logprobs: Tensor
-    """Of the policy that sampled, nats, float32 [rows, tokens - 1]; 0 outside the mask."""
+    """Of the policy that sampled, nats, float32 [responses]; 0 where there are none."""
     advantages: Tensor
-    """Of each sample, float32 [rows]."""
-    temperature: Tensor
-    """At which each was sampled, float32 [rows]."""
+    """float32 [responses]"""
+    temperature: Tensor | None
+    """float32 [responses]; None if all are 1."""
+
+    def predicting(self) -> Tensor:
+        """Which of `ids` predicts each response token, int64 [responses]; a prompt's last predicts the first of every
+        answer to it."""
+        return self.kept if self.places is None else self.places.index_select(0, self.kept)
+
+    def to(self, device: torch.device) -> Packed:
+        """The same on a device."""
+        if self.ids.device == device:
+            return self
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]  # none of them is `lengths`
 
 
-def pad(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tokens:
-    """Lay out (prompt ids, response ids) pairs, at least one, as one rectangle."""
-    longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    ids = np.zeros((len(pairs), longest), dtype=np.int64)
-    mask = np.zeros((len(pairs), longest - 1), dtype=bool)
-    for row, (prompt, response) in enumerate(pairs):
-        start, end = len(prompt), len(prompt) + len(response)
-        ids[row, :start] = prompt
-        ids[row, start:end] = response
-        mask[row, start - 1 : end - 1] = True
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
+def pack(rows: Sequence[Row]) -> Packed:
+    """Lay sequences one behind another.
 
+    Without any, there is a single token and nothing to learn: a rank that has no work must take part in a computation.
 
-def policy_batch(samples: Sequence[Sample], advantages: Sequence[float]) -> PolicyBatch:
-    """Samples, at least one, with the advantage of each.
-
-    Greedy samples count as drawn at temperature 1, which is what their log-probs say.
+    Raises:
+        ValueError: a prompt is empty, so there is nothing to predict the first token of its response from.
     """
-    tokens = pad([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
-    old = np.zeros(tuple(tokens.mask.shape), dtype=np.float32)
-    for row, sample in enumerate(samples):
-        start = len(sample.prompt.token_ids) - 1
-        old[row, start : start + len(sample.logprobs)] = sample.logprobs
-    temperature = torch.tensor([sample.temperature or 1.0 for sample in samples])
-    return PolicyBatch(tokens, torch.from_numpy(old), torch.tensor(advantages, dtype=torch.float32), temperature)
+    if not rows:
+        rows = [Row(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))]
+    prompts = np.array([len(row.prompt_ids) for row in rows])
+    responses = np.array([len(row.response_ids) for row in rows])
+    if not prompts.all():
+        raise ValueError(f"row {int(prompts.argmin())} of a micro-batch has an empty prompt: it must have one token")
+    read = np.maximum(responses - 1, 0)
+    lengths = prompts + read
+    starts = np.cumsum(lengths) - lengths
+    first = np.cumsum(responses) - responses  # of each row's response among all response tokens
+    kept = np.arange(responses.sum()) + np.repeat(starts + prompts - 1 - first, responses)
+    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    ids = np.concatenate([part for row in rows for part in (row.prompt_ids, row.response_ids[:-1])]).astype(np.int64)
+    chosen, places = _shared(rows, prompts, read, starts)
+    old = [
+        np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(responses, rows, strict=True)
+    ]
+    temperature = np.array([row.temperature for row in rows], dtype=np.float32)
+    return Packed(
+        ids=torch.from_numpy(ids if chosen is None else ids[chosen]),
+        positions=torch.from_numpy(positions if chosen is None else positions[chosen]),
+        lengths=tuple(lengths.tolist()),
+        places=None if places is None else torch.from_numpy(places),
+        kept=torch.from_numpy(kept),
+        targets=torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64)),
+        old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
+        advantages=torch.from_numpy(np.repeat(np.array([row.advantage for row in rows], np.float32), responses)),
+        temperature=None if (temperature == 1.0).all() else torch.from_numpy(np.repeat(temperature, responses)),
+    )
+
+
+def _shared(
+    rows: Sequence[Row], prompts: np.ndarray, read: np.ndarray, starts: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Which places of the sequences laid end to end are read, and which of those stands at each place; (None, None) if
+    too few are shared to be worth it."""
+    reader: dict[bytes, int] = {}  # the first row with each prompt
+    of = np.array([reader.setdefault(row.prompt_ids.tobytes(), number) for number, row in enumerate(rows)])
+    repeated = of != np.arange(len(rows))
+    total = int((prompts + read).sum())
+    if prompts[repeated].sum() < _WORTH_SHARING * total:
+        return None, None
+    takes = read + np.where(repeated, 0, prompts)  # tokens that are read for each row
+    ends = np.cumsum(takes)
+    places = np.empty(total, dtype=np.int64)
+    chosen = np.empty(int(ends[-1]), dtype=np.int64)
+    for number, (start, prompt, more, end) in enumerate(zip(starts, prompts, read, ends, strict=True)):
+        body = start + prompt
+        places[body : body + more] = np.arange(end - more, end)
+        if repeated[number]:
+            head = starts[of[number]]
+            places[start:body] = places[head : head + prompt]
+        else:
+            places[start:body] = np.arange(end - more - prompt, end - more)
+            chosen[end - more - prompt : end - more] = np.arange(start, body)
+        chosen[end - more : end] = np.arange(body, body + more)
+    return chosen, places
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -55,13 +55,14 @@ class Sample:
     response_ids: np.ndarray
     """Sampled tokens, the end token included if one was reached, int64 [response]."""
     logprobs: np.ndarray
-    """Log-prob of each token under the distribution it was drawn from, nats, float32 [response]."""
+    """Log-prob of each token under softmax(logits / temperature), also where top_k, top_p or min_p limited the draw,
+    nats, float32 [response]."""
     versions: np.ndarray
     """Version of the weights that made each token, int32 [response]."""
     text: str
     """The response without its end token."""
     truncated: bool
-    """It was cut by the length limit before an end token came."""
+    """It was cut, by the length limit or by `abort`, before an end token or stop text came."""
     temperature: float = 1.0
     """Logits were divided by it before sampling; 0 means the likeliest token, with log-probs at temperature 1."""
     reward: float | None = None
@@ -70,6 +71,8 @@ class Sample:
     """What became of judging it; None until judged."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward by name, where the reward function tells them."""
+    extracted: str | None = None
+    """What the reward function took as the answer itself, where it tells: equal ones vote together in maj@k."""
     remark: str = ""
     """Why judging failed, for people."""
 
@@ -82,6 +85,8 @@ class Sample:
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """All samples of one prompt: the unit that is scored, and within which rewards are compared."""
+
+    __plain__: ClassVar[bool] = True  # holds no promise, so the runtime need not look for one in its hundreds of parts
 
     prompt: Prompt
     """What was asked."""

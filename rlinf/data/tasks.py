@@ -1,12 +1,11 @@
 """Generated tasks: problems over digits with known answers, enough to see a small model learn.
 
-A task is two disjoint sets of problems, drawn from a seed: those to train on, and those held out. `PromptStream` turns
-the former into an endless, shuffled, resumable supply of prompts.
+A task is two disjoint sets of problems, drawn from a seed: those to train on, and those held out. `dataset.py` makes
+streams of prompts of them, as of any other data.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +13,10 @@ from difflib import get_close_matches
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlinf.data import prompts as prompt_streams
+from rlinf.data.columns import Columns
+from rlinf.data.making import Drawn, PromptMaker
+from rlinf.data.rows import ListRows
 from rlinf.data.sample import Example, Prompt
 from rlinf.data.seeds import permutation
 
@@ -92,67 +95,39 @@ def make_task(name: str, *, digits: int = 4, held_out: int = 500, seed: int = 0)
     return Task(name, "0123456789>", train, tuple(problems[:held]) or train)
 
 
+def rows_of(task: Task) -> ListRows:
+    """A task's training problems as rows of a data set."""
+    return _rows(f"task {task.name}", task.train)
+
+
+def task_maker(tokenizer: PreTrainedTokenizerBase) -> PromptMaker:
+    """What makes prompts of such rows."""
+    return PromptMaker(tokenizer, Columns("prompt", "answer", None, None))
+
+
 def prompts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Problems as prompts, numbered in their order."""
-    if not problems:
-        return []
-    encoded = tokenizer([problem.text for problem in problems], add_special_tokens=False)["input_ids"]
-    return [
-        Prompt(number, np.asarray(ids, dtype=np.int64), problem.text, problem.answer)
-        for number, (problem, ids) in enumerate(zip(problems, encoded, strict=True))
-    ]
+    rows = _rows("problems", problems)
+    return task_maker(tokenizer).make([Drawn(i, i, rows[i], rows.where(i)) for i in range(len(rows))]).prompts
 
 
 def examples(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Prompts with their worked answers and an end token, for supervised training.
-
-    All but the first token is learned, the question included, as a base model learns from text: trained on answers
-    alone, a small model grows so sure of its mistakes that it later learns half as fast by trying.
-    """
-    if not prompts:
-        return []
-    encoded = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
-    return [
-        Example(
-            prompt.token_ids[:1],
-            np.concatenate([prompt.token_ids[1:], np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int64)]),
-        )
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
+    """Prompts with their answers and an end token, for supervised training on the whole text."""
+    return task_maker(tokenizer).worked(prompts, learn_prompt=True)
 
 
-class PromptStream:
-    """An endless supply of prompts: every problem once per pass, in an order drawn from (seed, pass).
-
-    `position` is all its state: set it, and the stream goes on from there.
+class PromptStream(prompt_streams.PromptStream):
+    """An endless supply of a task's prompts.
 
     Args:
         problems: what to draw from.
         tokenizer: makes token ids.
         seed: of the orders.
-
-    Raises:
-        ValueError: there is no problem.
     """
 
     def __init__(self, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, seed: int = 0):
-        if not problems:
-            raise ValueError("PromptStream: there is no problem to draw from")
-        self.position = 0
-        """Prompts drawn so far; also the id of the next one."""
-        self._prompts = prompts(problems, tokenizer)
-        self._seed = seed
-        self._pass = -1
-        self._order = np.empty(0, dtype=np.int64)
+        super().__init__(_rows("problems", problems), task_maker(tokenizer), seed=seed)
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-        return [self._next() for _ in range(count)]
 
-    def _next(self) -> Prompt:
-        which, at = divmod(self.position, len(self._prompts))
-        if which != self._pass:
-            self._pass, self._order = which, permutation(len(self._prompts), self._seed, which)
-        prompt = dataclasses.replace(self._prompts[self._order[at]], id=self.position)
-        self.position += 1
-        return prompt
+def _rows(name: str, problems: Sequence[Problem]) -> ListRows:
+    return ListRows(name, [{"prompt": problem.text, "answer": problem.answer} for problem in problems])

@@ -42,10 +42,14 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
         source: a Hugging Face directory (or hub name), or `{"characters": alphabet}`.
 
     Raises:
-        ValueError: a mapping that says anything else.
+        ValueError: there is no tokenizer, or a mapping that says anything else.
     """
     if isinstance(source, str):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"tokenizer: {source} has none that transformers can load: {reason}") from error
         return tokenizer
     if set(source) != {"characters"}:
         raise ValueError(f'tokenizer: expected a directory or {{"characters": alphabet}}, got keys {sorted(source)}')

@@ -13,7 +13,6 @@ import numpy as np
 
 from rlinf.data.weights import Weights
 
-
 Finish = Literal["stop", "text", "length", "abort"]
 """Why an answer ended: a stop token (its last token), a stop text, the length limit, or `abort`."""
 
@@ -44,6 +43,16 @@ class Sampling:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be at least 0 (0 takes the likeliest token)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 draws from all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (1 draws from all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1 (0 draws from all tokens)")
+        if self.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} must be at least 0")
+        if isinstance(self.stop_texts, str) or not all(self.stop_texts):
+            raise ValueError(f"stop_texts={self.stop_texts!r} must be a tuple of texts, none of them empty")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +78,11 @@ class Completion:
     response_ids: np.ndarray
     """int64 [response], the end token included if one was reached."""
     logprobs: np.ndarray
-    """Of each token, nats, float32 [response]: under softmax(logits / temperature), or softmax(logits) if that is 0."""
+    """Of each token, nats, float32 [response]: under softmax(logits / temperature), or softmax(logits) if that is 0.
+
+    Under the whole softmax, also where top_k, top_p or min_p left tokens out: it is what a trainer computes again, and
+    it stays finite for every token when the two differ a little. With those limits a token was drawn with a higher
+    probability than this says, so importance ratios are off by the left-out mass: train with plain temperature."""
     versions: np.ndarray
     """Of the weights that made each token, int32 [response]."""
     finish: Finish
@@ -95,7 +108,10 @@ class Engine(Protocol):
         ...
 
     async def abort(self, ids: Iterable[int] | None = None) -> None:
-        """End requests where they stand (None: all); each is still yielded, with `finish="abort"` and its tokens."""
+        """End requests that have come; each is still yielded, with `finish="abort"` and its tokens so far.
+
+        None ends all of them, and no more are read from where they come.
+        """
         ...
 
     async def pause(self) -> None:

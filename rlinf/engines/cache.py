@@ -1,75 +1,221 @@
-"""The key-value cache of a batch: room for every token allocated at once, written in place, rows that can leave.
+"""Keys and values of the rows of a batch, in memory that is allocated ahead and written in place.
 
-transformers' own caches either grow by concatenation (a copy per token) or hand attention their whole capacity; this
-one writes into place and hands out only what is filled.
+A band holds rows of like length, aligned at their ends: all stand at the same column, so a step writes one column and
+reads one window, and the columns to the left of a short row are masked. A row that leaves makes room for a newcomer
+or is filled by the last row; nothing else moves. A batch has several bands when its rows differ much in length, so
+that a short row is never read, and its memory never held, at the length of a long one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+Layers = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values per layer, each [rows, key-value heads, columns, head size]."""
 
-class _Layer(CacheLayerMixin):
-    """Keys and values of one attention layer, [rows, key-value heads, capacity, head size]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filled = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states, value_states
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-            self.filled = key_states.shape[2]
-            return key_states, value_states
-        start, self.filled = self.filled, self.filled + key_states.shape[2]
-        self.keys[:, :, start : self.filled] = key_states
-        self.values[:, :, start : self.filled] = value_states
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.filled + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.filled
-
-    def get_max_length(self) -> int:
-        return -1 if self.keys is None else int(self.keys.shape[2])
-
-    def take(self, rows: Tensor, capacity: int) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys = _take(self.keys, rows, self.filled, capacity)
-        self.values = _take(self.values, rows, self.filled, capacity)
+_AHEAD = 256
+"""Columns allocated ahead at first: the usual short answers never move, long ones are moved a few times."""
+_GROWTH = 1.5
+"""Columns and rows grow by this factor, so that what is copied stays below twice what is written."""
 
 
-class RowCache(Cache):
-    """A cache for a batch of rows that all stand at the same column.
-
-    The first forward (the prompts) is kept as it is; `take` then makes room for the answers.
+class Band:
+    """Rows that stand at the same column.
 
     Args:
-        layers: number of attention layers of the model.
+        like: what a prefill gave, for sizes, type and device.
+        room: columns that will be written after the prefill, if known: no more than these are allocated ahead.
     """
 
-    def __init__(self, layers: int):
-        self._rows = [_Layer() for _ in range(layers)]
-        super().__init__(layers=list(self._rows))
+    def __init__(self, like: Layers, room: int):
+        self.slots = np.empty(0, dtype=np.int64)
+        """Which record each row belongs to, -1 for a row that has ended, int64 [rows]."""
+        self.starts = np.empty(0, dtype=np.int64)
+        """First column of each row, int64 [rows]."""
+        self.filled = int(like[0][0].shape[2])
+        """Columns written."""
+        self._low = 0
+        self._uniform = True
+        self._capacity = self.filled + min(room, _AHEAD)
+        self._pairs = [(_blank(keys, 0, self._capacity), _blank(values, 0, self._capacity)) for keys, values in like]
+        self._bias = like[0][0].new_zeros((0, 1, 1, self._capacity))
 
-    def take(self, rows: Tensor, capacity: int) -> None:
-        """Keep `rows` (int64 [new rows], any order, repeats allowed), with room for `capacity` tokens in all."""
-        for layer in self._rows:
-            layer.take(rows, capacity)
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def live(self) -> int:
+        """Rows that have not ended."""
+        return int((self.slots >= 0).sum())
+
+    @property
+    def width(self) -> int:
+        """Columns of its longest row."""
+        return self.filled - self._low
+
+    def place(self, slots: np.ndarray, lengths: np.ndarray, read: Layers, source: Tensor) -> None:
+        """Take in rows that were read.
+
+        Args:
+            slots: their records, int64 [newcomers].
+            lengths: tokens of each, int64 [newcomers].
+            read: their keys and values, aligned at their ends.
+            source: which row of `read` each newcomer is, int64 [newcomers].
+        """
+        columns = read[0][0].shape[2]
+        if columns > self.filled:
+            self._relay(len(self._bias), self._capacity + columns - self.filled, columns - self.filled)
+        holes = np.flatnonzero(self.slots < 0)[: len(slots)]
+        old = len(self)
+        rows = np.concatenate([holes, np.arange(old, old + len(slots) - len(holes))])
+        size = old + len(slots) - len(holes)
+        if size > len(self._bias):
+            self._relay(max(size, min(int(_GROWTH * len(self._bias)), 2 * size)), self._capacity, 0)
+        self.slots = _longer(self.slots, size)
+        self.starts = _longer(self.starts, size)
+        self.slots[rows], self.starts[rows] = slots, self.filled - lengths
+        where = torch.from_numpy(rows).to(source.device)
+        span = slice(self.filled - columns, self.filled)
+        for own, new in zip(self._pairs, read, strict=True):
+            for target, fresh in zip(own, new, strict=True):
+                target[:, :, span].index_copy_(0, where, fresh.index_select(0, source))
+        self._bias.index_copy_(0, where, self._biases(self.starts[rows]))
+        self._measure()
+
+    def end(self, rows: np.ndarray) -> None:
+        """These rows have ended, int64 [ended]; they go on as ballast until `compact` or a newcomer."""
+        self.slots[rows] = -1
+        self._measure()
+
+    def compact(self) -> None:
+        """Fill the places of rows that have ended with the last ones."""
+        live = self.live
+        holes = np.flatnonzero(self.slots[:live] < 0)
+        last = live + np.flatnonzero(self.slots[live:] >= 0)
+        if len(holes):
+            device = self._bias.device
+            to, source = torch.from_numpy(holes).to(device), torch.from_numpy(last).to(device)
+            span = slice(self._low, self.filled)
+            for pair in self._pairs:
+                for tensor in pair:
+                    tensor[:, :, span].index_copy_(0, to, tensor[:, :, span].index_select(0, source))
+            self._bias.index_copy_(0, to, self._bias.index_select(0, source))
+            self.slots[holes], self.starts[holes] = self.slots[last], self.starts[last]
+        self.slots, self.starts = self.slots[:live], self.starts[:live]
+        self._measure()
+
+    def absorb(self, other: Band) -> None:
+        """Take in the live rows of a band that is no wider."""
+        other.compact()
+        span = slice(other._low, other.filled)
+        read = [(keys[:, :, span], values[:, :, span]) for keys, values in other._pairs]
+        source = torch.arange(len(other), device=self._bias.device)
+        self.place(other.slots, other.filled - other.starts, read, source)
+
+    def reserve(self) -> None:
+        """Have room for one more column."""
+        if self.filled < self._capacity:
+            return
+        wasted = 3 * self._low > self._capacity  # most rows that reached so far back are gone: move up
+        self._relay(len(self._bias), self._capacity if wasted else int(_GROWTH * self._capacity) + 1, -self._low)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's next column.
+
+        Args:
+            layer: which.
+            keys, values: [rows, key-value heads, head size].
+
+        Returns:
+            Keys and values of the window, this column included, [rows, key-value heads, window, head size].
+        """
+        window = slice(self._low, self.filled + 1)
+        own_keys, own_values = self._pairs[layer]
+        rows = len(self)
+        own_keys[:rows, :, self.filled] = keys
+        own_values[:rows, :, self.filled] = values
+        return own_keys[:rows, :, window], own_values[:rows, :, window]
+
+    def mask(self) -> Tensor | None:
+        """What is added to the scores of the window with the column about to be written, [rows, 1, 1, window].
+
+        None if every row sees all of it.
+        """
+        return None if self._uniform else self._bias[: len(self), :, :, self._low : self.filled + 1]
+
+    def advance(self) -> None:
+        """The column is written in all layers."""
+        self.filled += 1
+
+    def _measure(self) -> None:
+        starts = self.starts[self.slots >= 0]
+        if len(starts):
+            self._low = int(starts.min())
+            self._uniform = bool((starts == self._low).all())
+
+    def _biases(self, starts: np.ndarray) -> Tensor:
+        columns = torch.arange(self._capacity, device=self._bias.device)
+        hidden = columns < torch.from_numpy(starts).to(columns.device)[:, None]
+        return self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
+
+    def _relay(self, rows: int, capacity: int, shift: int) -> None:
+        """Move to memory of other sizes, all columns `shift` to the right; one tensor at a time."""
+        old, new = slice(self._low, self.filled), slice(self._low + shift, self.filled + shift)
+        count = len(self)
+        for layer, (keys, values) in enumerate(self._pairs):
+            moved = []
+            for tensor in (keys, values):
+                fresh = _blank(tensor, rows, capacity)
+                fresh[:count, :, new] = tensor[:count, :, old]
+                moved.append(fresh)
+            self._pairs[layer] = (moved[0], moved[1])
+        self.starts = np.maximum(self.starts + shift, 0)
+        self.filled += shift
+        self._low += shift
+        self._capacity = capacity
+        self._bias = self._bias.new_zeros((rows, 1, 1, capacity))
+        self._bias[:count] = self._biases(self.starts)
 
 
-def _take(old: Tensor, rows: Tensor, filled: int, capacity: int) -> Tensor:
-    new = torch.empty((len(rows), old.shape[1], capacity, old.shape[3]), dtype=old.dtype, device=old.device)
-    new[:, :, :filled] = old[:, :, :filled].index_select(0, rows)
-    return new
+def _blank(like: Tensor, rows: int, columns: int) -> Tensor:
+    # Zeros: what is masked gets weight 0, and 0 x NaN would spread.
+    return like.new_zeros((rows, like.shape[1], columns, like.shape[3]))
+
+
+def _longer(array: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([array, np.full(size - len(array), -1, dtype=array.dtype)])
+
+
+class _BandLayer(CacheLayerMixin):
+    def __init__(self, band: Band, number: int):
+        super().__init__()
+        self._band, self._number = band, number
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the band has its memory."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._band.write(self._number, key_states[:, :, 0], value_states[:, :, 0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._band.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._band.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class BandCache(Cache):
+    """A band as transformers' models take it, for one token per row."""
+
+    def __init__(self, band: Band, layers: int):
+        super().__init__(layers=[_BandLayer(band, number) for number in range(layers)])

@@ -1,17 +1,21 @@
-"""The model as decoding sees it, by way of the model's own `forward`; and how it takes new weights."""
+"""The model as decoding sees it, by way of the model's own `forward`; how it takes new weights, and moves."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from rlinf.data.weights import Weights
-from rlinf.engines.cache import RowCache
+from rlinf.engines.cache import Band, BandCache, Layers
 
 
 class ModelForward:
-    """Runs the model's own `forward`; implements `decoding.Forward`.
+    """Runs the model's own `forward`.
 
     Args:
         model: in place on its device, in evaluation mode.
@@ -35,21 +39,58 @@ class ModelForward:
         self.version = version
         self._model = model
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: RowCache) -> Tensor:
+    def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]:
+        """Read texts from their beginnings.
+
+        Args:
+            ids: int64 [rows, tokens], texts aligned at their ends.
+            real: which of them are no padding, bool of that shape; None if all.
+
+        Returns:
+            Logits after the last token, [rows, vocabulary], and keys and values of all.
+        """
+        cache = DynamicCache()
         output = self._model(
             input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
+            attention_mask=None if real is None else causal_bias(real, self.dtype),
+            position_ids=positions_of(ids, real),
             past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        layers: list[Any] = cache.layers
+        return output.logits[:, -1], [(layer.keys, layer.values) for layer in layers]
+
+    def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
+        """Read one token per row and write its keys and values; the caller has reserved the column and advances it.
+
+        Args:
+            ids: int64 [rows], band after band.
+            positions: of each in its own text, int64 [rows].
+            bands: what was read before.
+
+        Returns:
+            Logits after them, [rows, vocabulary].
+        """
+        sizes = [len(band) for band in bands]
+        parts = zip(ids.split(sizes), positions.split(sizes), bands, strict=True)
+        logits = [self._step(token, position, band) for token, position, band in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _step(self, ids: Tensor, positions: Tensor, band: Band) -> Tensor:
+        output = self._model(
+            input_ids=ids[:, None],
+            attention_mask=band.mask(),
+            position_ids=positions[:, None],
+            past_key_values=BandCache(band, self.layers),
             use_cache=True,
             logits_to_keep=1,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    @torch.no_grad()
-    def load(self, weights: Weights) -> None:
-        """Copy `weights` into the model, or raise ValueError and change nothing."""
+    def check(self, weights: Weights) -> None:
+        """Raise ValueError if `weights` are not this model's, by name and shape; changes nothing."""
         parameters = dict(self._model.named_parameters())
         arrived = dict(weights.named())
         problems = [
@@ -60,6 +101,7 @@ class ModelForward:
                 for name, parameter in parameters.items()
                 if name in arrived and arrived[name].shape != parameter.shape
             ),
+            *(f"{name} is of {tensor.dtype}" for name, tensor in arrived.items() if not tensor.dtype.is_floating_point),
         ]
         if problems:
             raise ValueError(
@@ -67,6 +109,38 @@ class ModelForward:
                 + "; ".join(sorted(problems)[:5])
                 + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             )
-        for name, parameter in parameters.items():
-            parameter.copy_(arrived[name])
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Copy `weights` into the model, cast to its type, or raise ValueError and change nothing."""
+        self.check(weights)
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in weights.named():
+            parameters[name].copy_(tensor)
         self.version = weights.version
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to another device; `read` and `step` need them on the one where they began."""
+        if self._model.device != device:
+            self._model.to(device)  # type: ignore[arg-type]
+            self._moved()
+
+    def _moved(self) -> None:
+        """The parameters lie elsewhere now."""
+
+
+def positions_of(ids: Tensor, real: Tensor | None) -> Tensor:
+    """Position of every token in its own text, int64 [rows, tokens]; 0 in the padding before it."""
+    if real is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return (real.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def causal_bias(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of texts aligned at their ends, [rows, 1, tokens, tokens]."""
+    columns = real.shape[1]
+    causal = torch.ones((columns, columns), dtype=torch.bool, device=real.device).tril()
+    # Padding sees itself: a row of attention that sees nothing is NaN, and 0 x NaN spreads from the cache.
+    itself = torch.eye(columns, dtype=torch.bool, device=real.device)
+    hidden = ~((real[:, None, :] & causal) | itself)
+    return torch.zeros(hidden.shape, dtype=dtype, device=real.device).masked_fill_(hidden, -torch.inf)[:, None]

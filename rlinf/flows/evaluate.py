@@ -1,12 +1,13 @@
-"""How good the model is now: greedy answers to problems it never trained on."""
+"""How good the model is now: answers to problems it never trained on."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf.data.sample import Group, Prompt
+from rlinf.algos.evaluation import majority_at_k, pass_at_k
+from rlinf.data.sample import Group, Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,13 +15,23 @@ class Evaluation:
     """The outcome."""
 
     accuracy: float
-    """Mean reward of the answers; with rewards of 0 and 1, the share of right ones."""
+    """Mean reward of the answers that were scored; with rewards of 0 and 1, the share of right ones."""
     groups: tuple[Group, ...]
     """The judged answers, one sample each unless asked for more, in the order of their prompts' ids."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`accuracy`, `failed` (share of answers that could not be scored), `truncated`, `response_length/mean`, and with
+    several answers each `pass@k` and `maj@k`."""
 
 
 async def evaluate(
-    prompts: Iterable[Prompt] | AsyncIterable[Prompt], rollout: Any, judge: Any, *, n: int = 1, temperature: float = 0.0
+    prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+    rollout: Any,
+    judge: Any,
+    *,
+    n: int = 1,
+    temperature: float = 0.0,
+    ks: Sequence[int] = (),
+    **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
 
@@ -29,14 +40,61 @@ async def evaluate(
         rollout, judge: the roles.
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
+        ks: for which k, up to n, to tell pass@k and maj@k.
+        sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
-        ValueError: there was no prompt.
+        ValueError: there was no prompt, or not one answer could be scored.
     """
-    answers = rollout.generate(prompts, n=n, temperature=temperature)
+    answers = rollout.generate(prompts, n=n, temperature=temperature, **sampling)
     groups = [group async for group in judge.score.map(answers)]
-    rewards = [reward for group in groups for reward in group.rewards]
-    if not rewards:
+    if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)
-    return Evaluation(sum(rewards) / len(rewards), tuple(groups))
+    metrics = measure(groups, ks)
+    return Evaluation(metrics["accuracy"], tuple(groups), metrics)
+
+
+def measure(groups: Sequence[Group], ks: Sequence[int] = ()) -> dict[str, float]:
+    """The numbers of `Evaluation.metrics`.
+
+    An answer is right if its reward is more than 0.5. Answers vote together whose rewards were given to the same text.
+
+    Args:
+        groups: judged answers, at least one group.
+        ks: for which k to tell pass@k and maj@k; a problem with fewer scored answers is left out of them.
+
+    Raises:
+        ValueError: not one answer could be scored.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.rewards]
+    if not rewards:
+        raise ValueError(f"evaluate: not one of {len(samples)} answers could be scored: {samples[0].remark}")
+    metrics = {
+        "accuracy": sum(rewards) / len(rewards),
+        "failed": 1 - len(rewards) / len(samples),
+        "truncated": sum(sample.truncated for sample in samples) / len(samples),
+        "response_length/mean": sum(len(sample.response_ids) for sample in samples) / len(samples),
+    }
+    for k in ks:
+        voting = [group.scored for group in groups if len(group.scored) >= k]
+        if voting:
+            metrics[f"pass@{k}"] = _mean([pass_at_k([_reward(s) > 0.5 for s in those], k) for those in voting])
+            metrics[f"maj@{k}"] = _mean(
+                [majority_at_k([_vote(s) for s in those], [_reward(s) for s in those], k) for those in voting]
+            )
+    return metrics
+
+
+def _reward(sample: Sample) -> float:
+    assert sample.reward is not None  # only scored samples are asked
+    return sample.reward
+
+
+def _vote(sample: Sample) -> str:
+    return (sample.text if sample.extracted is None else sample.extracted).strip()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

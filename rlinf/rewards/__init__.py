@@ -1,1 +1,1 @@
-"""Reward functions."""
+"""Reward functions, how their arguments are found, and the child processes in which they run."""

@@ -1,28 +1,51 @@
-"""Reward functions: `reward(response, answer, **row) -> float`, plain or async, given as itself or as a dotted path.
+"""Reward functions: `reward(response, answer, **row) -> float | Score`, plain or async, by itself or by dotted path.
 
-A function takes what it names: `response`, `answer`, `prompt` (its text), `truncated`, or any column of the data set;
-with `**kwargs` it takes all of them.
+In: a function, a class, a dotted path, or several of them with weights. Out: a `Reward`, which knows what it takes and
+can be called with the arguments of one sample.
+
+A function takes what it names: `response`, `answer`, `prompt` (its text), `truncated`, `response_ids`, `messages` (of a
+chat prompt), or any column of the data set; with `**kwargs` it takes all but `response_ids`. This module imports
+nothing heavy: child processes that run rewards start with it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from rlinf.data.sample import Sample
 from rlinf.dotted import resolve
+from rlinf.rewards.adapters import adapted
+from rlinf.rewards.score import Score
 
+F = TypeVar("F", bound=Callable[..., Any])
 RewardFunction = Callable[..., Any]
-"""Returns a number, or an awaitable of one."""
+"""Returns a number or a `Score`, or an awaitable of one."""
+RewardSource = RewardFunction | str | Mapping[str, Any]
+"""A function or class, its dotted path, or several parts by name: each one of those, or a mapping with `function` and
+perhaps `weight` and `args`."""
+
+OFFERED = ("response", "answer", "prompt", "truncated")
+"""What every sample has. Besides: `messages` for chat prompts, and the columns of the data set."""
+ON_REQUEST = "response_ids"
+"""The sampled token ids, a list: only for who names it, since `**kwargs` seldom means them."""
+_PART_KEYS = {"function", "weight", "args"}
+
+
+def trusted(function: F) -> F:
+    """Mark a reward function that cannot hang, crash or take long: it may run in the judge's own process."""
+    function.__trusted__ = True  # type: ignore[attr-defined]
+    return function
 
 
 def load_reward(reward: RewardFunction | str) -> RewardFunction:
     """The reward function itself.
 
     Args:
-        reward: a function, or its dotted path, such as "rlinf.rewards.exact".
+        reward: a function or class, or its dotted path, such as "rlinf.rewards.exact".
 
     Raises:
         ValueError: the path leads nowhere, or not to a function.
@@ -35,55 +58,227 @@ def load_reward(reward: RewardFunction | str) -> RewardFunction:
             raise ValueError(f"reward {reward!r} cannot be found: {error}") from error
     if not callable(found):
         raise ValueError(f"reward {reward!r} is a {type(found).__name__}, not a function")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One function of a reward, with its arguments bound by name."""
+
+    name: str
+    """Under which its value is reported when there are several."""
+    function: RewardFunction
+    """What to call."""
+    weight: float
+    """Its share in the sum."""
+    given: frozenset[str]
+    """Arguments that it has already, the same for every sample; they win over columns of that name."""
+    names: frozenset[str]
+    """What it takes from a sample."""
+    needed: frozenset[str]
+    """Those of `names` that have no default."""
+    takes_all: bool
+    """It has `**kwargs`."""
+    is_async: bool
+    """It returns an awaitable."""
+    trusted: bool
+    """It may run in the judge's own process."""
+
+    @staticmethod
+    def of(name: str | None, source: RewardFunction | str, weight: float, args: Mapping[str, Any], make: bool) -> Part:
+        """Look a function up and read its signature.
+
+        Args:
+            name: what to call it; None for the function's own name.
+            source: function, class or dotted path. A class is made with `args`, and its objects are called.
+            weight: share in the sum.
+            args: arguments that are the same for every sample.
+            make: whether to make the object of a class; it is enough to do that where it is called.
+
+        Raises:
+            ValueError: nothing callable is there, or `args` has a name that the function does not take.
+        """
+        source = load_reward(source)
+        own = getattr(source, "__name__", type(source).__name__)
+        function: Any
+        if inspect.isclass(source):
+            _check_args(own, args, inspect.signature(source))
+            function = source(**args) if make else source.__call__
+            hidden, given = 0 if make else 1, frozenset[str]()  # of a class, `self`
+        else:
+            _check_args(own, args, inspect.signature(adapted(source)))
+            function = adapted(functools.partial(source, **args) if args else source)
+            hidden, given = 0, frozenset(args)
+        parameters = list(inspect.signature(function).parameters.values())[hidden:]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
+            raise ValueError(f"reward {own} takes {by_position} by position only; remove the `/` from its parameters")
+        return Part(
+            name=name or own,
+            function=function,
+            weight=weight,
+            given=given,
+            names=frozenset(parameter.name for parameter in named) - given,
+            needed=frozenset(p.name for p in named if p.default is p.empty) - given,
+            takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+            is_async=_is_async(function),
+            trusted=getattr(source, "__trusted__", False),
+        )
+
+    def __call__(self, offered: Mapping[str, Any]) -> Any:
+        """Call the function with those of the arguments that it takes; an awaitable if it is async."""
+        if self.takes_all:
+            refused = self.given if ON_REQUEST in self.names else {*self.given, ON_REQUEST}
+            return self.function(**{name: value for name, value in offered.items() if name not in refused})
+        return self.function(**{name: offered[name] for name in self.names if name in offered})
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with its arguments bound by name.
+    """One reward function, or a weighted sum of several.
 
-    Args:
-        function: what to call.
-
-    Raises:
-        ValueError: from a call: the function names something that a sample does not have, or returns no finite
-            number.
+    Attributes are read off the functions; `Reward.of` makes one.
     """
 
-    def __init__(self, function: RewardFunction):
-        self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  # an object with an async __call__
-        )
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._names = {parameter.name for parameter in named}
-        self._needed = {parameter.name for parameter in named if parameter.default is parameter.empty}
+    parts: tuple[Part, ...]
+    """What is summed."""
+    several: bool
+    """It is a sum, so that the parts are reported by name."""
+    needed: frozenset[str] = field(init=False)
+    """What a sample must have."""
+    wanted: frozenset[str] | None = field(init=False)
+    """What is to be offered; None for all there is."""
 
-    def __call__(self, sample: Sample) -> Any:
-        """Call the function for a sample; an awaitable if it is async."""
-        offered = {
-            **sample.prompt.row,
-            "response": sample.text,
-            "answer": sample.prompt.answer,
-            "prompt": sample.prompt.text,
-            "truncated": sample.truncated,
-        }
-        if missing := self._needed - offered.keys():
-            raise ValueError(
-                f"reward {self.name} takes {sorted(missing)}, which is no column here; there are {sorted(offered)}"
-            )
-        if not self._takes_all:
-            offered = {name: value for name, value in offered.items() if name in self._names}
-        return self.function(**offered)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needed", frozenset[str]().union(*(part.needed for part in self.parts)))
+        names = frozenset[str]().union(*(part.names for part in self.parts))
+        object.__setattr__(self, "wanted", None if any(part.takes_all for part in self.parts) else names)
 
-    def checked(self, value: Any) -> float:
-        """`value` as a finite number."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"reward {self.name} returned {value!r}: it must return a finite number")
-        return number
+    @staticmethod
+    def of(source: RewardSource, args: Mapping[str, Any] | None = None, *, make: bool = True) -> Reward:
+        """Find the functions.
+
+        Args:
+            source: one function, class or dotted path; or a mapping from names to such, or to mappings with
+                `function` and perhaps `weight` (1 if not said) and `args`.
+            args: further arguments of the one function, by name.
+            make: whether to make the objects of classes.
+
+        Raises:
+            ValueError: something is not found, or said in a wrong way.
+        """
+        if not isinstance(source, Mapping):
+            return Reward((Part.of(None, source, 1.0, args or {}, make),), several=False)
+        if args:
+            raise ValueError("reward: give `args` to each part, not to the sum of them")
+        if not source:
+            raise ValueError("reward: there is no part to sum up")
+        return Reward(tuple(_part(name, given, make) for name, given in source.items()), several=True)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return " + ".join(part.name for part in self.parts)
+
+    @property
+    def is_async(self) -> bool:
+        """Some part is async."""
+        return any(part.is_async for part in self.parts)
+
+    @property
+    def trusted(self) -> bool:
+        """All parts may run in the judge's own process."""
+        return all(part.trusted for part in self.parts)
+
+    def check(self, names: Iterable[str]) -> None:
+        """See that a sample has what the functions take.
+
+        Args:
+            names: what it has: `OFFERED`, and the columns of the data set.
+
+        Raises:
+            ValueError: a function names something that is not there.
+        """
+        there = {*names, ON_REQUEST}
+        for part in self.parts:
+            if missing := part.needed - there:
+                raise ValueError(
+                    f"reward {part.name} takes {sorted(missing)}, which is no column here; there are "
+                    f"{sorted(there - {ON_REQUEST})}. Rename its parameter, give it a default, or give the value in "
+                    "the reward's args"
+                )
+
+    def __call__(self, offered: Mapping[str, Any]) -> Any:
+        """The `Score` of a sample with these arguments; an awaitable of it if a part is async."""
+        values = [part(offered) for part in self.parts]
+        return self._awaited(values) if self.is_async else self._summed(values)
+
+    async def _awaited(self, values: list[Any]) -> Score:
+        return self._summed([await value if inspect.isawaitable(value) else value for value in values])
+
+    def _summed(self, values: list[Any]) -> Score:
+        found = [checked(part.name, value) for part, value in zip(self.parts, values, strict=True)]
+        if not self.several:
+            return found[0]
+        total = sum(part.weight * score.value for part, score in zip(self.parts, found, strict=True))
+        scores: dict[str, float] = {}
+        for part, score in zip(self.parts, found, strict=True):
+            scores[part.name] = score.value
+            scores.update({f"{part.name}/{name}": value for name, value in score.scores.items()})
+        return Score(total, scores, next((score.extracted for score in found if score.extracted is not None), None))
+
+
+def checked(name: str, value: Any) -> Score:
+    """What a reward function returned, as a `Score` of finite numbers.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if isinstance(value, Score):
+        scores = {part: _finite(f"{name}, part {part},", number) for part, number in value.scores.items()}
+        extracted = None if value.extracted is None else str(value.extracted)
+        return Score(_finite(name, value.value), scores, extracted)
+    return Score(_finite(name, value))
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise ValueError(f"reward {name} returned {value!r}: it must return a finite number, or a Score of them")
+    return number
+
+
+def _part(name: str, given: Any, make: bool) -> Part:
+    if not isinstance(given, Mapping):
+        return Part.of(name, given, 1.0, {}, make)
+    if unknown := given.keys() - _PART_KEYS:
+        raise ValueError(f"reward part {name!r} has {sorted(unknown)}; it takes {sorted(_PART_KEYS)}")
+    if "function" not in given:
+        raise ValueError(f"reward part {name!r} names no `function`")
+    weight = given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"reward part {name!r} has weight {weight!r}, which is no number")
+    return Part.of(name, given["function"], float(weight), given.get("args") or {}, make)
+
+
+def _check_args(name: str, args: Mapping[str, Any], signature: inspect.Signature) -> None:
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    if unknown := args.keys() - signature.parameters.keys():
+        raise ValueError(f"reward {name} does not take {sorted(unknown)}; it takes {list(signature.parameters)}")
+
+
+def _is_async(function: Any) -> bool:
+    """Whether a function, an object with an async `__call__`, or what an adapter wraps is async."""
+    wrapped = getattr(function, "function", None)
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+        or (wrapped is not None and _is_async(wrapped))
+    )

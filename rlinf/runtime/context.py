@@ -114,6 +114,7 @@ def show_wait(host: Host, what: str, start: float) -> None:
     end = host.now()
     if end - start > SHOWN_WAIT:
         call = current_call.get()
+        host = _current_host.get() or host  # the stream may live on another host of this process
         track = call.name.rpartition(".")[0] if call is not None else "flow"
         host.tracer.span(track, f"wait for {what}", start, end)
 

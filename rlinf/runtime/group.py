@@ -206,9 +206,10 @@ class _Addressed:
 class ActorGroup:
     """Actors of one class, one per rank.
 
-    `group.m(x)` calls every rank and is awaited to a list in rank order (rank 0's value if the endpoint is joint); `group[i].m(x)` calls one; `group.each.m([…])`
-    gives rank i its own argument; `group.any.m(x)` takes the least loaded; `group.m.map(stream)` feeds ranks as they
-    become free. The first rank to fail cancels the call on the others.
+    `group.m(x)` calls every rank and is awaited to a list in rank order (rank 0's value if the endpoint is joint);
+    `group[i].m(x)` calls one; `group.each.m([…])` gives rank i its own argument; `group.any.m(x)` takes the least
+    loaded; `group.m.map(stream)` feeds ranks as they become free. The first rank to fail cancels the call on the
+    others.
     """
 
     def __init__(self, name: str, refs: Sequence[ActorRef]):

@@ -19,9 +19,10 @@ _ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.n
 
 
 def holds_promise(value: Any) -> bool:
-    """Whether a promise sits anywhere in `value`."""
+    """Whether a promise sits anywhere in `value`. A class that says `__plain__ = True` has none in its objects, and is
+    not searched."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or getattr(kind, "__plain__", False):
         return False
     if hasattr(kind, "__promised__"):
         return True

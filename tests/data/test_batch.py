@@ -1,12 +1,13 @@
-"""Laying out sequences as rectangles."""
+"""Laying sequences one behind another, and cutting them into pieces."""
 
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.batch import cut, pad, policy_batch
+from rlinf.data.batch import Row, cut, pack
 from rlinf.data.sample import Prompt, Sample
 
 
@@ -27,24 +28,65 @@ def sample(prompt, response, temperature=1.0):
     )
 
 
-def test_the_mask_marks_where_response_tokens_are_predicted():
-    tokens = pad([(ids(5, 6), ids(7, 8)), (ids(1, 2, 3), ids(4, 9, 9)), (ids(4), ids())])
-    assert tokens.input_ids.tolist() == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 9, 9], [4, 0, 0, 0, 0, 0]]
-    assert tokens.targets[tokens.mask].tolist() == [7, 8, 4, 9, 9]
-    assert tokens.mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0] * 5]
+def test_sequences_lie_one_behind_another_and_positions_begin_anew():
+    packed = pack([Row(ids(5, 6), ids(7, 8)), Row(ids(1, 2, 3), ids(4, 9, 9)), Row(ids(4), ids())])
+    assert packed.ids.tolist() == [5, 6, 7, 1, 2, 3, 4, 9, 4], "a response's last token predicts nothing"
+    assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0]
+    assert packed.lengths == (3, 5, 1)
+    assert packed.places is None
+    assert packed.kept.tolist() == [1, 2, 5, 6, 7]
+    assert packed.targets.tolist() == [7, 8, 4, 9, 9]
 
 
-def test_old_logprobs_lie_where_their_tokens_are_predicted():
-    batch = policy_batch([sample([5, 6], [7, 8]), sample([1, 2, 3], [4, 9, 9], 0.5)], [1.0, -2.0])
-    targets = batch.tokens.targets[batch.tokens.mask]
-    np.testing.assert_allclose(batch.old_logprobs[batch.tokens.mask], -0.1 * targets.numpy(), rtol=1e-6)
-    assert (batch.old_logprobs[~batch.tokens.mask] == 0).all()
-    assert batch.advantages.tolist() == [1.0, -2.0]
-    assert batch.temperature.tolist() == [1.0, 0.5]
+def test_a_prompt_with_several_answers_is_read_once():
+    packed = pack([Row(ids(5, 6), ids(7, 8)), Row(ids(1), ids(2)), Row(ids(5, 6), ids(9, 8, 7)), Row(ids(5, 6), ids())])
+    assert packed.ids.tolist() == [5, 6, 7, 1, 9, 8]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 2, 3]
+    assert packed.lengths == (3, 1, 4, 2)
+    assert packed.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1]
+    assert packed.predicting().tolist() == [1, 2, 3, 1, 4, 5]
+    assert packed.targets.tolist() == [7, 8, 2, 9, 8, 7]
+
+
+def test_what_a_sample_says_stands_where_its_tokens_are_predicted():
+    rows = [Row.of(sample([5, 6], [7, 8]), 1.0), Row.of(sample([1, 2, 3], [4, 9, 9], 0.5), -2.0)]
+    packed = pack(rows)
+    np.testing.assert_allclose(packed.old_logprobs, -0.1 * packed.targets.numpy(), rtol=1e-6)
+    assert packed.advantages.tolist() == [1, 1, -2, -2, -2]
+    assert packed.temperature.tolist() == [1, 1, 0.5, 0.5, 0.5]
+    assert pack(rows[:1]).temperature is None
 
 
 def test_greedy_logprobs_are_at_temperature_one():
-    assert policy_batch([sample([1], [2], 0.0)], [1.0]).temperature.tolist() == [1.0]
+    assert Row.of(sample([1], [2], 0.0), 1.0).temperature == 1.0
+
+
+def test_nothing_is_one_token_with_nothing_to_learn():
+    packed = pack([])
+    assert packed.ids.tolist() == [0]
+    assert len(packed.kept) == len(packed.targets) == len(packed.advantages) == 0
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"row 1 .* empty prompt"):
+        pack([Row(ids(1), ids(2)), Row(ids(), ids(2))])
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8))
+def test_laid_end_to_end_every_sequence_is_there_and_its_tokens_predict_the_next(sizes):
+    rows = [Row(np.arange(p) + 100 * n, np.arange(p, p + r) + 100 * n) for p, r, n in sizes]
+    packed = pack(rows)
+    places = np.arange(len(packed.ids)) if packed.places is None else packed.places.numpy()
+    read, positions = packed.ids.numpy()[places], packed.positions.numpy()[places]
+    expected = [[*row.prompt_ids, *row.response_ids[:-1]] for row in rows]
+    assert read.tolist() == [token for sequence in expected for token in sequence]
+    assert positions.tolist() == [place for sequence in expected for place in range(len(sequence))]
+    assert packed.lengths == tuple(map(len, expected))
+    assert packed.targets.tolist() == [token for row in rows for token in row.response_ids]
+    assert (packed.ids[packed.predicting()] + 1 == packed.targets).all()
+    if packed.places is not None:
+        once = {row.prompt_ids.tobytes(): len(row.prompt_ids) for row in rows}
+        assert len(packed.ids) == sum(once.values()) + sum(max(0, len(row.response_ids) - 1) for row in rows)
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 30))

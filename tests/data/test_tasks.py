@@ -1,9 +1,9 @@
-"""Generated tasks and the supply of prompts."""
+"""Generated tasks."""
 
-import numpy as np
 import pytest
 
-from rlinf.data.tasks import PromptStream, examples, make_task, prompts
+from rlinf.data.making import Drawn
+from rlinf.data.tasks import make_task, prompts, rows_of, task_maker
 from rlinf.data.tokenizer import load_tokenizer
 
 
@@ -62,43 +62,19 @@ def test_what_cannot_be_made_is_said(name, digits, text):
         make_task(name, digits=digits)
 
 
-def test_each_pass_shows_every_problem_once_in_another_order(tokenizer):
-    task = make_task("copy", digits=2)
-    stream = PromptStream(task.train, tokenizer, seed=3)
-    first, second = stream.take(80), stream.take(80)
-    assert {p.text for p in first} == {p.text for p in second} == {p.text for p in task.train}
-    assert [p.text for p in first] != [p.text for p in second]
-    assert [p.id for p in first + second] == list(range(160))
+def test_training_problems_are_rows_like_any_other(sorting, tokenizer):
+    rows = rows_of(sorting)
+    assert len(rows) == len(sorting.train)
+    problem = sorting.train[5]
+    assert rows[5] == {"prompt": problem.text, "answer": problem.answer}
+    (prompt,) = task_maker(tokenizer).make([Drawn(3, 5, rows[5], rows.where(5))]).prompts
+    assert (prompt.id, prompt.text, prompt.answer, prompt.row) == (3, problem.text, problem.answer, {})
 
 
-def test_a_stream_goes_on_from_its_position(sorting, tokenizer):
-    stream = PromptStream(sorting.train, tokenizer, seed=5)
-    stream.take(9_470)
-    expected = stream.take(100)  # over the end of a pass
-    resumed = PromptStream(sorting.train, tokenizer, seed=5)
-    resumed.position = 9_470
-    assert [(p.id, p.text) for p in resumed.take(100)] == [(p.id, p.text) for p in expected]
-
-
-def test_seeds_give_different_orders(sorting, tokenizer):
-    a, b = (PromptStream(sorting.train, tokenizer, seed=seed).take(20) for seed in (0, 1))
-    assert [p.text for p in a] != [p.text for p in b]
-
-
-def test_a_stream_of_nothing_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="no problem"):
-        PromptStream((), tokenizer)
-
-
-def test_examples_are_the_whole_text_with_an_end_token(sorting, tokenizer):
-    asked = prompts(sorting.held_out[:3], tokenizer)
-    for prompt, example in zip(asked, examples(asked, tokenizer), strict=True):
-        text = tokenizer.decode(np.concatenate([example.prompt_ids, example.response_ids]))
-        assert text == prompt.text + prompt.answer + "<eos>"
-        assert len(example.prompt_ids) == 1  # a first token cannot be predicted from anything
-        assert example.response_ids.dtype == np.int64
-
-
-def test_nothing_gives_nothing(tokenizer):
+def test_held_out_problems_become_prompts_numbered_in_their_order(sorting, tokenizer):
+    made = prompts(sorting.held_out[:3], tokenizer)
+    assert [(p.id, p.text, p.answer) for p in made] == [
+        (i, problem.text, problem.answer) for i, problem in enumerate(sorting.held_out[:3])
+    ]
+    assert tokenizer.decode(made[0].token_ids) == made[0].text
     assert prompts([], tokenizer) == []
-    assert examples([], tokenizer) == []

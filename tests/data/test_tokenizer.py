@@ -44,3 +44,8 @@ def test_a_source_is_a_directory_or_an_alphabet():
     assert len(load_tokenizer({"characters": "ab"})) == 5
     with pytest.raises(ValueError, match="characters"):
         load_tokenizer({"letters": "ab"})
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"tokenizer: {tmp_path} has none"):
+        load_tokenizer(str(tmp_path))

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlinf.engines.sampling import choose, uniforms
+from rlinf.engines.sampling import DRAWS, Rules, choose, uniforms
 
 WORD = (1 << 64) - 1
 
@@ -24,9 +26,20 @@ def split_mix(seed, position):
     return (z >> 11) / 2**53
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5), st.integers(0, 50))
-def test_the_numbers_are_split_mix(seeds, position):
-    assert uniforms(torch.tensor(seeds), position).tolist() == [split_mix(seed, position) for seed in seeds]
+def drawn(logits, seeds, position=0, temperature=1.0, **limits):
+    """Tokens and log-probs of rows that draw alike, or each by its own list of settings."""
+    draws = np.zeros(len(logits), dtype=DRAWS)
+    draws["top_p"] = 1
+    draws["seed"], draws["temperature"] = seeds, temperature
+    for name, value in limits.items():
+        draws[name] = value
+    return choose(logits, Rules.of(draws, torch.device("cpu")), torch.full((len(logits),), position))
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 50)), min_size=1, max_size=5))
+def test_the_numbers_are_split_mix(rows):
+    seeds, positions = torch.tensor(rows).T
+    assert uniforms(seeds, positions).tolist() == [split_mix(seed, position) for seed, position in rows]
 
 
 def test_the_published_first_output_of_seed_zero():
@@ -36,42 +49,84 @@ def test_the_published_first_output_of_seed_zero():
 def test_tokens_come_as_often_as_their_probability_says():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -math.inf])
     count = 20_000
-    drawn, logprobs = choose(
-        logits.expand(count, 5), torch.full((count,), 1.5), uniforms(torch.arange(count) * 7919, 3)
-    )
+    tokens, logprobs = drawn(logits.expand(count, 5), np.arange(count) * 7919, 3, 1.5)
     expected = torch.softmax(logits / 1.5, dim=-1)
-    seen = torch.bincount(drawn, minlength=5) / count
+    seen = torch.bincount(tokens, minlength=5) / count
     assert seen[4] == 0
     torch.testing.assert_close(seen, expected, atol=4 * (0.25 / count) ** 0.5, rtol=0)
-    torch.testing.assert_close(logprobs, expected.log()[drawn])
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
-@given(st.sampled_from([0.0, 0.5, 1 - 2**-53]), st.integers(1, 40))
-def test_no_number_draws_an_impossible_token(uniform, size):
+@given(st.integers(0, 2**62), st.integers(1, 40))
+def test_no_number_draws_an_impossible_token(seed, size):
     logits = torch.full((2, size), -math.inf)
     possible = size // 2
     logits[:, possible] = 3.0
-    tokens, logprobs = choose(logits, torch.ones(2), torch.full((2,), uniform, dtype=torch.float64))
+    tokens, logprobs = drawn(logits, [seed, seed + 1])
     assert tokens.tolist() == [possible] * 2
     assert logprobs.tolist() == [0.0] * 2
+
+
+def seed_above(least):
+    return next(seed for seed in range(10**6) if split_mix(seed, 0) > least)
 
 
 def test_unlikely_tokens_can_be_drawn_however_many_there_are():
     logits = torch.full((1, 200_000), math.log(2e-8))  # each below float32's resolution next to 1; together 0.4 %
     logits[0, 0] = 0.0
-    tokens, _ = choose(logits, torch.ones(1), torch.tensor([0.9999], dtype=torch.float64))
+    tokens, _ = drawn(logits, [seed_above(0.9999)])
     assert int(tokens) > 190_000
 
 
 def test_rows_have_their_own_temperature():
     logits = torch.tensor([[0.0, 1.0, 3.0]]).repeat(3, 1)
-    uniform = torch.full((3,), 0.01, dtype=torch.float64)
-    tokens, logprobs = choose(logits, torch.tensor([0.0, 1.0, 100.0]), uniform)
+    seed = next(seed for seed in range(10**6) if split_mix(seed, 0) < 0.02)
+    tokens, logprobs = drawn(logits, [seed] * 3, temperature=[0.0, 1.0, 100.0])
     assert tokens.tolist() == [2, 0, 0]
     assert logprobs[0] == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))  # greedy: at temperature 1
     assert logprobs[2] == pytest.approx(math.log(1 / 3), abs=0.02)
 
 
 def test_bf16_logits_are_read_in_float32():
-    _, logprobs = choose(torch.randn(2, 9).bfloat16(), torch.ones(2), torch.zeros(2, dtype=torch.float64))
+    _, logprobs = drawn(torch.randn(2, 9).bfloat16(), [0, 1])
     assert logprobs.dtype == torch.float32
+
+
+def allowed(logits, temperature, top_k, top_p, min_p):
+    """The tokens that may be drawn, by transformers' own processors, one after the other."""
+    scores = logits[None] / temperature
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    return set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+
+
+@given(
+    st.integers(0, 1000), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0, 1, 3, 100]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]), st.sampled_from([0.0, 0.1, 0.6]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_limits_leave_out_what_transformers_leaves_out(seed, temperature, top_k, top_p, min_p):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(seed)) * 2
+    count = 1500
+    tokens, logprobs = drawn(
+        logits.expand(count, 12), np.arange(count), 0, temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    kept = allowed(logits, temperature, min(top_k, 12), top_p, min_p)
+    whole = torch.softmax(logits / temperature, dim=-1)
+    assert set(tokens.tolist()) <= kept
+    share = whole[list(kept)] / whole[list(kept)].sum()
+    seen = torch.bincount(tokens, minlength=12)[list(kept)] / count
+    torch.testing.assert_close(seen, share, atol=5 * (0.25 / count) ** 0.5, rtol=0)
+    torch.testing.assert_close(logprobs, whole.log()[tokens])  # of the whole softmax, whatever was left out
+
+
+def test_limits_of_a_row_do_not_change_what_another_draws():
+    logits = torch.randn(30, 50)
+    alone, _ = drawn(logits, np.arange(30))
+    together, _ = drawn(logits, np.arange(30), top_k=[0, 3] * 15)
+    assert torch.equal(alone[::2], together[::2])
+    assert not torch.equal(alone[1::2], together[1::2])

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.decoding import Decoding
 from rlinf.engines.forward import ModelForward
-from rlinf.engines.lean import LeanForward, fastest
+from rlinf.engines.lean import LeanForward
+from rlinf.engines.lean_check import fastest
 from rlinf.engines.transformers import TransformersEngine
 
 VOCABULARY = 23
@@ -132,55 +132,67 @@ async def test_each_answer_ends_by_its_own_rules():
     assert stops[-1] is not last.truncated
 
 
+class Watching(ModelForward):
+    """Writes down how many rows each call had."""
+
+    def __init__(self, model):
+        super().__init__(model, 0)
+        self.reads, self.steps = [], []
+
+    def read(self, ids, real):
+        self.reads.append(tuple(ids.shape))
+        return super().read(ids, real)
+
+    def step(self, ids, positions, bands):
+        self.steps.append(len(ids))
+        return super().step(ids, positions, bands)
+
+
+def watched(model, **settings):
+    engine = TransformersEngine(model, **settings)
+    engine._forward = engine._batch.forward = Watching(model)
+    return engine, engine._forward
+
+
 async def test_finished_answers_come_out_while_others_go_on():
-    short, long = Sampling(2), Sampling(200)
-    engine = TransformersEngine(tiny())
-    order = [
-        (completion.id, engine._forward.calls)
-        async for completion in counted(engine).generate(
-            [request(0, [3], long), request(1, [4], short), request(2, [5], short)]
-        )
-    ]
+    engine, forward = watched(tiny())
+    requests = [request(0, [3], Sampling(400)), request(1, [4], Sampling(2)), request(2, [5], Sampling(2))]
+    order = [(completion.id, len(forward.steps)) async for completion in engine.generate(requests)]
     assert [number for number, _ in order] == [1, 2, 0]
-    assert order[0][1] < 10 < order[2][1]
+    assert order[0][1] < 200
+    assert order[2][1] == 399
 
 
-def counted(engine):
-    forward = engine._forward
-
-    class Counting:
-        calls = 0
-        layers, device, version = forward.layers, forward.device, forward.version
-
-        def __call__(self, *args):
-            self.calls += 1
-            return forward(*args)
-
-    engine._forward = Counting()
-    return engine
-
-
-def test_ended_rows_leave_the_batch():
+async def test_ended_rows_leave_the_batch():
     model = tiny()
-    rows = []
-
-    class Watching(ModelForward):
-        def __call__(self, ids, positions, mask, cache):
-            rows.append(len(ids))
-            return super().__call__(ids, positions, mask, cache)
-
+    engine, forward = watched(model)
     requests = [request(i, [3] * (1 + i % 3), Sampling(1 + i)) for i in range(16)]
-    decoding = Decoding(Watching(model, 0), requests)
-    done = {completion.id: completion for completion in decoding.advance(100)}
-    assert rows[0] == 3  # equal prompts are read once
-    assert len(rows) == 16
-    for step, width in enumerate(rows[1:], start=1):
+    done = await answers(engine, requests)
+    assert forward.reads == [(3, 3)]  # equal prompts are read once
+    assert len(forward.steps) == 15
+    for step, width in enumerate(forward.steps, start=1):
         alive = 16 - step
-        assert alive <= width <= max(alive / 0.75, alive + 1)
+        assert alive <= width <= max(alive / 0.875, alive + 1)
     for asked in requests:
         found = done[asked.id]
         expected = teacher_forced(model, asked.prompt_ids, found.response_ids)
         np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
+async def test_rows_of_very_different_length_are_answered_alike(kind):
+    model = tiny(kind, max_position_embeddings=512)
+    rng = np.random.default_rng(1)
+    requests = [
+        request(i, rng.integers(0, VOCABULARY, length), Sampling(6 + i))
+        for i, length in enumerate([400, 3, 150, 9, 330])
+    ]
+    done = await answers(TransformersEngine(model, max_rows=4), requests)
+    for asked in requests:
+        found = done[asked.id]
+        np.testing.assert_allclose(
+            found.logprobs, teacher_forced(model, asked.prompt_ids, found.response_ids), atol=1e-5
+        )
 
 
 async def test_requests_may_still_be_coming():
@@ -235,6 +247,31 @@ async def test_tied_weights_travel_once_and_arrive(tie):
     await engine.load(packed(new, 1))
     for theirs, ours in zip(new.state_dict().values(), old.state_dict().values(), strict=True):
         assert torch.equal(theirs, ours)
+
+
+async def test_weights_of_another_type_are_cast():
+    engine = TransformersEngine(tiny(seed=0))
+    new = tiny(seed=1)
+    await engine.load(Weights.pack(((n, p.detach().bfloat16()) for n, p in new.named_parameters()), 3))
+    for parameter, theirs in zip(engine._forward._model.parameters(), new.parameters(), strict=True):
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, theirs.bfloat16().float())
+
+
+async def test_moved_parameters_are_joined_again():
+    model = tiny("qwen3")
+    engine = TransformersEngine(model)
+    requests = ragged(4, Sampling(6, temperature=0.0))
+    before = await answers(engine, requests)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as a move leaves them: each by itself
+    engine._forward._moved()
+    await engine.load(packed(tiny("qwen3", seed=1), 1))
+    after = await answers(engine, requests)
+    expected = await answers(TransformersEngine(tiny("qwen3", seed=1)), requests)
+    for number in range(4):
+        assert after[number].response_ids.tolist() == expected[number].response_ids.tolist()
+    assert any(after[i].response_ids.tolist() != before[i].response_ids.tolist() for i in range(4))
 
 
 async def test_weights_that_do_not_fit_change_nothing():

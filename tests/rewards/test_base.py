@@ -1,21 +1,19 @@
-"""Reward functions and how their arguments are found."""
+"""Reward functions: how they are found, how their arguments are bound, how several are summed."""
 
-import numpy as np
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlinf.data.sample import Prompt, Sample
-from rlinf.rewards.base import Reward, load_reward
+from rlinf.rewards.base import OFFERED, Reward, Score, checked, load_reward, trusted
 from rlinf.rewards.exact import exact
 
-
-def sample(text="12", **row):
-    prompt = Prompt(0, np.array([1]), "21>", "12", row)
-    return Sample(prompt, 0, np.array([1]), np.array([0.0]), np.array([0]), text, truncated=True)
+ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": True, "response_ids": [7, 8]}
 
 
-@pytest.mark.parametrize(("response", "reward"), [("1234", 1.0), ("1243", 0.0), ("1234 ", 0.0), ("", 0.0)])
-def test_exact_is_character_for_character(response, reward):
-    assert exact(response, "1234") == reward
+def value(function, args=None, **row):
+    return Reward.of(function, args)({**ROW, **row}).value
 
 
 def test_a_dotted_path_or_the_function_itself():
@@ -31,29 +29,105 @@ def test_a_path_to_nothing_is_named(path):
 
 
 def test_arguments_are_bound_by_name():
-    assert Reward(exact)(sample()) == 1.0
-    assert Reward(lambda prompt, truncated: (prompt, truncated))(sample()) == ("21>", True)
-    assert Reward(lambda level, answer="x": (level, answer))(sample(level=3)) == (3, "12")
-    assert Reward(lambda other=5: other)(sample()) == 5
+    assert value(exact) == 1
+    assert value(lambda prompt, truncated: len(prompt) + truncated) == 4
+    assert value(lambda level, answer="x": level * len(answer), level=3) == 6
+    assert value(lambda other=5: other) == 5
+    assert value(lambda *, response: len(response)) == 2
 
 
-def test_a_function_that_takes_everything_gets_everything():
-    got = Reward(lambda response, **row: (response, row))(sample(level=3))
-    assert got == ("12", {"answer": "12", "prompt": "21>", "truncated": True, "level": 3})
+def test_a_function_that_takes_everything_gets_everything_but_token_ids():
+    seen = {}
+
+    def all_of_it(response, **row):
+        seen.update(row)
+        return 1
+
+    value(all_of_it, level=3)
+    assert seen == {"answer": "12", "prompt": "21>", "truncated": True, "level": 3}
+
+
+def test_token_ids_are_given_to_who_names_them():
+    assert value(lambda response_ids: len(response_ids)) == 2
+    assert value(lambda response_ids, **row: len(row)) == 4
+
+
+def test_only_what_is_wanted_is_asked_for():
+    assert Reward.of(exact).wanted == {"response", "answer"}
+    assert Reward.of(lambda response, **row: 1).wanted is None
+    assert Reward.of({"a": exact, "b": lambda level=1: 1}).wanted == {"response", "answer", "level"}
 
 
 def test_a_column_that_is_not_there_is_named():
     def graded(response, level):
         return 1.0
 
+    reward = Reward.of(graded)
+    reward.check((*OFFERED, "level"))
     with pytest.raises(ValueError, match=r"graded takes \['level'\].*\['answer', 'prompt', 'response', 'truncated'\]"):
-        Reward(graded)(sample())
+        reward.check(OFFERED)
 
 
-@pytest.mark.parametrize("value", [None, "a", float("nan"), float("inf"), []])
-def test_only_finite_numbers_are_rewards(value):
-    with pytest.raises(ValueError, match="finite number"):
-        Reward(exact).checked(value)
+def test_arguments_of_the_configuration_win_over_columns():
+    def scaled(response, scale, **row):
+        assert "scale" not in row
+        return scale
+
+    assert value(scaled, {"scale": 3}, scale=7) == 3
+    assert value(lambda response, scale=1: scale, {"scale": 3}, scale=7) == 3
+    Reward.of(scaled, {"scale": 3}).check(OFFERED)
+
+
+def test_an_argument_that_the_function_does_not_take_is_named():
+    with pytest.raises(ValueError, match=r"exact does not take \['scale'\]; it takes \['response', 'answer'\]"):
+        Reward.of(exact, {"scale": 3})
+
+
+def test_a_function_that_takes_arguments_by_position_only_is_refused():
+    def positional(response, /, answer):
+        return 1.0
+
+    with pytest.raises(ValueError, match="by position only"):
+        Reward.of(positional)
+
+
+class Scaled:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, response):
+        return self.scale * len(response)
+
+
+def test_a_class_is_made_once_with_the_arguments_and_its_object_is_called():
+    assert value(Scaled, {"scale": 4}) == 8
+    assert value(Scaled) == 2
+    with pytest.raises(ValueError, match=r"Scaled does not take \['sale'\]"):
+        Reward.of(Scaled, {"sale": 4})
+
+
+def test_what_a_class_takes_is_known_without_making_it():
+    class Costly:
+        def __init__(self):
+            raise AssertionError("made")
+
+        def __call__(self, response, level):
+            return 1
+
+    assert Reward.of(Costly, make=False).needed == {"response", "level"}
+
+
+@pytest.mark.parametrize("returned", [None, "a", math.nan, math.inf, [], Score(math.nan), Score(1, {"part": math.nan})])
+def test_only_finite_numbers_are_rewards(returned):
+    with pytest.raises(ValueError, match=r"reward exact\b.*finite number"):
+        checked("exact", returned)
+
+
+def test_whatever_converts_to_a_number_is_one():
+    numpy = pytest.importorskip("numpy")
+    assert checked("r", True) == Score(1.0)
+    assert checked("r", numpy.float32(0.5)) == Score(0.5)
+    assert checked("r", Score(numpy.int64(2), {"p": numpy.float32(0.5)}, 7)) == Score(2.0, {"p": 0.5}, "7")
 
 
 def test_async_functions_and_objects_are_recognised():
@@ -64,6 +138,64 @@ def test_async_functions_and_objects_are_recognised():
     async def slow(response):
         return 1.0
 
-    assert Reward(slow).is_async
-    assert Reward(Slow()).is_async
-    assert not Reward(exact).is_async
+    assert Reward.of(slow).is_async
+    assert Reward.of(Slow()).is_async
+    assert Reward.of(Slow).is_async
+    assert Reward.of(slow, {}).is_async
+    assert not Reward.of(exact).is_async
+
+
+async def test_async_and_plain_parts_are_summed_together():
+    async def slow(response):
+        return 3
+
+    score = await Reward.of({"slow": slow, "exact": {"function": exact, "weight": 0.5}})(ROW)
+    assert score == Score(3.5, {"slow": 3.0, "exact": 1.0})
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1))
+def test_several_rewards_are_a_weighted_sum_with_parts_by_name(parts):
+    source = {name: {"function": lambda x=v: x, "weight": w} for name, (v, w) in parts.items()}
+    score = Reward.of(source)(ROW)
+    assert score.value == pytest.approx(math.fsum(v * w for v, w in parts.values()), abs=1e-9)
+    assert score.scores == {name: v for name, (v, _) in parts.items()}
+
+
+def test_parts_of_parts_and_the_first_extracted_answer_are_kept():
+    def two(response):
+        return Score(1, {"units": 0.5}, "x")
+
+    score = Reward.of({"exact": "rlinf.rewards.exact", "two": two})(ROW)
+    assert score == Score(2.0, {"exact": 1.0, "two": 1.0, "two/units": 0.5}, "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ({}, "no part"),
+        ({"a": {"weight": 1}}, "'a' names no `function`"),
+        ({"a": {"function": exact, "wieght": 1}}, "wieght"),
+        ({"a": {"function": exact, "weight": "1"}}, "weight '1'"),
+        ({"a": {"function": exact, "weight": math.nan}}, "weight nan"),
+        ({"a": "no.such"}, "no.such"),
+    ],
+)
+def test_a_sum_that_is_said_wrongly_is_refused(source, text):
+    with pytest.raises(ValueError, match=text):
+        Reward.of(source)
+
+
+def test_arguments_belong_to_a_part_and_not_to_the_sum():
+    with pytest.raises(ValueError, match="to each part"):
+        Reward.of({"a": exact}, {"b": 1})
+
+
+def test_a_sum_is_trusted_if_all_parts_are():
+    @trusted
+    def sure(response):
+        return 1
+
+    assert Reward.of(sure).trusted
+    assert Reward.of({"a": exact, "b": sure}).trusted
+    assert not Reward.of({"a": exact, "b": lambda response: 1}).trusted
+    assert not Reward.of("rlinf.rewards.regex", {"pattern": "a"}).trusted

@@ -63,9 +63,9 @@ def test_a_killed_process_ends_the_job_and_leaves_nothing():
 )
 def test_a_signal_ends_busy_and_waiting_ranks_within_five_seconds(whom, number):
     with torchrun("drills.py", 2, "busy") as job:
-        lines = [job.stdout.readline() for _ in range(7)]
-        assert lines.count("computing\n") == 4
-        assert lines.count("waiting\n") == 2
+        said = "".join(job.stdout.readline() for _ in range(7))  # ranks may write into one another's lines
+        assert said.count("computing") == 4
+        assert said.count("waiting") == 2
         pids = descendants(job.pid)
         start = time.monotonic()
         if whom == "torchrun alone":

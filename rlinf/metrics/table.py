@@ -1,35 +1,9 @@
-"""A run's numbers while it goes: metrics.jsonl for programs, a short table for people.
-
-In: one mapping of metric name to number per step. Out: one JSON line per step, on disk before the next step starts, and
-one printed line per few steps. Names are the field's: `reward/mean`, `clip_frac`, `grad_norm`, `timing/step`.
-"""
+"""A run's progress as plain lines, for files and pipes: one line per few steps, with the means over them."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TextIO
-
-
-class MetricsFile:
-    """Appends one JSON object per step; every line is flushed, so that a crash loses none."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line; NaN and infinity become null, because JSON has no word for them."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
 
 
 class ProgressTable:

@@ -1,0 +1,165 @@
+"""`python -m benchmarks.engine`: tokens per second of the engine in this process, beside transformers and a bare loop.
+
+One thread. Contestants take turns, A B C A B C …, in one process, because the machine's speed drifts; a ratio is taken
+within a round, and shown are medians over the rounds with their quartiles in brackets. A row that misses its bar says
+LOST and is published as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine_contestants import Work, by_hand, generate, ours, seconds
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass
+class Case:
+    """One kind of work, and who does it."""
+
+    name: str
+    work: Work
+    runs: dict[str, Callable[[], None]]
+    """By contestant."""
+    bars: dict[str, float] = field(default_factory=dict)
+    """Our tokens per second over theirs, to reach; `generate` stands for the best of its kinds."""
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    """Tokens per second by contestant, one per round."""
+
+    def turn(self) -> None:
+        """One round."""
+        for name, run in self.runs.items():
+            self.rates.setdefault(name, []).append(self.work.tokens / seconds(run))
+
+    def ratios(self, peer: str) -> list[float]:
+        """Of our rate to that of the fastest contestant whose name begins so, one per round."""
+        own = next(iter(self.rates.values()))
+        named = [rates for name, rates in self.rates.items() if name.startswith(peer)]
+        return [mine / theirs for mine, theirs in zip(own, max(named, key=statistics.median), strict=True)]
+
+
+def cases() -> list[Case]:
+    """The work of the table; random lengths and tokens are the same every time."""
+    rng = np.random.default_rng(0)
+    equal = Work("1M", [rng.integers(0, 512, 16) for _ in range(64)], [64] * 64)
+    ragged = Work(
+        "1M",
+        [rng.integers(0, 512, length) for length in rng.integers(4, 29, 64)],
+        rng.integers(1, 128, 64).tolist(),
+    )
+    groups = rng.integers(0, 20, (64, 5))
+    quick = Work("0.1M", [prompt for prompt in groups for _ in range(8)], rng.choice([5, 5, 5, 6], 512).tolist())
+    found = [
+        Case(
+            "64 equal, 16 + 64 tokens",
+            equal,
+            {
+                "rlinf": ours(equal, 64),
+                "generate, dynamic cache": generate(equal),
+                "generate, static cache": generate(equal, cache_implementation="static"),
+                "by hand": by_hand(equal),
+            },
+            {"generate": 1.3, "by hand": 0.85},
+        ),
+        Case(
+            "64 ragged, 4-28 + 1-127 tokens",
+            ragged,
+            {"rlinf": ours(ragged, 64), "generate, one padded batch": generate(ragged)},
+            {"generate": 2.0},
+        ),
+    ]
+    found += [
+        Case(f"quickstart, 512 answers, {rows} rows", quick, {"rlinf": ours(quick, rows)}) for rows in (128, 256, 512)
+    ]
+    return found
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return f"{values[0]:,.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:,.{digits}f} [{low:,.{digits}f}-{high:,.{digits}f}]"
+
+
+def table(done: list[Case]) -> Table:
+    """What is printed."""
+    shown = Table("work", "who", "tokens/s", "rlinf over it", "bar")
+    for case in done:
+        for number, (name, rates) in enumerate(case.rates.items()):
+            shown.add_row(
+                case.name if number == 0 else "",
+                name,
+                spread(rates),
+                "" if number == 0 else spread(case.ratios(name), 2),
+            )
+        for peer, bar in case.bars.items():
+            ratios = case.ratios(peer)
+            verdict = "held" if statistics.median(ratios) >= bar else "LOST"
+            shown.add_row("", f"best {peer}", "", spread(ratios, 2), f">= {bar:.2f} {verdict}")
+    return shown
+
+
+def save(done: list[Case]) -> Path:
+    """Write the figures down."""
+    path = RESULTS / f"{datetime.date.today().isoformat()}-engine.json"
+    path.write_text(
+        json.dumps(
+            {
+                "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1},
+                "torch": torch.__version__,
+                "load": os.getloadavg(),
+                "cases": [
+                    {
+                        "name": case.name,
+                        "tokens": case.work.tokens,
+                        "tokens_per_s": case.rates,
+                        "bars": {
+                            p: {"bar": b, "ratio": statistics.median(case.ratios(p))} for p, b in case.bars.items()
+                        },
+                    }
+                    for case in done
+                ],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    return path
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contestant")
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-engine.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    done = cases()
+    for case in done:
+        for run in case.runs.values():
+            run()  # first runs allocate and compile
+        for _ in range(2 if given.quick else given.rounds):
+            case.turn()
+    Console(width=140).print(table(done))
+    if given.save:
+        print(save(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What a batch of groups looked like, apart from learning: metrics, samples for people, the remains of a bad one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from rlinf.data.batch import Row
+from rlinf.data.sample import Group, Sample
+
+_OUTCOMES = ("ok", "truncated", "timeout", "error")
+
+
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of a batch; samples without a reward, and groups without a scored sample, count only as outcomes.
+
+    Args:
+        groups: judged, with at least one scored sample.
+    """
+    everyone = [sample for group in groups for sample in group.samples]
+    outcomes = [_outcome(sample) for sample in everyone]
+    learned = [group for group in groups if group.scored]
+    samples = [sample for group in learned for sample in group.scored]
+    rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
+    lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+    uniform = sum(len(set(group.rewards)) == 1 for group in learned)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "truncated": sum(sample.truncated for sample in samples) / len(samples),
+        "groups": float(len(learned)),
+        "groups/uniform": uniform / len(learned),
+        "samples": float(len(samples)),
+        "tokens": float(lengths.sum()) + sum(len(sample.prompt.token_ids) for sample in samples),
+        "response_tokens": float(lengths.sum()),
+        **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
+    }
+
+
+def show_samples(groups: Sequence[Group], rows: Sequence[Row], count: int) -> list[dict[str, Any]]:
+    """The first samples by (prompt id, index), as plain values.
+
+    Args:
+        groups: of a batch.
+        rows: its scored samples in the same order, with their advantages.
+        count: how many at most.
+    """
+    advantages = iter(row.advantage for row in rows)
+    gained = [
+        (sample, None if sample.reward is None else next(advantages))
+        for sample in chain.from_iterable(group.samples for group in groups)
+    ]
+    gained.sort(key=lambda pair: (pair[0].prompt.id, pair[0].index))
+    return [_shown(sample, advantage) for sample, advantage in gained[:count]]
+
+
+def rescue(groups: Sequence[Group], rows: Sequence[Row], directory: Path, version: int) -> Path:
+    """Keep a batch that could not be learned from, for people to look at.
+
+    Args:
+        groups, rows: see `show_samples`.
+        directory: made if need be.
+        version: of the weights that the batch met.
+
+    Returns:
+        The file with tokens, log-probs and advantages, flat, with `lengths` of each scored sample's prompt and response
+        (`nan_step_<version>.safetensors`); beside it one of JSON has texts, rewards and all else.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"nan_step_{version}.safetensors"
+    tensors = {
+        "prompt_ids": np.concatenate([row.prompt_ids for row in rows]).astype(np.int64),
+        "response_ids": np.concatenate([row.response_ids for row in rows]).astype(np.int64),
+        "logprobs": np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows]),
+        "advantages": np.array([row.advantage for row in rows], np.float32),
+        "lengths": np.array([[len(row.prompt_ids), len(row.response_ids)] for row in rows], np.int64),
+    }
+    save_file(tensors, path)
+    everyone = sum(len(group.samples) for group in groups)
+    shown = show_samples(groups, rows, everyone)
+    path.with_suffix(".json").write_text(json.dumps({"version": version, "samples": shown}, indent=1) + "\n")
+    return path
+
+
+def _shown(sample: Sample, advantage: float | None) -> dict[str, Any]:
+    versions = [int(sample.versions.min()), int(sample.versions.max())] if len(sample.versions) else []
+    return {
+        "prompt_id": sample.prompt.id,
+        "index": sample.index,
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "answer": sample.prompt.answer,
+        "reward": sample.reward,
+        "outcome": _outcome(sample),
+        "scores": dict(sample.scores),
+        "remark": sample.remark,
+        "advantage": advantage,
+        "length": len(sample.response_ids),
+        "versions": versions,
+    }
+
+
+def _outcome(sample: Sample) -> str:
+    """What became of judging it; a judge that only fills in rewards leaves it to be told from the sample."""
+    return sample.outcome or ("truncated" if sample.truncated else "ok")

@@ -1,0 +1,204 @@
+"""Joint work: calls whose ranks compute together, in one order, and all or none of them.
+
+Flows in: joint calls, which reach the ranks of a group in any order, and may be cancelled at any moment on each. Flows
+out: the same calls, one after the other, in the same order on every rank. Who wakes whom: rank 0 asks its peers whether
+they have come to a call; their answers let it give the word; the word starts them.
+
+Collectives hang when ranks differ in what they call, or in whether they call it at all. So rank 0 decides on the order,
+and from its word on nobody leaves: a cancelled rank first does its part to the end, which `stop` may bring nearer.
+
+If a rank fails in the middle, its error is the call's at once, and ends the job unless somebody catches it. The others
+may be in a collective that it never joins: gloo offers no way to end that, so their threads stay in it until the mesh's
+deadline (300 s by default), or the end of the process, which waits for no such thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlinf.runtime.actor import Actor, Gang, current_call, endpoint
+from rlinf.runtime.context import finish
+from rlinf.runtime.errors import RuntimeFault, UserError
+from rlinf.runtime.waits import Lock
+
+R = TypeVar("R")
+Body = Callable[[Any], Coroutine[Any, Any, R]]
+"""What a rank does in its turn, given what rank 0 has for it."""
+
+
+class GroupBroken(RuntimeFault):
+    """An earlier joint call failed on some rank in the middle of a collective, so ranks may differ in what they did."""
+
+
+class _Part:
+    """One rank's part of a joint call."""
+
+    __slots__ = ("cancelled", "here", "settled", "word")
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.here: asyncio.Future[None] = loop.create_future()
+        """Done when the call has come to this rank."""
+        self.word: asyncio.Future[tuple[bool, bool]] = loop.create_future()
+        """Rank 0's: whether to begin, and whether it has something for this rank."""
+        self.settled = False
+        """Nobody leaves any more: rank 0 gives its word, or gave it."""
+        self.cancelled = False
+        """The call was cancelled here, and ends when it may."""
+
+
+class JointActor(Actor):
+    """An actor whose ranks compute together over a mesh. Subclasses wrap such work in `jointly`."""
+
+    mesh: DeviceMesh | None = None
+    """The ranks, one device each; None where one rank works alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[Gang, _Part] = {}
+        """This rank's parts of the calls that are under way or expected."""
+        self._given: dict[tuple[Gang, int], Any] = {}
+        """On rank 0, what other ranks have still to fetch."""
+        self._turn: Lock | None = None
+        self._broken: str | None = None
+        """Why ranks may differ in what they did."""
+
+    async def jointly(
+        self, body: Body[R], given: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None
+    ) -> R:
+        """Run `body` when it is this call's turn on all ranks; to be called in a joint device endpoint, on every rank.
+
+        Args:
+            body: called with what rank 0 gives this rank.
+            given: on rank 0, makes what each rank is given, once all have come; None gives None.
+            stop: called when this call is cancelled after it began: `body` may end early, if it does on all ranks.
+
+        Raises:
+            UserError: the call was not made on the whole group.
+            GroupBroken: an earlier one failed half way.
+        """
+        call = current_call.get()
+        gang = call.gang if call is not None else None
+        if self.world_size > 1 and gang is None:
+            raise UserError(
+                f"{self.group} computes on all its ranks together: call the endpoint on the group, not on one rank"
+            )
+        if self._turn is None:
+            self._turn = Lock(f"turn of {self.group.names[self.rank]}")
+        part = self._parts.setdefault(gang, _Part()) if gang is not None else _Part()
+        task = asyncio.create_task(self._in_turn(part, gang, body, given), name="turn")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                part.cancelled = True
+                if not part.settled:
+                    task.cancel()
+                elif stop is not None:
+                    stop()
+                await finish(task)
+                if not task.cancelled():
+                    task.exception()  # seen: whoever cancelled has no use for it
+            raise
+        finally:
+            if gang is not None:
+                self._parts.pop(gang, None)
+
+    async def _in_turn(
+        self, part: _Part, gang: Gang | None, body: Body[R], given: Callable[[], Sequence[Any]] | None
+    ) -> R:
+        call, turn = current_call.get(), self._turn
+        assert turn is not None
+        lease = call.lease if call is not None else None
+        async with contextlib.AsyncExitStack() as held:
+            # while it waits for its turn, others may have the devices: they may be whom it waits for
+            async with lease.waiting() if lease is not None else contextlib.nullcontext():
+                if self.rank == 0:
+                    await held.enter_async_context(turn)
+                    mine = await self._begin(part, gang, given)
+                else:
+                    part.here.set_result(None)
+                    begins, has = await part.word
+                    if not begins:
+                        await self._end_with_rank_0(part)
+                    await held.enter_async_context(turn)  # at once: turns are in the order of the words
+                    mine = await self.group[0].joint_given(gang, self.rank) if has else None
+            self._check_whole()
+            return await body(mine)
+
+    async def _end_with_rank_0(self, part: _Part) -> None:
+        """Rank 0 was cancelled, as this rank was or will be; or it failed, and its error, which ends this call, must be
+        what the caller sees."""
+        part.settled = False
+        if not part.cancelled:
+            await asyncio.get_running_loop().create_future()
+        raise asyncio.CancelledError
+
+    async def _begin(self, part: _Part, gang: Gang | None, given: Callable[[], Sequence[Any]] | None) -> Any:
+        """On rank 0: wait for all ranks, and give the word; returns what rank 0 itself is given."""
+        peers = list(self.group)[1:]
+        try:
+            if peers:
+                await asyncio.gather(*(peer.joint_ready(gang) for peer in peers))
+            things = given() if given is not None else [None] * self.world_size
+        except BaseException:
+            for peer in peers:
+                peer.joint_word(gang, False, False)
+            raise
+        part.settled = True
+        if gang is not None and given is not None:
+            self._given.update({(gang, rank): thing for rank, thing in enumerate(things) if rank})
+        for peer in peers:
+            peer.joint_word(gang, True, given is not None)
+        return things[0]
+
+    @endpoint
+    async def joint_ready(self, gang: Gang) -> None:
+        """Rank 0 asks: answered once the call has come here, which binds this rank to wait for the word."""
+        self._check_whole()
+        part = self._parts.setdefault(gang, _Part())
+        try:
+            await asyncio.shield(part.here)
+        except asyncio.CancelledError:
+            if not part.here.done():
+                self._parts.pop(gang, None)
+            raise
+        part.settled = True
+
+    @endpoint
+    async def joint_word(self, gang: Gang, begins: bool, has: bool) -> None:
+        """Rank 0's word."""
+        part = self._parts.get(gang)
+        if part is not None and not part.word.done():
+            part.word.set_result((begins, has))
+
+    @endpoint
+    async def joint_given(self, gang: Gang, rank: int) -> Any:
+        """What rank 0 has for a rank: fetched, since a stream lives as long as whoever got it as a result keeps it."""
+        return self._given.pop((gang, rank))
+
+    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`compute` for work with collectives: a failure here leaves other ranks waiting, so it is remembered.
+
+        `FloatingPointError` breaks nothing: all ranks come to it together, from sums that all have.
+        """
+        try:
+            return await self.compute(fn, *args, **kwargs)
+        except FloatingPointError:
+            raise
+        except Exception as error:
+            if self.mesh is not None and self.mesh.size() > 1:
+                self._broken = f"rank {self.rank} failed in {getattr(fn, '__name__', fn)} with {error!r}"
+            raise
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise GroupBroken(
+                f"{self.group.names[self.rank]} cannot go on: {self._broken}; its ranks may differ in what they did, "
+                "so start the job again from its last checkpoint"
+            )

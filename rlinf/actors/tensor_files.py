@@ -1,0 +1,125 @@
+"""Tensors in files: safetensors, written so that other threads go on and a full disk is a clear error.
+
+Flows in: host tensors and a path. Flows out: a file that is safely on the disk. Nobody waits here; all of it blocks.
+The safetensors library holds the interpreter's lock while it writes, which would stop the event loop and training for
+seconds; the format is a JSON header and plain bytes, so writing it ourselves is short. Reading stays with the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CHUNK = 32 << 20
+"""Bytes per write: between two a stop takes effect."""
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Names of dtypes in the format's header."""
+
+
+class WritingStopped(Exception):
+    """Writing was given up because nobody wants the files any more."""
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Write a safetensors file and wait until the disk has it.
+
+    Args:
+        path: the file; what was there is replaced.
+        tensors: in CPU memory, by name.
+        metadata: strings for the header.
+        stop: when it is set, writing ends with `WritingStopped`.
+
+    Raises:
+        OSError: it cannot be written; the text names the file, its size and the space left.
+        ValueError: a dtype that the format does not have.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each lies aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    size = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{path}: safetensors has no {tensor.dtype}, the dtype of {name}")
+        offsets = [size, size + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        size = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with explained(path, size), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), CHUNK):
+                if stop is not None and stop.is_set():
+                    raise WritingStopped(f"{path} was not finished")
+                file.write(data[start : start + CHUNK])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and wait until the disk has it.
+
+    Raises:
+        OSError: see `write_tensors`.
+    """
+    with explained(path, len(text)), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_room(directory: Path, nbytes: int) -> None:
+    """Make a directory for files of `nbytes` bytes together.
+
+    Raises:
+        OSError: it cannot be made, or the disk has not that much space left.
+    """
+    with explained(directory, nbytes):
+        directory.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(directory).free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the disk has every file of a directory, and its own entries."""
+    for path in (*directory.iterdir(), directory):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def explained(path: Path, nbytes: int) -> Iterator[None]:
+    """Errors of the operating system, with what was being written and how much of it there is."""
+    try:
+        yield
+    except OSError as error:
+        parent = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(parent).free
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: cannot write {path}, which needs {nbytes:,} bytes; {free:,} are free there. What is "
+            "there of it is incomplete; earlier checkpoints are as they were",
+        ) from error

@@ -1,0 +1,243 @@
+"""A spec put to work: advantages for a batch of groups, and the loss of a micro-batch. Pure, without I/O.
+
+Flow: judged groups become one `Answers`; `advantages_of` gives each answer (or token) its advantage; the trainer cuts
+`MicroBatch`es and adds up what `loss_of` says, then divides once by the summed weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.algos import filters, importance, losses, shaping
+from rlinf.algos import kl as divergence
+from rlinf.algos.advantages import Reduce
+from rlinf.algos.naming import same_shape
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.sums import LossSum
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A batch of judged answers; what a spec does not need may be missing."""
+
+    rewards: Tensor
+    """Of each answer, [answers]."""
+    groups: Tensor
+    """Which group each belongs to, whole numbers, [answers]."""
+    mask: Tensor
+    """Which tokens count, bool [answers, tokens]."""
+    truncated: Tensor | None = None
+    """Whether the length limit cut it, bool [answers]."""
+    logprobs: Tensor | None = None
+    """Under the policy that sampled, nats, [answers, tokens]."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference, nats, [answers, tokens]."""
+    teacher_logprobs: Tensor | None = None
+    """Under the teacher, nats, [answers, tokens]."""
+    values: Tensor | None = None
+    """The critic's prediction before each token, [answers, tokens]."""
+
+    def need(self, name: str) -> Tensor:
+        """A tensor that this algorithm cannot do without.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        return _given(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What a batch of answers comes to."""
+
+    values: Tensor
+    """Advantage of each answer, [answers], or of each token, [answers, tokens]; without gradient."""
+    mask: Tensor
+    """Which tokens count in the loss, bool [answers, tokens]."""
+    rewards: Tensor
+    """After shaping, [answers]."""
+    returns: Tensor | None = None
+    """What the critic is to predict, [answers, tokens]."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens to learn from, [rows, tokens] or packed [tokens]; what a spec does not need may be missing."""
+
+    logprobs: Tensor
+    """Under the policy being trained, nats; differentiable."""
+    mask: Tensor
+    """Which tokens count."""
+    old_logprobs: Tensor | None = None
+    """Under the policy that the ratio starts from (with `loss.decoupled`: the one that drew the tokens)."""
+    advantages: Tensor | None = None
+    """Per token, or one per row or sequence."""
+    sequences: Tensor | None = None
+    """Sequence of each token, whole numbers from 0; None: each row is one."""
+    entropy: Tensor | None = None
+    """Of each token's distribution, nats; differentiable if the spec has a bonus for it."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference."""
+    behavior_logprobs: Tensor | None = None
+    """The engine's, for `correction`."""
+    proximal_logprobs: Tensor | None = None
+    """Under the weights just before the update, for `loss.decoupled`."""
+    versions: Tensor | None = None
+    """Version of the weights that made each token."""
+    version: int | None = None
+    """Version of the weights being trained, before the update."""
+
+    def need(self, name: str) -> Tensor:
+        """A tensor that this algorithm cannot do without.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        return _given(self, name)
+
+    def next_version(self) -> int:
+        """The version that this update makes.
+
+        Raises:
+            ValueError: `version` was not given.
+        """
+        if self.version is None:
+            raise ValueError("MicroBatch.version is missing, which this algorithm needs")
+        return self.version + 1
+
+
+def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:
+    """The advantages of a batch.
+
+    If `spec.needs_whole_batch`, `answers` must be all answers of an optimizer step (or `reduce` must see the other
+    ranks' shares); otherwise any number of whole groups will do, so that training can begin while others still decode.
+
+    Args:
+        spec: the algorithm.
+        answers: judged answers.
+        reduce: adds a tensor of sums up over ranks; None if this is all.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    same_shape("advantages_of", "rewards", answers.rewards, groups=answers.groups, truncated=answers.truncated)
+    mask = answers.mask.bool()
+    rewards = answers.rewards.detach().float()
+    if spec.shaping is not None:
+        rewards = rewards + shaping.overlong(mask.sum(1), longest=spec.shaping.longest, cache=spec.shaping.cache)
+    if spec.truncated == "mask":
+        mask = filters.whole(mask, answers.need("truncated"))
+    penalty = None
+    if spec.kl is not None and spec.kl.place == "reward":
+        logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
+        ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
+        penalty = spec.kl.beta * divergence.estimate(ours, theirs, kind=spec.kl.kind)
+    found = spec.advantage(replace(answers, rewards=rewards, mask=mask), penalty, reduce)
+    values, returns = found if isinstance(found, tuple) else (found, None)
+    return Advantages(values, mask, rewards, returns)
+
+
+def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
+    """The loss of a micro-batch: the surrogate with its corrections, plus KL, less the entropy bonus.
+
+    Args:
+        spec: the algorithm.
+        batch: log-probs and what belongs to them.
+
+    Returns:
+        Un-normalised sums, differentiable by `batch.logprobs` (and `batch.entropy`); LossSums of micro-batches and
+        ranks add, and the summed gradient is divided by the summed weight once.
+
+    Raises:
+        ValueError: a tensor that the spec needs is missing, or shapes do not fit.
+    """
+    weights, watched = _weights(spec, batch)
+    surrogate: LossSum = spec.loss(batch, spec.aggregation, weights)
+    loss = surrogate.watching(watched)
+    how: dict[str, Any] = {
+        "how": spec.aggregation.how,
+        "norm_length": spec.aggregation.norm_length,
+        "sequences": batch.sequences,
+    }
+    if spec.kl is not None and spec.kl.place == "loss":
+        old = batch.need("old_logprobs") if spec.kl.corrected else None
+        term = losses.kl(
+            batch.logprobs, batch.need("ref_logprobs"), batch.mask, kind=spec.kl.kind, old_logprobs=old, **how
+        )
+        loss = loss.plus(term, spec.kl.beta)
+    if spec.entropy_bonus:
+        loss = loss.plus(losses.entropy_bonus(batch.need("entropy"), batch.mask, **how), spec.entropy_bonus)
+    return loss
+
+
+def value_loss_of(
+    spec: AlgorithmSpec,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    sequences: Tensor | None = None,
+) -> LossSum:
+    """The critic's loss of a micro-batch, aggregated as the policy's.
+
+    Args:
+        spec: an algorithm with a critic.
+        values, old_values, returns, mask, sequences: see `losses.value`.
+
+    Raises:
+        ValueError: the spec has no critic, or shapes do not fit.
+    """
+    if spec.critic is None:
+        raise ValueError(f"algorithm {spec.name!r} has no critic: name one (critic: {{}}), or take 'ppo'")
+    return losses.value(
+        values,
+        old_values,
+        returns,
+        mask,
+        clip=spec.critic.clip,
+        error=spec.critic.error,
+        delta=spec.critic.delta,
+        how=spec.aggregation.how,
+        norm_length=spec.aggregation.norm_length,
+        sequences=sequences,
+    )
+
+
+def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, losses.Metric]]:
+    """Factors of the tokens' losses by `correction` and `max_drift`, and what to watch about them."""
+    weights: Tensor | None = None
+    watched: dict[str, losses.Metric] = {}
+    if spec.correction is not None:
+        weights, watched = importance.weights(
+            batch.need("old_logprobs"),
+            batch.need("behavior_logprobs"),
+            batch.mask,
+            cap=spec.correction.cap,
+            floor=spec.correction.floor,
+            level=spec.correction.level,
+            outside=spec.correction.outside,
+            sequences=batch.sequences,
+        )
+    if spec.max_drift is not None:
+        staying, more = importance.drifted(
+            batch.logprobs,
+            batch.need("old_logprobs"),
+            batch.need("advantages"),
+            batch.mask,
+            most=spec.max_drift,
+            sequences=batch.sequences,
+        )
+        weights = staying if weights is None else weights * staying
+        watched = {**watched, **more}
+    return weights, watched
+
+
+def _given(holder: Answers | MicroBatch, name: str) -> Tensor:
+    value: Tensor | None = getattr(holder, name)
+    if value is None:
+        raise ValueError(f"{type(holder).__name__}.{name} is missing, which this algorithm needs")
+    return value

@@ -1,0 +1,69 @@
+"""Accuracy over several answers to a problem: at least one right (pass@k), and the most frequent one right (maj@k)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+_SUBSETS = 256
+"""Subsets of k answers that a majority is taken over: the estimate's own spread is then below 1/32 of a problem."""
+
+
+def pass_at_k(right: Sequence[bool], k: int) -> float:
+    """Probability that of `k` answers drawn without replacement at least one is right.
+
+        1 - C(n - c, k) / C(n, k)        n answers, c of them right
+
+    Codex (arXiv:2107.03374, eq. 1): unbiased for any n >= k.
+
+    Args:
+        right: of each answer, [n].
+        k: how many are drawn.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
+    count = _checked("pass_at_k", len(right), k)
+    return 1.0 - comb(count - sum(map(bool, right)), k) / comb(count, k)
+
+
+def majority_at_k(answers: Sequence[Hashable], right: Sequence[float], k: int, *, seed: int = 0) -> float:
+    """How right the most frequent of `k` answers drawn without replacement is, on average.
+
+    Self-consistency (arXiv:2203.11171, section 2). Among answers equally frequent the one drawn first counts. All
+    draws are taken if they are at most 256, else so many of them.
+
+    Args:
+        answers: what each answer comes to, such as the number in it, [n]; equal ones vote together.
+        right: score of each, [n].
+        k: how many vote.
+        seed: of the draws.
+
+    Raises:
+        ValueError: k is not between 1 and n, or lengths differ.
+    """
+    count = _checked("majority_at_k", len(answers), k)
+    if len(right) != count:
+        raise ValueError(f"majority_at_k: {count} answers and {len(right)} scores")
+    draws: Sequence[Sequence[int]]
+    if comb(count, k) <= _SUBSETS:
+        draws = list(combinations(range(count), k))
+    else:
+        generator = np.random.default_rng(seed)
+        draws = [sorted(generator.choice(count, k, replace=False).tolist()) for _ in range(_SUBSETS)]
+    total = 0.0
+    for draw in draws:
+        votes = Counter(answers[i] for i in draw)
+        winner = votes.most_common(1)[0][0]  # of equals, the one met first
+        total += next(float(right[i]) for i in draw if answers[i] == winner)
+    return total / len(draws)
+
+
+def _checked(name: str, count: int, k: int) -> int:
+    if not 1 <= k <= count:
+        raise ValueError(f"{name}: k={k} must be between 1 and the number of answers, {count}")
+    return count

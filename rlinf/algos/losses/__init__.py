@@ -1,0 +1,33 @@
+"""Losses: pure functions from log-probs, advantages and a mask to a `LossSum`.
+
+Everything is computed in float32 (float64 stays float64), whatever comes in. Positions outside the mask count for
+nothing, whatever stands there: NaN and inf included. Each function takes [rows, tokens], or packed [tokens] with the
+sequence of each token, and any of the aggregations of `aggregate`.
+"""
+
+from rlinf.algos.losses.likelihood import entropy_bonus, kl, supervised
+from rlinf.algos.losses.surrogate import decoupled, distill, policy
+from rlinf.algos.losses.values import value
+from rlinf.algos.losses.watching import mismatch, staleness
+from rlinf.algos.losses.weighted import aipo, cispo, sapo
+from rlinf.algos.sums import Explained, LossSum, Max, Mean, Metric
+
+__all__ = [
+    "Explained",
+    "LossSum",
+    "Max",
+    "Mean",
+    "Metric",
+    "aipo",
+    "cispo",
+    "decoupled",
+    "distill",
+    "entropy_bonus",
+    "kl",
+    "mismatch",
+    "policy",
+    "sapo",
+    "staleness",
+    "supervised",
+    "value",
+]

@@ -1,0 +1,297 @@
+"""Every key of a configuration, with its type, default and meaning, in one place.
+
+The text under a field is what `--help` and docs/config.md print. A key stands here only if something reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlinf.schema import number
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685): only they are trained; they are merged when weights are published."""
+
+    r: int = number(0, low=0)
+    """Rank; 0 trains all weights."""
+    alpha: float = number(16.0, above=0)
+    """The adapters' output is scaled by alpha / r."""
+    target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    """Names of the linear layers that get one."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy: a saved Hugging Face model, or a small one made from nothing."""
+
+    path: str | None = None
+    """Hugging Face directory (or hub name) to start from; null makes a new model from `model.config`."""
+    config: dict[str, Any] = field(default_factory=lambda: {"model_type": "qwen2"})
+    """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
+    tokenizer."""
+    tokenizer: str | None = None
+    """Hugging Face directory (or hub name) of the tokenizer; null takes the one in `model.path`, or one token per
+    character for a generated task."""
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig())
+
+
+@dataclass
+class DataConfig:
+    """Problems of your own to learn from; without them, the generated ones of `task`."""
+
+    train: str | None = None
+    """A file (jsonl, json, csv, parquet), a directory that `datasets` saved, or a data set's name on the Hugging Face
+    hub; null takes the generated task."""
+    split: str = "train"
+    """Which split of a data set that has several."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Where our columns are in yours, such as {prompt: question, answer: reward_model.ground_truth}; what is not named
+    here has our own name: `prompt`, `answer`, `response` for the warm-up, `choices` for multiple choice."""
+    template: str | None = None
+    """Makes the prompt's text from columns, such as "Question: {question}\\nAnswer:"; null takes the prompt column,
+    text or chat messages."""
+    chat: bool = False
+    """Texts are what a user says, to be put into the tokenizer's chat template; lists of messages always are."""
+    system: str | None = None
+    """System message for chats that have none; makes every prompt a chat."""
+    chat_template: str | None = None
+    """Jinja text, or a file with it; null takes the tokenizer's."""
+    chat_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
+    max_prompt_tokens: int | None = number(None, low=1)
+    """Longest prompt; null for no limit."""
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of longer ones: left out and counted, cut at their beginning, or refused."""
+    shuffle: bool = True
+    """Draw the problems in an order made from (seed, pass); false keeps theirs."""
+
+
+@dataclass
+class TaskConfig:
+    """Generated problems with known answers, for trying things out."""
+
+    name: Literal["sort", "copy"] = "sort"
+    """Kind of problem: `sort` (3142 -> 1234) or `copy` (3142 -> 3142)."""
+    digits: int = number(4, low=1, high=9)
+    """Digits per problem."""
+
+
+@dataclass
+class RewardConfig:
+    """What scores an answer."""
+
+    function: str = "rlinf.rewards.exact.exact"
+    """Dotted path of the function: `reward(response, answer, **row) -> float`, plain or async; it takes what it names
+    of the response, the answer and the row's columns. `rlinf.rewards.math` compares mathematics; your own file works
+    the same, and so do functions written for verl or TRL."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments for the function, by name."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Several functions by name, whose values are summed, instead of `function`: each a dotted path, or a mapping with
+    `function`, `weight` and `args`."""
+    timeout: float = number(10.0, above=0)
+    """Seconds for one answer; one that takes longer counts as not drawn, never as wrong."""
+    workers: int | None = number(None, low=1)
+    """Child processes per judge that run the function; null takes half of its machine's cores, from 2 to 8."""
+    isolate: Literal["auto", "always", "never"] = "auto"
+    """Run the function in child processes that can be killed. `auto` leaves out those of ours that cannot hang."""
+
+
+@dataclass
+class SftConfig:
+    """Supervised warm-up on worked problems, before reinforcement learning."""
+
+    steps: int = number(0, low=0)
+    """Optimizer steps; 0 skips the warm-up."""
+    batch_size: int = number(128, low=1)
+    """Worked problems per step."""
+    lr: float = number(2e-3, above=0)
+    """Learning rate (AdamW, constant)."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """How samples become a gradient: GRPO with a clipped ratio and no KL penalty."""
+
+    prompts_per_step: int = number(64, low=1)
+    """Prompts drawn for each step."""
+    group_size: int = number(8, low=2)
+    """Answers sampled for each prompt; their mean reward is the baseline."""
+    advantage_scale: Literal["std", "none"] = "std"
+    """`std` divides a group's advantages by the spread of its rewards (GRPO); `none` does not (Dr. GRPO)."""
+    epochs: int = number(1, low=1)
+    """How often each batch of samples is learned from."""
+    minibatches: int = number(1, low=1)
+    """Optimizer steps per epoch, each on its share of the batch's groups."""
+    clip_low: float = number(0.2, low=0, high=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = number(0.2, low=0)
+    """The probability ratio is clipped above at 1 + clip_high; more than clip_low lets rare tokens grow."""
+    dual_clip: float | None = number(None, above=1)
+    """Bounds the loss of answers worse than their group at this many times their advantage; null does not."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW for reinforcement learning."""
+
+    lr: float = number(1e-6, above=0)
+    """Learning rate after warm-up."""
+    warmup_steps: int = number(0, low=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = number((0.9, 0.99), low=0, below=1)
+    """Decay of the running means of the gradient and of its square."""
+    weight_decay: float = number(0.0, low=0)
+    """Decoupled weight decay."""
+    grad_clip: float = number(1.0, above=0)
+    """Gradients with a larger global norm are scaled down to it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up, until the last step."""
+    min_lr_ratio: float = number(0.0, low=0, high=1)
+    """Share of the learning rate that is left at the end of a linear or cosine schedule."""
+
+
+@dataclass
+class RolloutConfig:
+    """How answers are sampled while training."""
+
+    temperature: float = number(1.0, above=0)
+    """Logits are divided by it; 1 samples from the model itself."""
+    top_p: float = number(1.0, above=0, high=1)
+    """Draw only from the likeliest tokens that together have this probability; 1 draws from all."""
+    top_k: int = number(0, low=0)
+    """Draw only from so many of the likeliest tokens; 0 draws from all."""
+    min_p: float = number(0.0, low=0, below=1)
+    """Draw only from tokens at least so likely, relative to the likeliest; 0 draws from all."""
+    max_new_tokens: int = number(16, low=1)
+    """An answer without an end token is cut after this many tokens."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides the end token."""
+    max_rows: int = number(128, low=1)
+    """Answers decoded together; fewer finish sooner, so that scoring and training start sooner."""
+    max_tokens: int | None = number(None, low=1)
+    """Tokens for which the key-value cache has room, prompts and answers together; null makes room for max_rows."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which answers are generated."""
+
+
+@dataclass
+class TrainerConfig:
+    """How gradients are computed; nothing here changes what is learned."""
+
+    micro_batch_tokens: int = number(2048, low=1)
+    """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the computation; weights, gradients and the optimizer stay in float32."""
+    gradient_checkpointing: bool = False
+    """Compute activations again on the way back: less memory, about a third more time."""
+    order: Literal["prompt", "arrival"] = "prompt"
+    """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
+    groups as they finish, which is faster where a few answers are much longer than the others."""
+    logprob_chunk: int = number(1024, low=1)
+    """Tokens whose logits over the vocabulary are in memory at once."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Answers to problems that are never trained on."""
+
+    data: str | None = None
+    """File, directory or hub name, like data.train; null takes held-out problems of the generated task, or evaluates
+    nothing where data.train is yours."""
+    split: str = "test"
+    """Which split of a data set that has several."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Like data.columns, for this data set; what is not named here is as there."""
+    problems: int = number(500, low=1)
+    """How many of them at most; the same ones every time."""
+    every: int = number(0, low=0)
+    """Evaluate after every this many steps; 0 evaluates only before and after."""
+    samples: int = number(1, low=1)
+    """Answers per problem."""
+    temperature: float = number(0.0, low=0)
+    """0 takes the likeliest token; several samples per problem need more."""
+    top_p: float = number(1.0, above=0, high=1)
+    """As in rollout."""
+    max_new_tokens: int | None = number(None, low=1)
+    """Longest answer; null takes rollout.max_new_tokens."""
+    k: list[int] = number([], low=1)
+    """For which k to tell pass@k (one of k answers is right) and maj@k (the most frequent of k is), up to samples."""
+
+
+@dataclass
+class PlacementConfig:
+    """Which hosts (processes of `torchrun`, numbered from 0) each role runs on; in one process all share it."""
+
+    rollout: list[int] = number([0], low=0)
+    """Hosts that generate answers."""
+    trainer: list[int] = number([0], low=0)
+    """Hosts that train."""
+    judge: list[int] = number([0], low=0)
+    """Hosts that score answers."""
+    device_memory_gb: float | None = number(None, above=0)
+    """Memory of each host's device in GB (10^9 bytes); given, a model that cannot fit is refused before anything
+    starts."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
+
+    every: int = number(0, low=0)
+    """Write one after every this many steps; 0 writes only the last one."""
+    keep: int = number(3, low=0)
+    """How many stay; older ones are removed. 0 keeps all."""
+
+
+@dataclass
+class MetricsConfig:
+    """Where a run's numbers go, besides metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write event files into the run directory (needs `pip install rlinf[tracking]`)."""
+    wandb: str | None = None
+    """Project on Weights & Biases; offline with WANDB_MODE=offline (needs `pip install rlinf[tracking]`)."""
+    swanlab: str | None = None
+    """Project on SwanLab (needs `pip install rlinf[swanlab]`)."""
+    samples: int = number(8, low=0)
+    """Answers of each step that are written to samples.jsonl."""
+    live: Literal["auto", "always", "never"] = "auto"
+    """A view that refreshes itself; `auto` has it on terminals. Otherwise a line per few steps."""
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    name: str = "run"
+    """Names the run directory, `<output_dir>/<name>`."""
+    output_dir: str = "outputs"
+    """Where run directories are made."""
+    seed: int = number(0, low=0)
+    """Seed of the model, the problems and the sampling."""
+    steps: int = number(100, low=0)
+    """Steps of the flow; 0 only warms up and evaluates."""
+    flow: str = "rlinf.flows.grpo"
+    """Dotted path of the async function that is one step: `package.module.function`, or a module with a function of
+    its own name. Your own file works the same."""
+    log_every: int = number(10, low=1)
+    """A progress line is printed every this many steps; metrics.jsonl has every step."""
+    trace: bool = True
+    """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)

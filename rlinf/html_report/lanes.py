@@ -1,0 +1,204 @@
+"""From a trace to lanes: what each actor did during a step of the flow, as stretches of time.
+
+In: trace.json. Out: per step a lane per actor, with the same notion of "busy" as the metrics `timing/...`. Pure apart
+from reading the file; what they look like is `lanes_svg`'s business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.metrics.timing import activity_of, timing
+from rlinf.runtime.observer import COMPUTE, Busy, Interval, Lap, busy, is_actor, union, without
+from rlinf.runtime.trace import Span
+from rlinf.runtime.waits import FLOW
+
+WAITING = "waiting"
+"""A call runs, but is waiting for its input, for room for its output, or for the device."""
+_STEP = re.compile(r"step (\d+)")
+_TRACE_UNIT = 1e6
+"""Microseconds, in which Chrome's format counts, per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A time during which an actor did one thing."""
+
+    activity: str
+    """`generation`, `scoring`, `training`, `sync`, `waiting`, or the name of an endpoint that is none of these."""
+    start: float
+    """Seconds since the step began."""
+    end: float
+    """Seconds since the step began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What one actor did during a step."""
+
+    host: int
+    """Where it lives."""
+    actor: str
+    """Such as "rollout[0]"."""
+    stretches: tuple[Stretch, ...]
+    """In order of their starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLanes:
+    """One step."""
+
+    step: int
+    """Which, from 1."""
+    seconds: float
+    """How long it took."""
+    lanes: tuple[Lane, ...]
+    """By host, and within it in the order in which the actors first did something."""
+    timing: Mapping[str, float]
+    """`timing/...` of this step, as in the metrics."""
+
+
+class Trace:
+    """A trace file, of which no more is in memory than what is asked for.
+
+    Args:
+        path: of trace.json.
+
+    Raises:
+        ValueError: it is not one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps: dict[int, Interval] = {}
+        for event in _events(path, f'"cat": "{FLOW}"'):
+            if event.get("cat") == FLOW and (named := _STEP.fullmatch(str(event.get("name")))):
+                self._steps[int(named[1])] = _times(event)
+        self.steps = sorted(self._steps)
+        """Numbers of the steps that it holds whole; of a long run, the last ones."""
+
+    def first_middle_last(self) -> list[int]:
+        """Three steps that show how a run went, or fewer if there are not so many.
+
+        The very first is left out if there are others: it warms up.
+        """
+        steps = self.steps[1:] if len(self.steps) > 1 else self.steps
+        return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+
+    def lanes(self, steps: Sequence[int]) -> list[StepLanes]:
+        """What every actor did during some steps.
+
+        Raises:
+            ValueError: the trace has not all of these.
+        """
+        for step in steps:
+            if step not in self._steps:
+                there = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step at all"
+                raise ValueError(f"step {step} is not in {self._path}, which has {there}")
+        windows = [self._steps[step] for step in steps]
+        kept: list[dict[int, list[Span]]] = [{} for _ in steps]
+        for event in _events(self._path, '"ph": "X"'):
+            if event.get("ph") == "X":
+                start, end = _times(event)
+                span = (str(event["cat"]), str(event["name"]), start, end, event.get("args"))
+                for (begin, finish), hosts in zip(windows, kept, strict=True):
+                    if end > begin and start < finish:
+                        hosts.setdefault(int(event["pid"]), []).append(span)
+        return [_step(*each) for each in zip(steps, windows, kept, strict=True)]
+
+
+def _events(path: Path, containing: str) -> Iterator[dict[str, Any]]:
+    """The events of a trace whose text contains something. The runtime writes one per line, so a long trace is never
+    in memory as a whole; one that somebody has written anew is read as it is."""
+    with path.open(encoding="utf-8") as file:
+        if not file.readline().rstrip().endswith('"traceEvents": ['):
+            yield from _rewritten(path)
+            return
+        for line in file:
+            if containing in line and (event := _event(line)) is not None:
+                yield event
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """One event; None for a line that was cut when its writer was killed."""
+    try:
+        event: dict[str, Any] = json.loads(line.rstrip().removesuffix(","))
+    except ValueError:
+        return None
+    return event
+
+
+def _rewritten(path: Path) -> list[dict[str, Any]]:
+    try:
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace in Chrome's format: {error!r}") from error
+    return events
+
+
+def _times(event: Mapping[str, Any]) -> Interval:
+    start = event["ts"] / _TRACE_UNIT
+    return start, start + event["dur"] / _TRACE_UNIT
+
+
+def _step(step: int, window: Interval, hosts: Mapping[int, Sequence[Span]]) -> StepLanes:
+    start, end = window
+    lanes: list[Lane] = []
+    everybody: list[Busy] = []
+    for host, spans in sorted(hosts.items()):
+        parts = busy(spans)
+        everybody += [Busy(part.actor, part.endpoint, _clip(part.intervals, start, end)) for part in parts]
+        lanes += _lanes(host, spans, parts, start, end)
+    metrics = {"timing/step": end - start, **timing(Lap(start, end, tuple(everybody)))}
+    return StepLanes(step, end - start, tuple(lanes), metrics)
+
+
+def _lanes(host: int, spans: Sequence[Span], parts: Sequence[Busy], start: float, end: float) -> list[Lane]:
+    """The lanes of one host."""
+    calls: dict[str, list[Interval]] = {}
+    for track, _, begin, finish, _ in sorted(spans, key=lambda span: span[2]):
+        if is_actor(actor := track.removesuffix(COMPUTE)):
+            calls.setdefault(actor, []).append((begin, finish))
+    lanes = []
+    for actor, times in calls.items():
+        own = [
+            (activity, part.intervals)
+            for part in parts
+            if part.actor == actor and (activity := activity_of(actor, part.endpoint)) is not None
+        ]
+        working = union(itertools.chain.from_iterable(intervals for _, intervals in own))
+        stretches = [
+            Stretch(activity, begin - start, finish - start)
+            for activity, intervals in own
+            for begin, finish in _clip(intervals, start, end)
+        ]
+        idle = without(union(times), working)
+        stretches += [Stretch(WAITING, begin - start, finish - start) for begin, finish in _clip(idle, start, end)]
+        lanes.append(Lane(host, actor, tuple(sorted(stretches, key=lambda stretch: stretch.start))))
+    return lanes
+
+
+def side_by_side(step: StepLanes) -> list[Interval]:
+    """When at least two lanes were busy with different things, seconds since the step began."""
+    activities: dict[str, list[Interval]] = {}
+    for stretch in itertools.chain.from_iterable(lane.stretches for lane in step.lanes):
+        if stretch.activity != WAITING:
+            activities.setdefault(stretch.activity, []).append((stretch.start, stretch.end))
+    merged = [union(times) for times in activities.values()]
+    pairs = itertools.combinations(merged, 2)
+    return union(itertools.chain.from_iterable(_common(one, other) for one, other in pairs))
+
+
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> Iterable[Interval]:
+    return without(one, list(without(one, other)))
+
+
+def _clip(intervals: Iterable[Interval], start: float, end: float) -> tuple[Interval, ...]:
+    inside = ((max(begin, start), min(finish, end)) for begin, finish in intervals)
+    return tuple((begin, finish) for begin, finish in inside if begin < finish)

@@ -1,0 +1,193 @@
+"""What the files of a run directory tell, as the page needs it. All of it may be missing but one line of metrics."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.metrics.files import read_lines
+from rlinf.metrics.recorder import ENVIRONMENT, METRICS, SAMPLES
+
+MOST_POINTS = 800
+"""Points per curve: more than a chart has pixels; a longer run is shown by means of so many parts."""
+SHOWN_SAMPLES = 6
+"""Answers that are shown of each chosen step."""
+SHOWN_PROBLEMS = 12
+"""Held-out problems whose answers are shown, before and after."""
+MOST_TEXT = 6_000
+"""Characters of one text; the whole is in samples.jsonl."""
+
+Row = dict[str, Any]
+"""One line of metrics.jsonl or samples.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What a page shows of a run, lanes apart."""
+
+    name: str
+    """Of the run."""
+    config: Mapping[str, Any]
+    """The resolved configuration; empty if it cannot be read."""
+    config_text: str
+    """The same as it was written."""
+    environment: Mapping[str, Any]
+    """On what it ran."""
+    before: Sequence[Row]
+    """Step 0 of metrics.jsonl, what was known before the first one; empty if there is none."""
+    rows: Sequence[Row]
+    """Of metrics.jsonl: one per step, in order, from step 1."""
+    accuracies: Sequence[tuple[int, float]]
+    """(step, accuracy on held-out problems), step 0 included."""
+    answers: Mapping[int, Sequence[Row]]
+    """Sampled answers of an early, a middle and a late step."""
+    held_out: Sequence[tuple[Row, Row]]
+    """The same held-out problems before and after; those first whose answer changed."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that are over."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def planned(self) -> int:
+        """Steps that there were to be."""
+        return int(self.config.get("steps", self.steps))
+
+    def values(self, name: str) -> list[float]:
+        """All values of a metric, in order."""
+        return [row[name] for row in self.rows if isinstance(row.get(name), int | float)]
+
+    def median(self, name: str) -> float | None:
+        """Of a metric over all steps; None if it has no value."""
+        values = self.values(name)
+        return statistics.median(values) if values else None
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or its steps alone where that was not noted."""
+        elapsed = self.values("timing/elapsed")
+        return elapsed[-1] if elapsed else sum(self.values("timing/step"))
+
+
+def read_run(directory: Path) -> RunData:
+    """Read a run directory.
+
+    Raises:
+        FileNotFoundError: it has no metrics.jsonl, so it is no run's directory.
+    """
+    if not (directory / METRICS).is_file():
+        raise FileNotFoundError(f"{directory} is no run's directory: it has no {METRICS}")
+    by_step = {int(row["step"]): row for row in read_lines(directory / METRICS) if isinstance(row.get("step"), int)}
+    rows = [by_step[step] for step in sorted(by_step)]
+    text = _text(directory / "resolved.yaml")
+    config = _mapping(text)
+    return RunData(
+        name=str(config.get("name", directory.name)),
+        config=config,
+        config_text=text,
+        environment=_environment(directory / ENVIRONMENT),
+        before=[row for row in rows if row["step"] <= 0],
+        rows=[row for row in rows if row["step"] > 0],
+        accuracies=[(row["step"], row[name]) for name in ("evaluation/accuracy",) for row in rows if _known(row, name)],
+        answers=_answers(directory / SAMPLES),
+        held_out=_held_out(directory / SAMPLES),
+    )
+
+
+def curves(rows: Sequence[Row]) -> dict[str, Any]:
+    """`steps`, `elapsed` and `metrics` by name, all of one length; null where a metric has no value."""
+    groups = list(_parts(rows, MOST_POINTS))
+    names = sorted({name for row in rows for name, value in row.items() if isinstance(value, int | float)} - {"step"})
+    elapsed, total = [], 0.0
+    for group in groups:
+        total += sum(row.get("timing/step") or 0.0 for row in group)
+        elapsed.append(_short(group[-1].get("timing/elapsed") or total))
+    metrics = {name: [_mean([row[name] for row in group if _known(row, name)]) for group in groups] for name in names}
+    return {"steps": [group[-1]["step"] for group in groups], "elapsed": elapsed, "metrics": metrics}
+
+
+def _parts(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:
+    count = min(len(rows), most)
+    for part in range(count):
+        yield rows[len(rows) * part // count : len(rows) * (part + 1) // count]
+
+
+def _known(row: Row, name: str) -> bool:
+    return isinstance(row.get(name), int | float)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _short(sum(values) / len(values)) if values else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _is_held_out(row: Row) -> bool:
+    return row.get("kind") == "held-out"
+
+
+def _answers(path: Path) -> dict[int, list[Row]]:
+    """Answers of three steps. Read twice, for the file of a long run is large and only little of it is shown."""
+    steps = sorted({step for step, _ in _sampled(path)})
+    if not steps:
+        return {}
+    chosen: dict[int, list[Row]] = {step: [] for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]})}
+    for step, row in _sampled(path):
+        if step in chosen and len(chosen[step]) < SHOWN_SAMPLES:
+            chosen[step].append(_cut(row))
+    return chosen
+
+
+def _sampled(path: Path) -> Iterator[tuple[int, Row]]:
+    for row in read_lines(path):
+        if not _is_held_out(row) and isinstance(row.get("step"), int):
+            yield row["step"], row
+
+
+def _held_out(path: Path) -> list[tuple[Row, Row]]:
+    first: dict[str, Row] = {}
+    last: dict[str, Row] = {}
+    for row in filter(_is_held_out, read_lines(path)):
+        prompt = str(row.get("prompt"))
+        first.setdefault(prompt, _cut(row))
+        last[prompt] = _cut(row)
+    pairs = [(first[prompt], last[prompt]) for prompt in first]
+    pairs.sort(key=lambda pair: pair[0].get("response") == pair[1].get("response"))  # stable
+    return pairs[:SHOWN_PROBLEMS]
+
+
+def _cut(row: Row) -> Row:
+    cut = {}
+    for name, value in row.items():
+        long = isinstance(value, str) and len(value) > MOST_TEXT
+        cut[name] = f"{value[:MOST_TEXT]}… ({len(value):,} characters)" if long else value
+    return cut
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _mapping(text: str) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:  # the page shows the text as it is
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _environment(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

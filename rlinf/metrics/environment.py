@@ -1,0 +1,43 @@
+"""On what a run ran: written once into its directory, so that its numbers can be compared with others later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import time
+from typing import Any
+
+import torch
+
+PACKAGES = ("rlinf", "torch", "transformers", "numpy", "peft", "math-verify")
+"""Those whose versions change results or speed."""
+
+
+def environment(hosts: int) -> dict[str, Any]:
+    """What environment.json holds, as seen from this process.
+
+    Args:
+        hosts: processes of the job.
+    """
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(sys.argv),
+        "hosts": hosts,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "devices": devices,
+        "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: version for package in PACKAGES if (version := _version(package)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,87 @@
+"""metrics.jsonl and samples.jsonl: what a run leaves for programs, one JSON object per line.
+
+In: a step's metrics, or some of its samples. Out: lines on disk before the next step starts: a crash loses none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A file to which lines are added; each is flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write one line per row; NaN and infinity become null, because JSON has no word for them."""
+        self._file.writelines(f"{json.dumps(_plain(row), ensure_ascii=False)}\n" for row in rows)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class MetricsFile(JsonLines):
+    """metrics.jsonl: one line per step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the line of a step."""
+        self.add([{"step": step, **metrics}])
+
+
+class SamplesFile(JsonLines):
+    """samples.jsonl: a few lines per step, each one sampled answer.
+
+    A line holds `step` and what the trainer tells of a sample: `prompt`, `response`, `answer`, `reward`, `outcome`,
+    `advantage`, `length` (tokens) and `versions` (of the weights that made it).
+    """
+
+    def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add the lines of a step."""
+        self.add({"step": step, **row} for row in rows)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; a line cut short by a crash, and whatever is no object, is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if (row := _row(line)) is not None:
+                yield row
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it: numbers that are not finite become null, arrays lists, all else text."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if hasattr(value, "tolist"):  # numpy and torch, which this module need not import
+        return _plain(value.tolist())
+    return str(value)

@@ -1,0 +1,168 @@
+"""One drawing of the live view: from what is known of a run to lines that fit the terminal. Pure; no I/O.
+
+quickstart  step 37 of 100  ━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━  0:23 gone, 0:34 left
+reward 0.487 ▁▁▂▂▃▃▄▅   accuracy 83.0%   tokens/s 4,720   length 5.1
+0.55 s: training 0.48, generation 0.17; 0.12 of it side by side, other 0.01
+rollout  computing advance            4 ready
+judge    waiting for rollout.generate
+trainer  computing learn_fresh
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group
+from rich.text import Text
+
+from rlinf.metrics.timing import sentence
+from rlinf.runtime.observer import ActorState, Moment, QueueState
+
+HISTORY = 400
+"""Steps of which the curve remembers the reward; wider than any terminal."""
+CURVE = 24
+"""Columns of the reward's curve, at most."""
+BARS = "▁▂▃▄▅▆▇█"
+FRAME = 6
+"""Lines that are not about roles, with one to spare, so that a low terminal does not scroll with every drawing."""
+NUMBERS = (
+    ("accuracy", "evaluation/accuracy", "{:.1%}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("clipped", "clip_frac", "{:.1%}"),
+    ("grad norm", "grad_norm", "{:.2f}"),
+    ("entropy", "entropy", "{:.2f}"),
+    ("kl", "kl", "{:.4f}"),
+)
+"""(label, metric, format), the most telling first: what does not fit the width is left out from the end."""
+
+
+@dataclass(slots=True)
+class Shown:
+    """All that the view knows of a run."""
+
+    title: str
+    """What the run is called."""
+    steps: int
+    """How many there will be."""
+    step: int = 0
+    """The last one that is over."""
+    elapsed: float = 0.0
+    """Seconds since the view began."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last value of each metric: an accuracy stays until it is measured again."""
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    """Mean reward of each step so far."""
+    pace: float | None = None
+    """Seconds per step, smoothed."""
+    moment: Moment | None = None
+    """What everybody is at."""
+
+
+def picture(shown: Shown, width: int, height: int) -> Group:
+    """The lines of the view, none longer than the terminal is wide.
+
+    Args:
+        shown: what is known.
+        width, height: of the terminal, characters.
+    """
+    lines = [_progress(shown, width)]
+    if shown.metrics:
+        lines.append(_numbers(shown, width))
+        if told := sentence(shown.metrics):
+            lines.append(Text(f" {told}", style="dim"))
+    if shown.moment is not None:
+        lines += _roles(shown.moment, max(0, height - FRAME))
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(max(1, width - 1), overflow="ellipsis")
+    return Group(*lines)
+
+
+def curve(values: Sequence[float], columns: int) -> str:
+    """Values as a row of bars, from the lowest to the highest of them; the means of equal parts if they are many."""
+    if not values or columns < 1:
+        return ""
+    count = min(columns, len(values))
+    parts = [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    spread = high - low
+    return "".join(BARS[0 if spread == 0 else round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:34, 12:05 or 3:04:59."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _progress(shown: Shown, width: int) -> Text:
+    title = "".join(character if character.isprintable() else " " for character in shown.title)
+    text = Text(" ").append(title, style="bold").append(f"  step {shown.step} of {shown.steps}")
+    times = f"{clock(shown.elapsed)} gone"
+    if shown.pace is not None:
+        times += f", {clock(shown.pace * (shown.steps - shown.step))} left"
+    room = min(40, width - len(text) - len(times) - 5)
+    if room >= 8:
+        done = round(room * shown.step / max(1, shown.steps))
+        text.append("  ").append("━" * done, style="green").append("━" * (room - done), style="bright_black")
+    return text.append(f"  {times}")
+
+
+def _numbers(shown: Shown, width: int) -> Text:
+    text = Text(" ")
+    if shown.rewards:
+        text.append("reward ").append(f"{shown.rewards[-1]:.3f} ", style="bold green")
+        text.append(curve(list(shown.rewards), min(CURVE, width - len(text) - 1)), style="green")
+    for label, name, style in NUMBERS:
+        value = shown.metrics.get(name)
+        if value is None:
+            continue
+        cell = style.format(value)
+        if len(text) + len(label) + len(cell) + 4 >= width:
+            break
+        text.append(f"   {label} ").append(cell, style="bold")
+    return text
+
+
+def _roles(moment: Moment, most: int) -> list[Text]:
+    """A line per role: what its ranks do, and how many of its items wait to be taken."""
+    ranks: dict[str, list[ActorState]] = defaultdict(list)
+    for state in moment.actors:
+        ranks[_role(state.actor)].append(state)
+    queues: dict[str, list[QueueState]] = defaultdict(list)
+    for queue in moment.queues:
+        queues[queue.name.partition(".")[0]].append(queue)
+    names = max(map(len, ranks), default=0)
+    doings = {role: _doing(states) for role, states in ranks.items()}
+    longest = max(map(len, doings.values()), default=0)
+    lines = [_role_line(role.ljust(names), doings[role], longest, queues[role]) for role in ranks]
+    if len(lines) > most:
+        lines[max(0, most - 1) :] = [Text(f" and {len(lines) - max(0, most - 1)} more roles", style="dim")]
+    return lines[:most]
+
+
+def _role_line(role: str, doing: Text, longest: int, queues: Iterable[QueueState]) -> Text:
+    text = Text(f" {role}  ").append_text(doing)
+    ready, taken = sum(queue.ready for queue in queues), sum(queue.taken for queue in queues)
+    if ready or taken:
+        text.append(" " * (longest - len(doing))).append(f"   {ready} ready, {taken} taken", style="dim")
+    return text
+
+
+def _doing(states: Sequence[ActorState]) -> Text:
+    """What the ranks of a role do: "computing advance", with numbers if they differ."""
+    counts = Counter(state.doing.replace(" _", " ") for state in states)  # a private function's name
+    text = Text()
+    for doing, count in counts.most_common():
+        style = "green" if doing.startswith("computing") else "dim" if doing == "idle" else "yellow"
+        text.append(", " if len(text) else "").append(f"{count} " if len(states) > 1 else "").append(doing, style=style)
+    return text
+
+
+def _role(actor: str) -> str:
+    return actor.partition("[")[0]

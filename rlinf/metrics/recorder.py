@@ -1,0 +1,90 @@
+"""Everything that is written down about the steps of a run: files always, trackers by choice, and where the time went.
+
+In: what a flow returned, and some samples. Out: lines in metrics.jsonl and samples.jsonl, messages to the trackers'
+threads. Who wakes whom: nobody; only `step_ends` awaits, the hosts' answers to where the time went.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf.metrics.environment import environment
+from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
+from rlinf.metrics.timing import timing
+from rlinf.metrics.tracking import Tracking
+from rlinf.runtime.observer import Watch
+
+METRICS, SAMPLES, ENVIRONMENT = "metrics.jsonl", "samples.jsonl", "environment.json"
+"""File names in a run directory."""
+
+
+class Recorder:
+    """Writes down the steps of one run.
+
+    Args:
+        directory: of the run.
+        watch: of its system.
+        tracking: its trackers, closed with this.
+        hosts: processes of the job.
+
+    Use it as `async with Recorder(...) as recorder:`.
+    """
+
+    def __init__(self, directory: Path, watch: Watch, tracking: Tracking, hosts: int) -> None:
+        self._watch, self._tracking = watch, tracking
+        self._began = watch.now() - _elapsed(directory / METRICS)
+        self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
+        (directory / ENVIRONMENT).write_text(json.dumps(environment(hosts), indent=2) + "\n", encoding="utf-8")
+
+    def step_begins(self) -> None:
+        """The flow starts its next step."""
+        self._watch.begins()
+
+    async def step_ends(self, step: int, returned: Mapping[str, float]) -> dict[str, float]:
+        """The flow has returned: its metrics with how long the step took, and where that went.
+
+        Args:
+            step: which, from 1.
+            returned: what the flow returned.
+
+        Returns:
+            The same with `timing/...`, seconds; with `tokens_per_s` if it tells `response_tokens`; and with `kl`, from
+            the policy that sampled, if no reference model gave one.
+        """
+        lap = await self._watch.ends(f"step {step}")
+        metrics = {**returned, "timing/step": lap.end - lap.start, "timing/elapsed": self._watch.now() - self._began}
+        if lap.busy:
+            metrics |= timing(lap)
+        if "response_tokens" in metrics:
+            metrics["tokens_per_s"] = metrics["response_tokens"] / max(metrics["timing/step"], 1e-9)
+        if "approx_kl" in metrics and "kl" not in metrics:
+            metrics["kl"] = metrics.pop("approx_kl")
+        return metrics
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write down a step; step 0 is what was known before the first one."""
+        self._metrics.write(step, metrics)
+        self._tracking.write(step, metrics)
+
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write down some answers of a step."""
+        rows = list(rows)
+        if rows:
+            self._samples.write(step, rows)
+            self._tracking.samples(step, rows)
+
+    async def __aenter__(self) -> Recorder:
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._metrics.close()
+        self._samples.close()
+        await self._tracking.__aexit__(kind, error, trace)
+
+
+def _elapsed(metrics: Path) -> float:
+    """Seconds that earlier processes of this run took, if it goes on."""
+    return max((float(row.get("timing/elapsed") or 0.0) for row in read_lines(metrics)), default=0.0)

@@ -1,0 +1,1 @@
+"""One file per tracker, each with `open_sink(about, project) -> Sink`; imported only when its key asks for it."""

@@ -1,0 +1,101 @@
+"""Where the time of a step went: generation, scoring, training, sync, and the rest.
+
+In: who was busy when, on all hosts, from the runtime's spans. Out: the metrics `timing/...`, and one sentence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+
+from rlinf.runtime.observer import UNKNOWN, Interval, Lap, union
+
+ACTIVITIES = ("generation", "scoring", "training", "sync")
+"""What a step consists of; `timing/other` is the time in which none of them went on."""
+
+_BY_ENDPOINT = {
+    "generate": "generation",
+    "score": "scoring",
+    "logprobs": "scoring",
+    "values": "scoring",
+    "train": "training",
+    "sft": "training",
+    "weights": "sync",
+    "load": "sync",
+    "load_switch": "sync",
+    "save": "saving",
+}
+_BY_ROLE = {
+    "rollout": "generation",
+    "judge": "scoring",
+    "reference": "scoring",
+    "critic": "training",
+    "trainer": "training",
+}
+"""For what a role computes in calls that go on beyond the step, whose endpoint is not known yet."""
+
+READABLE = 0.005
+"""Seconds; less would be told as 0.00."""
+
+
+def activity_of(actor: str, endpoint: str) -> str | None:
+    """What a call contributes to: one of `ACTIVITIES`, `saving`, or for a role of one's own the endpoint's name.
+
+    None for what our roles do besides, such as agreeing among ranks: it is waiting, or too short to be told.
+    """
+    role = actor.partition("[")[0]
+    if endpoint in _BY_ENDPOINT:
+        return _BY_ENDPOINT[endpoint]
+    if endpoint == UNKNOWN:
+        return _BY_ROLE.get(role, role)
+    return None if role in _BY_ROLE else endpoint
+
+
+def timing(lap: Lap) -> dict[str, float]:
+    """The metrics of one step, in seconds.
+
+    `timing/generation`, `timing/scoring`, `timing/training` and `timing/sync` are the times in which at least one rank
+    of any host was at it; they overlap, so their sum may exceed the step. `timing/overlap` is the time in which at
+    least two of them went on side by side, `timing/other` that in which none did.
+    """
+    intervals: dict[str, list[Interval]] = defaultdict(list)
+    for part in lap.busy:
+        if (activity := activity_of(part.actor, part.endpoint)) is not None:
+            intervals[activity].extend(part.intervals)
+    merged = {name: union(times) for name, times in intervals.items()}
+    ours = {name: merged.get(name, []) for name in ACTIVITIES}
+    everything = union(itertools.chain.from_iterable(ours.values()))
+    metrics = {f"timing/{name}": _length(times) for name, times in ours.items() if times}
+    metrics |= {f"timing/{name}": _length(times) for name, times in merged.items() if name not in ACTIVITIES}
+    metrics["timing/overlap"] = _shared(list(ours.values()))
+    metrics["timing/other"] = max(0.0, lap.end - lap.start - _length(everything))
+    return metrics
+
+
+def sentence(metrics: Mapping[str, float]) -> str:
+    """One step's timing in words, such as "0.54 s: training 0.48, generation 0.17 (0.12 side by side), other 0.01";
+    empty where the metrics have none."""
+    if "timing/step" not in metrics or "timing/other" not in metrics:
+        return ""
+    named = [(name, metrics.get(f"timing/{name}", 0.0)) for name in ACTIVITIES]
+    shown = [(name, seconds) for name, seconds in named if seconds >= READABLE]
+    text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(shown, key=lambda part: -part[1]))
+    if (beside := metrics.get("timing/overlap", 0.0)) >= READABLE:
+        text += f" ({beside:.2f} side by side)"
+    return f"{metrics['timing/step']:.2f} s: {text or 'nothing traced'}, other {metrics['timing/other']:.2f}"
+
+
+def _length(intervals: list[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _shared(groups: list[list[Interval]]) -> float:
+    """Seconds that lie in at least two of the groups."""
+    edges = sorted((at, change) for times in groups for start, end in times for at, change in ((start, 1), (end, -1)))
+    total, depth, since = 0.0, 0, 0.0
+    for at, change in edges:
+        if depth >= 2:
+            total += at - since
+        depth, since = depth + change, at
+    return total

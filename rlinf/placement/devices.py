@@ -1,0 +1,190 @@
+"""Nodes, the devices on them, and groups of nodes: what a placement may point at.
+
+Flows in: a declaration (how many nodes, what each holds) or facts gathered from hosts. Flows out: a `Cluster`, which
+numbers devices through all nodes in order, and lists the resources that the ranks of a placement string count. Nothing
+waits here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+NODE = "node"
+"""The reserved label of a group whose resources are all nodes of the cluster, whatever devices they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Something that a process computes on or controls: a GPU, a CPU host's device slot, a robot."""
+
+    number: int
+    """Through all nodes of the cluster, from 0."""
+    node: int
+    """Number of the node that it belongs to."""
+    kind: str
+    """What it is: "gpu", "cpu", "h100", "franka". Devices of one kind are interchangeable to the planner."""
+    memory: int | None = None
+    """Bytes that it holds; None: not known, and nothing is checked against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine."""
+
+    number: int
+    """From 0, in the order of the cluster."""
+    devices: tuple[Device, ...]
+    """Accelerators and other hardware on it; a machine that only has cores has none."""
+    cores: int | None = None
+    """CPU cores; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Some nodes under a label, as `node_group:` in a placement names them."""
+
+    label: str
+    """Unique in the cluster."""
+    nodes: tuple[int, ...]
+    """Numbers of its nodes, in the order in which ranks count through them."""
+    hardware: str | None = None
+    """The kind of device that ranks count; None: all devices of its nodes, or the nodes if they have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What one resource rank of a placement stands for: a device, or a whole node."""
+
+    node: int
+    """Number of the node."""
+    kind: str
+    """Kind of the device, or "node"."""
+    device: int | None
+    """Number of the device; None for a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All machines of a job."""
+
+    nodes: tuple[Node, ...]
+    """In order of their numbers, 0 to n - 1."""
+    groups: tuple[NodeGroup, ...] = ()
+    """Labelled parts of it."""
+    _by_label: dict[str, NodeGroup] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if [node.number for node in self.nodes] != list(range(len(self.nodes))):
+            raise ValueError(f"nodes must be numbered 0, 1, 2, … in order, got {[n.number for n in self.nodes]}")
+        numbers = [device.number for node in self.nodes for device in node.devices]
+        if numbers != list(range(len(numbers))):
+            raise ValueError(f"devices must be numbered 0, 1, 2, … through the nodes, got {numbers}")
+        for node in self.nodes:
+            if strays := [device.number for device in node.devices if device.node != node.number]:
+                raise ValueError(f"devices {strays} are listed on node {node.number} but name another node")
+        labels = [group.label for group in self.groups]
+        for label in labels:
+            if labels.count(label) > 1 or label == NODE:
+                why = "is reserved for whole nodes" if label == NODE else "names two groups"
+                raise ValueError(f"node group label {label!r} {why}: choose another")
+        for group in self.groups:
+            if missing := [number for number in group.nodes if not 0 <= number < len(self.nodes)]:
+                raise ValueError(
+                    f"node group {group.label!r}: there is no node {missing[0]}, nodes are 0-{len(self.nodes) - 1}"
+                )
+        object.__setattr__(self, "_by_label", {group.label: group for group in self.groups})
+
+    @classmethod
+    def uniform(
+        cls, devices: int, *, per_node: int | None = None, kind: str = "gpu", memory: int | None = None
+    ) -> Cluster:
+        """Return a cluster of equal nodes.
+
+        Args:
+            devices: of the whole cluster; the last node has what is left over.
+            per_node: devices of a node; None: all on one node.
+            kind: of every device.
+            memory: bytes of every device.
+
+        Raises:
+            ValueError: a number is below 1.
+        """
+        width = devices if per_node is None else per_node
+        if devices < 1 or width < 1:
+            raise ValueError(f"a cluster needs at least one device, and one per node: got {devices} and {width}")
+        return cls.declared([{kind: min(width, devices - start)} for start in range(0, devices, width)], {kind: memory})
+
+    @classmethod
+    def declared(
+        cls,
+        nodes: Sequence[Mapping[str, int]],
+        memory: Mapping[str, int | None] | None = None,
+        groups: Sequence[NodeGroup] = (),
+    ) -> Cluster:
+        """Return a cluster from what each node holds.
+
+        Args:
+            nodes: per node, the number of devices by kind, such as `[{"h100": 8}, {"h100": 8}, {}]`.
+            memory: bytes of a device, by kind.
+            groups: labelled parts of it.
+        """
+        built, number = [], 0
+        for node, holds in enumerate(nodes):
+            devices = []
+            for kind, count in holds.items():
+                for _ in range(count):
+                    devices.append(Device(number, node, kind, (memory or {}).get(kind)))
+                    number += 1
+            built.append(Node(node, tuple(devices)))
+        return cls(tuple(built), tuple(groups))
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, in order of their numbers."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of devices by kind."""
+        counts: dict[str, int] = {}
+        for device in self.devices:
+            counts[device.kind] = counts.get(device.kind, 0) + 1
+        return counts
+
+    def resources(self, labels: Sequence[str] = ()) -> tuple[Resource, ...]:
+        """Return what resource ranks 0, 1, 2, … stand for.
+
+        Args:
+            labels: of node groups, through which the ranks count in this order; none: the whole cluster.
+
+        Raises:
+            ValueError: there is no group of a label.
+        """
+        if not labels:
+            return self._of_nodes(range(len(self.nodes)), None)
+        found: list[Resource] = []
+        for label in labels:
+            if label == NODE:
+                found += [Resource(node.number, NODE, None) for node in self.nodes]
+                continue
+            group = self._by_label.get(label)
+            if group is None:
+                known = [*self._by_label, NODE]
+                near = get_close_matches(label, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+                raise ValueError(f"there is no node group {label!r}; {hint}")
+            found += self._of_nodes(group.nodes, group.hardware)
+        return tuple(found)
+
+    def _of_nodes(self, numbers: Sequence[int], hardware: str | None) -> tuple[Resource, ...]:
+        devices = [
+            Resource(number, device.kind, device.number)
+            for number in numbers
+            for device in self.nodes[number].devices
+            if hardware in (None, device.kind)
+        ]
+        if devices or hardware is not None:
+            return tuple(devices)
+        return tuple(Resource(number, NODE, None) for number in numbers)

@@ -1,0 +1,284 @@
+"""Placement strings: which resources each process of a role gets.
+
+Flows in: `"0-1:0-3,3-5,7-10:7-14"` and the like, as users of RLinf write them, with the number of resources there are.
+Flows out: per process its resource ranks; or every mistake, each with its position and what to write instead. The
+reading of one string is here, that of the table of roles in `assignments.py`. Nothing waits here.
+
+    placement  := segment ("," segment)*
+    segment    := resources [":" processes]
+    resources  := "all" | range
+    processes  := range
+    range      := number | number "-" number          both ends included
+
+A segment without processes gives one process to each of its resources, counted on from the segment before. In one
+segment either number is a multiple of the other: more processes than resources share them, fewer have several each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+_LONGEST = 10_000_000
+"""Ranks of one range, beyond which a number is a slip of the finger that would fill the memory before it is noticed."""
+
+
+class PlacementError(ValueError):
+    """A placement cannot be used. `complaints` holds every reason, a message each."""
+
+    def __init__(self, complaints: Sequence[str]) -> None:
+        super().__init__("\n".join(complaints))
+        self.complaints = tuple(complaints)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a placement string between two commas, as it is written."""
+
+    start: int
+    """Position of its first character in the string, from 0."""
+    text: str
+    """Without the blanks around it."""
+    resources: range | None
+    """Resource ranks; None: all."""
+    processes: range | None
+    """Process ranks; None: counted on from the segment before."""
+
+    @property
+    def processes_at(self) -> int:
+        """Position of the process ranks in the string."""
+        return self.start + self.text.index(":") + 1 if ":" in self.text else self.start
+
+
+class _Fault(Exception):
+    """A mistake at a place; becomes one line of a PlacementError."""
+
+    def __init__(self, start: int, length: int, message: str) -> None:
+        super().__init__(message)
+        self.start, self.length, self.message = start, max(1, length), message
+
+
+def parse(text: str, available: int, *, key: str = "placement") -> tuple[tuple[int, ...], ...]:
+    """Return the resource ranks of each process: `parse("0-1:0-3", 2) == ((0,), (0,), (1,), (1,))`.
+
+    Args:
+        text: a placement string.
+        available: number of resources there are, ranks 0 to `available` - 1.
+        key: name of the setting, for messages.
+
+    Raises:
+        PlacementError: with all that is wrong.
+    """
+    faults: list[_Fault] = []
+    segments = []
+    for start, part in _parts(text):
+        try:
+            segments.append(_segment(start, part))
+        except _Fault as fault:
+            faults.append(fault)
+    if not faults:
+        faults += _misplaced(segments, available)
+    placed: dict[int, tuple[int, ...]] = {}
+    if not faults:
+        placed = _assign(segments, available, faults)
+    if not faults:
+        faults += _gaps(placed, segments)
+    if faults:
+        raise PlacementError([_shown(key, text, fault) for fault in faults])
+    return tuple(placed[rank] for rank in sorted(placed))
+
+
+def render(processes: Sequence[Sequence[int]]) -> str:
+    """Write a placement string that `parse` reads back as these processes.
+
+    Args:
+        processes: per process its resource ranks; adjoining ranks, and no rank in two different blocks.
+
+    Raises:
+        ValueError: no string says this.
+    """
+    parts: list[str] = []
+    first, count = 0, len(processes)
+    while first < count:
+        last, width = first + 1, len(processes[first])
+        if width == 1:  # several processes on one resource
+            while last < count and tuple(processes[last]) == tuple(processes[first]):
+                last += 1
+        share = last - first
+        if share == 1 and width == 1:
+            while last < count and _follows(processes, last) and not _shared(processes, last):
+                last += 1
+        resources = [rank for process in processes[first:last] for rank in process]
+        text = _range_text(min(resources), max(resources))
+        explicit = width > 1 or share > 1
+        parts.append(f"{text}:{_range_text(first, last - 1)}" if explicit else text)
+        first = last
+    text = ",".join(parts)
+    wanted = tuple(tuple(process) for process in processes)
+    highest = max((rank for process in wanted for rank in process), default=-1)
+    if not wanted or parse(text, highest + 1) != wanted:
+        raise ValueError(f"no placement string gives these resources to processes in order: {wanted}")
+    return text
+
+
+def _follows(processes: Sequence[Sequence[int]], index: int) -> bool:
+    return len(processes[index]) == 1 and processes[index][0] == processes[index - 1][0] + 1
+
+
+def _shared(processes: Sequence[Sequence[int]], index: int) -> bool:
+    return index + 1 < len(processes) and tuple(processes[index + 1]) == tuple(processes[index])
+
+
+def _range_text(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    position = 0
+    for part in text.split(","):
+        stripped = part.strip()
+        yield position + (len(part) - len(part.lstrip()) if stripped else 0), stripped
+        position += len(part) + 1
+
+
+def _segment(start: int, text: str) -> Segment:
+    if not text:
+        raise _Fault(start, 1, "a rank, a range or `all` is missing here: remove the comma, or write for example 0-3")
+    left, colon, right = text.partition(":")
+    if ":" in right:
+        raise _Fault(
+            start + len(left) + 1 + right.index(":"),
+            1,
+            "a second colon: write resources:processes, and a comma before the next pair",
+        )
+    resources = None if left.strip() == "all" else _range(left, start, "resources")
+    processes = None
+    if colon:
+        at = start + len(left) + 1
+        if right.strip() == "all":
+            raise _Fault(
+                at, len(right), "processes cannot be `all`: write how many there are, such as 0-7, or leave `:all` out"
+            )
+        processes = _range(right, at, "processes")
+    return Segment(start, text, resources, processes)
+
+
+def _range(text: str, start: int, what: str) -> range:
+    start += len(text) - len(text.lstrip())
+    text = text.strip()
+    if not text:
+        raise _Fault(start, 1, f"the {what} are missing here: write a rank such as 0 or a range such as 0-3")
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        others = " or `all`" if what == "resources" else ""
+        raise _Fault(start, len(text), f"{text!r} is not a rank (0), a range (0-3){others}")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if last < first:
+        raise _Fault(start, len(text), f"the range {first}-{last} runs backwards: write {last}-{first}")
+    if last - first >= _LONGEST:
+        raise _Fault(
+            start, len(text), f"the range {first}-{last} holds {last - first + 1:,} ranks: write a smaller one"
+        )
+    return range(first, last + 1)
+
+
+def _misplaced(segments: Sequence[Segment], available: int) -> Iterator[_Fault]:
+    taken: dict[int, str] = {}
+    for segment in segments:
+        if available == 0:
+            yield _Fault(segment.start, len(segment.text), "there are no resources here: name another node group")
+            return
+        if segment.resources is None:
+            if len(segments) > 1:
+                yield _Fault(segment.start, 3, "`all` leaves nothing for other segments: write it alone, or a range")
+            continue
+        if segment.resources[-1] >= available:
+            yield _Fault(
+                segment.start,
+                len(segment.text.partition(":")[0]),
+                f"resource {segment.resources[-1]} does not exist, the last of {available} is {available - 1}: "
+                + _smaller(segment.resources, available),
+            )
+            continue
+        clash = next((rank for rank in segment.resources if rank in taken), None)
+        if clash is not None:
+            yield _Fault(
+                segment.start,
+                len(segment.text),
+                f"resource {clash} is in {taken[clash]!r} already: begin after it, or let processes share it "
+                f"in one segment, such as {clash}:0-1",
+            )
+        taken.update(dict.fromkeys(segment.resources, segment.text))
+
+
+def _smaller(resources: range, available: int) -> str:
+    if resources[0] >= available:
+        return f"write ranks below {available}"
+    return f"write {_range_text(resources[0], available - 1)}"
+
+
+def _assign(segments: Sequence[Segment], available: int, faults: list[_Fault]) -> dict[int, tuple[int, ...]]:
+    """Give each process its resources; what cannot be shared out evenly goes to `faults`."""
+    placed: dict[int, tuple[int, ...]] = {}
+    following = 0
+    for segment in segments:
+        resources = range(available) if segment.resources is None else segment.resources
+        processes = segment.processes or range(following, following + len(resources))
+        following = processes[-1] + 1
+        have, want = len(resources), len(processes)
+        if have % want and want % have:
+            divisors = (count for count in range(want, 0, -1) if have % count == 0)
+            near = have * round(want / have) if want > have else next(divisors)
+            faults.append(
+                _Fault(
+                    segment.start,
+                    len(segment.text),
+                    f"{want} processes cannot share {have} resources evenly: "
+                    f"write {near} processes, {_range_text(processes[0], processes[0] + near - 1)}",
+                )
+            )
+            continue
+        if double := [rank for rank in processes if rank in placed]:
+            faults.append(
+                _Fault(
+                    segment.processes_at,
+                    len(segment.text) - (segment.processes_at - segment.start),
+                    f"process {double[0]} has resources already: the next free one is {max(placed) + 1}",
+                )
+            )
+            continue
+        for index, rank in enumerate(processes):
+            if want >= have:
+                placed[rank] = (resources[index // (want // have)],)
+            else:
+                width = have // want
+                placed[rank] = tuple(resources[index * width : (index + 1) * width])
+    return placed
+
+
+def _gaps(placed: dict[int, tuple[int, ...]], segments: Sequence[Segment]) -> Iterator[_Fault]:
+    rank = next((rank for rank in range(len(placed)) if rank not in placed), None)
+    if rank is None:
+        return
+    # Implicit ranks follow the segment before, so whatever skips a rank first is written out.
+    _, culprit, count = min(
+        (segment.processes[0], segment, len(segment.processes))
+        for segment in segments
+        if segment.processes and segment.processes[0] > rank
+    )
+    yield _Fault(
+        culprit.processes_at,
+        len(culprit.text) - (culprit.processes_at - culprit.start),
+        f"process {rank} has no resources, processes count from 0 without a gap: "
+        f"write {_range_text(rank, rank + count - 1)}",
+    )
+
+
+def _shown(key: str, text: str, fault: _Fault) -> str:
+    """Three lines: the setting, a mark under the mistake, what is wrong and what to write."""
+    lead = f"{key}: "
+    mark = " " * (len(lead) + fault.start) + "^" * fault.length
+    return f"{lead}{text}\n{mark}\n  column {fault.start + 1}: {fault.message}"

@@ -1,0 +1,319 @@
+"""Labels of the planner: what a part of a plan costs, as far as anything around it can tell. Arithmetic on arrays.
+
+Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping. Nothing waits here.
+
+A part is a sequence of phases. Whatever is put around it can change its first and its last phase only, so a label holds
+these two, the sum of everything between, and devices and memory by kind: one row of an array `[labels, columns]`.
+
+    0         seconds between head and tail, and of what is always paid
+    1 … 7     head: makespan of its released source, chunk seconds of that source, latency of the rest, slowest period
+              of the rest, seconds of the whole phase, to onload before it, to offload after it
+    8 … 14    tail: the same; unused where there is only one phase
+    15 …      per kind: devices; bytes that stay on each of them; the most bytes on any of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+BETWEEN = 0
+HEAD = slice(1, 8)
+TAIL = slice(8, 15)
+KINDS = 15
+"""First column of devices and memory, three per kind."""
+SOURCE, SOURCE_CHUNK, LATENCY, PERIOD, WHOLE, ONLOAD, OFFLOAD = range(7)
+"""Columns inside of a phase."""
+EVEN = -1
+"""In place of a release curve's number: no source with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What labels must have in common to be compared."""
+
+    single: bool
+    """There is one phase only, in the columns of the head."""
+    head: int
+    """Bit set of the stages in the first phase; 0 once nothing can join it any more."""
+    tail: int
+    """Of the last phase."""
+    head_curve: int = EVEN
+    """Number of the stage whose release curve drives the first phase."""
+    tail_curve: int = EVEN
+    """Of the last phase."""
+    ways: int = 0
+    """Bit 0: something is composed in time; bit 1: in space. Only where a search has to tell."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Labels of one set of stages and one shape, and where each came from."""
+
+    shape: Shape
+    """Of every label."""
+    rows: Array
+    """`[labels, columns]`."""
+    origin: NDArray[np.int64]
+    """`[labels, 3]`: index into `parents`, and the labels of left and right part; for a leaf, its variant."""
+    parents: list[Any] = field(default_factory=list)
+    """What `origin` points into."""
+
+    _seconds: Array | None = None
+    _least: float | None = None
+
+    def seconds(self) -> Array:
+        """Seconds of the part alone, `[labels]`."""
+        if self._seconds is None:
+            total = self.rows[:, BETWEEN] + cost(self.rows[:, HEAD])
+            self._seconds = total if self.shape.single else total + cost(self.rows[:, TAIL])
+        return self._seconds
+
+    def least(self) -> float:
+        """Seconds of the quickest label; infinite if there is none."""
+        if self._least is None:
+            self._least = float(self.seconds().min(initial=np.inf))
+        return self._least
+
+    def take(self, chosen: NDArray[Any]) -> Block:
+        """Return only these labels."""
+        seconds = None if self._seconds is None else self._seconds[chosen]
+        return Block(self.shape, self.rows[chosen], self.origin[chosen], self.parents, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Release curves in the form that phases need."""
+
+    chunks: int
+    """Chunks of a step."""
+    corners: dict[int, tuple[tuple[int, float], ...]]
+    """Per stage number: (k, share of the makespan) where chunk k = 1 … leaves, only corners of the upper hull."""
+
+    @classmethod
+    def of(cls, chunks: int, shares: dict[int, Sequence[float]]) -> Curves:
+        """Keep the corners: max over k of G·r(k) - k·t is taken at one of them for any G and t."""
+        return cls(chunks, {stage: tuple(_hull(list(enumerate(curve, 1)))) for stage, curve in shares.items()})
+
+    def whole(self, curve: int, phase: Array) -> Array:
+        """Seconds of a pipelined phase: max over k of R(k) + latency + (K - k)·period (flow shop with arrivals R)."""
+        latency, period = phase[:, LATENCY], phase[:, PERIOD]
+        if curve == EVEN:
+            return latency + (self.chunks - 1) * period
+        source = phase[:, SOURCE]
+        best = np.full(len(phase), -np.inf)
+        for k, share in self.corners[curve]:
+            np.maximum(best, source * share + latency + (self.chunks - k) * period, out=best)
+        return best
+
+
+def cost(phase: Array) -> Array:
+    """Seconds of a phase with its switches, `[labels]`."""
+    return phase[:, WHOLE] + phase[:, ONLOAD] + phase[:, OFFLOAD]
+
+
+def merge(
+    first: Array,
+    second: Array,
+    first_curve: int,
+    second_curve: int,
+    link: float | None,
+    feeds: bool,
+    curves: Curves,
+) -> tuple[Array, int]:
+    """Let two phases run as one, on disjoint devices.
+
+    Args:
+        first: head or tail columns `[labels, 7]`.
+        second: of what it may feed.
+        first_curve: stage whose release drives the first, or EVEN.
+        second_curve: of the second.
+        link: seconds to move one chunk from one to the other; None: no edge runs between.
+        feeds: an edge runs from the first to the stage whose curve drives the second.
+        curves: of the search.
+
+    Returns:
+        The columns of the merged phase, and its curve.
+    """
+    latency, period = second[:, LATENCY], second[:, PERIOD]
+    source, curve = first, first_curve
+    if second_curve != EVEN and feeds:
+        # Its input arrives late, so its curve says nothing any more: it counts as even.
+        latency = latency + second[:, SOURCE_CHUNK]
+        period = np.maximum(period, second[:, SOURCE_CHUNK])
+    elif second_curve != EVEN and first_curve != EVEN:
+        # Two curves side by side: a label has room for one, so the other lets everything go at its end.
+        latency = latency + second[:, SOURCE]
+    elif second_curve != EVEN:
+        source, curve = second, second_curve
+    merged = np.zeros_like(first)
+    merged[:, SOURCE] = source[:, SOURCE]
+    merged[:, SOURCE_CHUNK] = source[:, SOURCE_CHUNK]
+    merged[:, PERIOD] = np.maximum(np.maximum(first[:, PERIOD], period), link or 0.0)
+    if link is None:
+        merged[:, LATENCY] = np.maximum(first[:, LATENCY], latency)
+    else:
+        merged[:, LATENCY] = first[:, LATENCY] + latency + link
+    merged[:, ONLOAD] = np.maximum(first[:, ONLOAD], second[:, ONLOAD])
+    merged[:, OFFLOAD] = np.maximum(first[:, OFFLOAD], second[:, OFFLOAD])
+    merged[:, WHOLE] = curves.whole(curve, merged)
+    return merged, curve
+
+
+def compose(
+    left: Block, right: Block, pairs: tuple[Any, Any], *, spatial: bool, link: float | None, feeds: bool,
+    barred: bool, always: float, curves: Curves, ways: int,
+) -> Block:  # fmt: skip
+    """Compose labels of two parts pair by pair.
+
+    Args:
+        left: comes first, or feeds.
+        right: comes second, or is fed.
+        pairs: numbers of left and right labels, equally long.
+        spatial: on disjoint devices; otherwise one after the other.
+        link: seconds of one chunk between the phases that meet; None: no edge between them.
+        feeds: an edge runs to the stage whose release curve drives the right one of them.
+        barred: a barrier runs between the phases that meet, so they follow each other even on disjoint devices.
+        always: seconds to add, for what the two publish to each other.
+        curves: of the search.
+        ways: how the result is composed, for its shape.
+    """
+    x, y = left.rows[pairs[0]], right.rows[pairs[1]]
+    one, two = left.shape, right.shape
+    rows = np.zeros_like(x)
+    rows[:, BETWEEN] = x[:, BETWEEN] + y[:, BETWEEN] + always
+    _add_devices(rows, x, y, spatial)
+    meets, meets_curve, meets_set = (HEAD, one.head_curve, one.head) if one.single else (TAIL, one.tail_curve, one.tail)
+    ends, ends_curve, ends_set = (HEAD, two.head_curve, two.head) if two.single else (TAIL, two.tail_curve, two.tail)
+    if not spatial or barred:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, ends]
+        if not one.single:
+            rows[:, BETWEEN] += cost(x[:, TAIL])
+        if not two.single:
+            rows[:, BETWEEN] += cost(y[:, HEAD])
+        shape = Shape(False, one.head, ends_set, one.head_curve, ends_curve, ways)
+        return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+    middle, curve = merge(x[:, meets], y[:, HEAD], meets_curve, two.head_curve, link, feeds, curves)
+    joined = meets_set | two.head
+    if one.single and two.single:
+        rows[:, HEAD] = middle
+        shape = Shape(True, joined, joined, curve, curve, ways)
+    elif one.single:
+        rows[:, HEAD], rows[:, TAIL] = middle, y[:, TAIL]
+        shape = Shape(False, joined, two.tail, curve, two.tail_curve, ways)
+    elif two.single:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], middle
+        shape = Shape(False, one.head, joined, one.head_curve, curve, ways)
+    else:
+        rows[:, HEAD], rows[:, TAIL] = x[:, HEAD], y[:, TAIL]
+        rows[:, BETWEEN] += cost(middle)
+        shape = Shape(False, one.head, two.tail, one.head_curve, two.tail_curve, ways)
+    return Block(shape, rows, _origin(pairs), [(spatial, left, right)])
+
+
+def settle(block: Block, *, head: bool, tail: bool) -> Block:
+    """Add the head or the tail to what lies between, once nothing can join it: fewer columns tell labels apart."""
+    if not (head or tail):
+        return block
+    rows, shape = block.rows.copy(), block.shape
+    head_set, tail_set, head_curve, tail_curve = shape.head, shape.tail, shape.head_curve, shape.tail_curve
+    if shape.single and head:
+        rows[:, TAIL], rows[:, HEAD] = rows[:, HEAD], 0.0
+    if head:
+        rows[:, BETWEEN] += cost(rows[:, HEAD])
+        rows[:, HEAD], head_set, head_curve = 0.0, 0, EVEN
+    if tail:
+        rows[:, BETWEEN] += cost(rows[:, TAIL])
+        rows[:, TAIL], tail_set, tail_curve = 0.0, 0, EVEN
+    return Block(
+        Shape(False, head_set, tail_set, head_curve, tail_curve, shape.ways), rows, block.origin, block.parents
+    )
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """Put blocks of one shape together."""
+    if len(blocks) == 1:
+        return blocks[0]
+    parents: list[Any] = []
+    origins = []
+    for block in blocks:
+        shifted = block.origin.copy()
+        shifted[:, 0] += len(parents)
+        origins.append(shifted)
+        parents += block.parents
+    return Block(blocks[0].shape, np.concatenate([b.rows for b in blocks]), np.concatenate(origins), parents)
+
+
+def best_of(block: Block, seconds: float, chunks: int) -> Block:
+    """Drop every label that another one is at least as good as in every column.
+
+    Args:
+        block: labels of one shape.
+        seconds: by so much a plan around a label may be slower with the one that is kept in its place.
+        chunks: of a step, for the columns that count once per chunk.
+    """
+    rows = block.rows
+    if len(rows) < 2:
+        return block
+    differ = np.flatnonzero(rows.max(axis=0) > rows.min(axis=0))
+    if not len(differ):
+        return block.take(np.array([0]))
+    columns, slack = rows[:, differ], _slack(differ, seconds, chunks)
+    if len(differ) == 1:
+        return block.take(np.array([columns[:, 0].argmin()]))
+    # A label that is better everywhere has the smaller sum, so one pass in that order finds all survivors.
+    order = np.argsort((columns / columns.max(axis=0).clip(1e-300)).sum(axis=1), kind="stable")
+    columns = np.ascontiguousarray(columns[order].T)
+    kept = []
+    while len(order):
+        kept.append(order[0])
+        worse = columns[0] >= columns[0, 0] - slack[0]
+        for column, least in zip(columns[1:], slack[1:], strict=True):
+            worse &= column >= column[0] - least
+        worse[0] = True
+        order, columns = order[~worse], columns[:, ~worse]
+    return block.take(np.array(kept))
+
+
+def _slack(differ: NDArray[np.int64], seconds: float, chunks: int) -> Array:
+    """Per column that differs, how much worse a label may be so that no plan around it gets slower by `seconds`."""
+    timed = differ < KINDS
+    slack = np.where(timed, seconds / max(1, int(timed.sum())), 0.0)
+    per_chunk = np.isin(differ, [start + own for start in (HEAD.start, TAIL.start) for own in (PERIOD, SOURCE_CHUNK)])
+    return np.where(per_chunk, slack / chunks, slack)
+
+
+def _origin(pairs: tuple[Any, Any]) -> NDArray[np.int64]:
+    return np.stack([np.zeros_like(pairs[0]), pairs[0], pairs[1]], axis=1).astype(np.int64)
+
+
+def _add_devices(rows: Array, x: Array, y: Array, spatial: bool) -> None:
+    for at in range(KINDS, rows.shape[1], 3):
+        count, stay, most = at, at + 1, at + 2
+        if spatial:
+            rows[:, count] = x[:, count] + y[:, count]
+            rows[:, stay] = np.maximum(x[:, stay], y[:, stay])
+            rows[:, most] = np.maximum(x[:, most], y[:, most])
+        else:
+            rows[:, count] = np.maximum(x[:, count], y[:, count])
+            rows[:, stay] = x[:, stay] + y[:, stay]
+            rows[:, most] = np.maximum(x[:, most] + y[:, stay], y[:, most] + x[:, stay])
+
+
+def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Upper hull of points in order of their first coordinate."""
+    hull: list[tuple[int, float]] = []
+    for point in points:
+        while len(hull) > 1 and _turn(hull[-2], hull[-1], point) >= 0:
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _turn(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> float:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])

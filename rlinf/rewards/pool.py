@@ -1,0 +1,256 @@
+"""Rewards in killable child processes, with a deadline for each sample.
+
+In: arguments, one mapping per sample, from any number of calls at once. Out: a verdict for each. Who wakes whom:
+`score` puts its samples in one queue and wakes the runners, one per child; a runner takes its share of what waits,
+whichever call it came from, and settles the futures that `score` awaits.
+
+Several samples go to a child in one call, since a message costs more than many a reward. A child that hangs or crashes
+takes them all with it, so they are then given out one by one: the one that does it again is found, and the others get
+their rewards. A plain function returns early with what it has when it is slow, so that one deadline fits all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.rewards.base import RewardSource
+from rlinf.rewards.scoring import Arguments, Verdict
+from rlinf.runtime.child import ChildDied
+from rlinf.runtime.errors import again
+from rlinf.runtime.worker import CallTimeout, Worker
+
+_BUDGET = 0.25
+"""Seconds after which a child begins no further sample of its call: long beside a message (0.3 ms), short beside any
+deadline, so that a share of slow samples is never mistaken for a hang and results do not wait for their neighbours."""
+_SHARE = 64
+"""Most samples in one call of a plain function: as many more would save nothing that a message costs."""
+_TOGETHER = 256
+"""Most samples that one child judges at once with an async function: that many requests a server takes at once."""
+_GRACE = 2.0
+"""Seconds that a child of an async function gets beyond the deadline, for time-outs of its own to come back."""
+_TRIES = 2
+"""How often a sample may end its process, alone, before that is its verdict: once may have been somebody else's doing,
+such as the out-of-memory killer's."""
+_MAX_DEATHS = 60
+"""Deaths in a row after which a child is given up: 30 samples in a row that crash it twice each are no accident."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One sample in the queue."""
+
+    offered: Arguments
+    """What the function may take."""
+    verdict: asyncio.Future[Verdict]
+    """Settled by a runner; cancelled if nobody waits any more."""
+    alone: bool = False
+    """It was in a call that hung or crashed, so it shares no call again."""
+    deaths: int = 0
+    """Processes that ended over it alone."""
+
+
+class RewardPool:
+    """Children that run a reward function.
+
+    Args:
+        source, args: the function, as for `Reward.of`; it and the arguments must pickle.
+        is_async: whether it is async.
+        name: names the children.
+        workers: how many.
+        timeout: seconds for one sample.
+
+    Raises:
+        ValueError: the function cannot be sent to a child.
+    """
+
+    def __init__(
+        self,
+        source: RewardSource,
+        args: Mapping[str, Any] | None,
+        *,
+        is_async: bool,
+        name: str,
+        workers: int,
+        timeout: float,
+    ):
+        check_sendable(source, args)
+        self._is_async = is_async
+        self._timeout = timeout
+        self._jobs: deque[_Job] = deque()
+        self._some = asyncio.Event()
+        self._runners: list[asyncio.Task[None]] = []
+        self._lost: ChildDied | None = None
+        self.workers = tuple(
+            Worker(
+                "rlinf.rewards.scoring:Scorer",
+                {"source": source, "args": args},
+                name=f"{name}.{number}",
+                env={"OMP_NUM_THREADS": "1"},
+                max_restarts=_MAX_DEATHS,
+                backoff=(0.05, 2.0, 0.5),
+            )
+            for number in range(workers)
+        )
+
+    async def start(self) -> None:
+        """Start all children at once, and wait until they have the function.
+
+        Raises:
+            ChildDied: one could not be started; its last words are in the text.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self.workers:
+                    group.create_task(worker.start())
+        except* ChildDied as several:
+            await self.stop()
+            raise several.exceptions[0] from None
+        self._runners = [asyncio.create_task(self._run(worker), name=f"runs {worker.name}") for worker in self.workers]
+
+    async def stop(self) -> None:
+        """End the children; whoever still waits for a verdict gets a `ChildDied`."""
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        self._give_up(ChildDied("the judge was closed"))
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    async def score(self, batch: Sequence[Arguments]) -> list[Verdict]:
+        """Judge samples. Cancelled, those that wait are dropped; what runs comes to its end or its deadline.
+
+        Raises:
+            ChildDied: no child is left.
+            TypeError: arguments cannot be pickled.
+        """
+        if self._lost is not None:
+            raise again(self._lost)
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(offered, loop.create_future()) for offered in batch]
+        self._jobs.extend(jobs)
+        self._some.set()
+        try:
+            return await asyncio.gather(*(job.verdict for job in jobs))
+        finally:
+            for job in jobs:
+                job.verdict.cancel()
+
+    async def _run(self, worker: Worker) -> None:
+        """Feed one child for as long as it lives. Consumes jobs; unblocked by `score`, and by its child coming up."""
+        jobs: list[_Job] = []
+        try:
+            while True:
+                await worker.ready()
+                jobs = await self._take()
+                left = await self._judge(worker, jobs)
+                jobs = []
+                self._again(left)
+        except ChildDied as died:  # it will not be started again; the others go on
+            if all(runner.done() or runner is asyncio.current_task() for runner in self._runners):
+                self._give_up(died)
+        finally:
+            self._again(jobs)
+
+    async def _take(self) -> list[_Job]:
+        """This child's share of what waits: at least one sample."""
+        while True:
+            jobs: list[_Job] = []
+            most = min(_TOGETHER if self._is_async else _SHARE, math.ceil(len(self._jobs) / len(self.workers)))
+            while self._jobs and len(jobs) < most and not (jobs and self._jobs[0].alone):
+                job = self._jobs.popleft()
+                if not job.verdict.done():
+                    jobs.append(job)
+                    if job.alone:
+                        break
+            if jobs:
+                return jobs
+            if not self._jobs:
+                self._some.clear()
+                await self._some.wait()
+
+    async def _judge(self, worker: Worker, jobs: list[_Job]) -> list[_Job]:
+        """Have a child judge; returns those without a verdict yet."""
+        spare = _GRACE if self._is_async else _BUDGET if len(jobs) > 1 else 0.0
+        batch = [job.offered for job in jobs]
+        try:
+            verdicts = await worker.call("score", batch, self._timeout, _BUDGET, timeout=self._timeout + spare)
+        except CallTimeout:
+            return self._suspect(jobs, Verdict("timeout", remark=f"took longer than {self._timeout:g} s; killed"))
+        except ChildDied as died:
+            if len(jobs) == 1:
+                jobs[0].deaths += 1
+                if jobs[0].deaths < _TRIES:
+                    jobs[0].alone = True
+                    return jobs
+            return self._suspect(jobs, Verdict("error", remark=_last_words(died), trace=str(died)))
+        except Exception as error:  # what was to be sent, or came back, is no pickle: the callers' business
+            for job in jobs:
+                if not job.verdict.done():
+                    job.verdict.set_exception(error)
+            return []
+        for job, verdict in zip(jobs, verdicts, strict=False):
+            _settle(job, verdict)
+        return jobs[len(verdicts) :]
+
+    def _suspect(self, jobs: list[_Job], verdict: Verdict) -> list[_Job]:
+        """After a hang or a crash: the verdict on a sample that was alone; otherwise any of them may have done it."""
+        if len(jobs) == 1:
+            _settle(jobs[0], verdict)
+            return []
+        for job in jobs:
+            job.alone = True
+        return jobs
+
+    def _again(self, jobs: list[_Job]) -> None:
+        """Put samples back where they were, at the front."""
+        if jobs:
+            self._jobs.extendleft(reversed(jobs))
+            self._some.set()
+
+    def _give_up(self, died: ChildDied) -> None:
+        self._lost = died
+        while self._jobs:
+            job = self._jobs.popleft()
+            if not job.verdict.done():
+                job.verdict.set_exception(died)
+
+
+def check_sendable(source: RewardSource, args: Mapping[str, Any] | None) -> None:
+    """See that a child can get a reward function and its arguments.
+
+    Raises:
+        ValueError: it cannot; the text says what to do.
+    """
+    advice = (
+        "define it at the top of a module file and name it by its dotted path, such as my_rewards.score; or set "
+        "isolate to never, which runs it in the judge's own process, where a hang hangs the job"
+    )
+    for function in _functions(source):
+        if getattr(function, "__module__", None) == "__main__":
+            name = getattr(function, "__qualname__", function)
+            raise ValueError(f"reward {name} of the main program cannot be run in a child process: {advice}")
+    try:
+        pickle.dumps((source, args))
+    except Exception as error:
+        raise ValueError(f"the reward cannot be sent to a child process ({error}): {advice}") from error
+
+
+def _functions(source: RewardSource) -> list[Any]:
+    if not isinstance(source, Mapping):
+        return [source]
+    return [given["function"] if isinstance(given, Mapping) else given for given in source.values()]
+
+
+def _settle(job: _Job, verdict: Verdict) -> None:
+    if not job.verdict.done():
+        job.verdict.set_result(verdict)
+
+
+def _last_words(died: ChildDied) -> str:
+    how = str(died).splitlines()[0]
+    return f"{how}; its last line: {died.output[-1].strip()}" if died.output else how

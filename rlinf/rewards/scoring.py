@@ -1,0 +1,111 @@
+"""Calls of a reward function that come to a verdict whatever happens, short of the end of the process.
+
+In: arguments, one mapping per sample. Out: one `Verdict` per sample, in order. `Scorer` is what lives in the child
+processes of `pool.py`, or in the judge's own process for functions that are trusted. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlinf.rewards.base import Reward, RewardSource
+
+Arguments = Mapping[str, Any]
+"""What is offered to the reward function for one sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of judging one sample."""
+
+    outcome: Literal["ok", "timeout", "error"]
+    """It was scored; it took too long; it raised, crashed, or returned no number."""
+    value: float | None = None
+    """The reward, if it was scored."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Its parts by name."""
+    extracted: str | None = None
+    """What was taken as the answer itself."""
+    remark: str = ""
+    """Why it was not scored, in a line."""
+    trace: str = ""
+    """The traceback, if an exception was why."""
+    hopeless: bool = False
+    """No other sample would fare better: a module that the function needs is not installed."""
+
+
+class Scorer:
+    """A reward function in the process where it runs.
+
+    Args:
+        source, args: as for `Reward.of`.
+    """
+
+    def __init__(self, source: RewardSource, args: Mapping[str, Any] | None = None):
+        self.reward = Reward.of(source, args)
+        self._runner: asyncio.Runner | None = None
+
+    def score(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[Verdict]:
+        """Judge samples: plain functions one after the other, async ones together.
+
+        Args:
+            batch: arguments for each sample.
+            timeout: seconds that an async function has for each.
+            budget: seconds after which no further plain call is begun; the verdicts so far are returned, at least one.
+        """
+        if self.reward.is_async:
+            if self._runner is None:  # one loop for all calls, so that sessions and pools of the function's own live on
+                self._runner = asyncio.Runner()
+            return self._runner.run(self.together(batch, timeout))
+        end = time.monotonic() + budget
+        verdicts: list[Verdict] = []
+        for offered in batch:
+            verdicts.append(self.one(offered))
+            if time.monotonic() >= end:
+                break
+        return verdicts
+
+    def one(self, offered: Arguments) -> Verdict:
+        """Judge one sample with a plain function."""
+        try:
+            score = self.reward(offered)
+        except (Exception, SystemExit) as error:  # foreign code: whatever it raises is the verdict on this sample
+            return failed(error)
+        return Verdict("ok", score.value, score.scores, score.extracted)
+
+    async def together(self, batch: Sequence[Arguments], timeout: float) -> list[Verdict]:  # noqa: ASYNC109
+        """Judge samples with an async function, all at once; each has `timeout` seconds."""
+        return await asyncio.gather(*(self._one_async(offered, timeout) for offered in batch))
+
+    def close(self) -> None:
+        """End the loop of async functions."""
+        if self._runner is not None:
+            self._runner.close()
+
+    async def _one_async(self, offered: Arguments, seconds: float) -> Verdict:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                score = await self.reward(offered)
+        except (Exception, SystemExit) as error:
+            if limit.expired():
+                return Verdict("timeout", remark=f"took longer than {seconds:g} s")
+            return failed(error)
+        return Verdict("ok", score.value, score.scores, score.extracted)
+
+
+def failed(error: BaseException) -> Verdict:
+    """The verdict on a sample for which the function raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return Verdict(
+        "error",
+        remark=f"{type(error).__name__}: {error}{where}",
+        trace="".join(traceback.format_exception(error)),
+        hopeless=isinstance(error, ImportError),
+    )

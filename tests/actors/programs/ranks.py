@@ -1,0 +1,108 @@
+"""A trainer over all ranks of a job: what it learned is written for a test to look at."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlinf
+from rlinf import Stream, endpoint
+from rlinf.actors.lora import merged_named_parameters
+from rlinf.actors.sharding import local
+from rlinf.actors.trainer import Trainer
+from rlinf.data.sample import Example
+from tests.actors import toys
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor from all its slices."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class Watched(Trainer):
+    """Keeps the gradients of every optimizer step, as the optimizer saw them."""
+
+    async def setup(self, **settings: Any) -> None:  # type: ignore[override]
+        await super().setup(**settings)
+        self.seen: list[dict[str, torch.Tensor]] = []
+        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+        def look(optimizer: Any, *_: Any) -> None:
+            parameters = optimizer.param_groups[0]["params"]
+            self.seen.append({named[id(p)]: whole(p.grad) for p in parameters if p.grad is not None})
+
+        self.optimizer.register_step_pre_hook(look)
+
+    @endpoint(device=True, joint=True)
+    async def inspect(self) -> dict[str, Any]:
+        async def look(_: None) -> dict[str, Any]:
+            return await self.compute(self._inspect)
+
+        return await self.jointly(look)
+
+    def _inspect(self) -> dict[str, Any]:
+        named = {name: whole(tensor) for name, tensor in merged_named_parameters(self.model)}
+        mine = sum(local(parameter).numel() for parameter in self.model.parameters())
+        return {"gradients": self.seen, "weights": named, "slice": mine, "packs": self.policy.packs}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model": toys.configuration("qwen2")},
+    "llama": {"model": toys.configuration("llama")},
+    "qwen3": {"model": toys.configuration("qwen3")},
+    "checkpointing": {"model": toys.configuration("qwen2"), "gradient_checkpointing": True},
+    "bfloat16": {"model": toys.configuration("qwen2"), "dtype": "bfloat16"},
+    "lora": {
+        "model": toys.configuration("qwen2"),
+        "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+    },
+    "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
+    "padded": {"model": toys.configuration("gemma2", head_dim=8)},
+}
+
+
+async def main(system: rlinf.ActorSystem) -> None:
+    out, saved, begun, *names = sys.argv[1:]
+    cases = {**CASES, "saved": {"model": saved}}
+    results = {}
+    for name in names:
+        settings = {
+            "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
+            "logprob_chunk": 5, **toys.CLIP, **cases[name],
+        }  # fmt: skip
+        trainer = await system.spawn(Watched, name=name, **settings)
+        batch = toys.groups(7)
+        metrics = await trainer.train(Stream.of([batch[i] for i in (2, 0, 1, 5, 6, 3, 4)]))
+        results[name] = {"metrics": metrics, **await trainer.inspect(), "samples": await trainer.samples(3)}
+        weights = await trainer.weights()
+        results[name]["published"] = {name: tensor.clone() for name, tensor in weights.named()}
+        results[name]["version"] = weights.version
+        examples = [Example(s.prompt.token_ids, s.response_ids) for g in batch for s in g.samples]
+        results[name]["sft"] = await trainer.sft([examples[:9], examples[9:10]])
+        results[name]["after"] = await trainer.inspect()
+    results |= await resumed(system, Path(out).parent / "checkpoint", begun)
+    torch.save(results, out)
+
+
+async def resumed(system: rlinf.ActorSystem, checkpoint: Path, begun: str) -> dict[str, Any]:
+    """What a second batch makes of a trainer that goes on, and of one that resumes what another job has saved."""
+    settings = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
+    first, second = toys.groups(7), toys.groups(7, seed=1)
+    trainer = await system.spawn(Watched, name="continued", **settings)
+    await trainer.train(first)
+    await trainer.save(checkpoint)
+    await trainer.train(second)
+    results = {"continued": await trainer.inspect()}
+    if begun:
+        other = await system.spawn(Watched, name="resumed", seed=5, **settings)
+        version = await other.restore(begun)
+        await other.train(second)
+        results["resumed"] = {**await other.inspect(), "version": version}
+    return results
+
+
+if __name__ == "__main__":
+    rlinf.run(main)

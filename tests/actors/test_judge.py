@@ -1,0 +1,178 @@
+"""The judge: every sample gets a reward or a reason."""
+
+import asyncio
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+from rlinf.actors.judge import Judge, RewardError
+from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.rewards.base import Score, trusted
+from rlinf.runtime.system import ActorSystem
+from tests.rewards.own_rewards import failing, graded, slowly
+
+
+@pytest.fixture
+async def system():
+    async with ActorSystem.local() as running:
+        yield running
+
+
+def answered(*texts, truncated=False, **row):
+    prompt = Prompt(0, np.array([1]), "21>", "12", {"level": 2, **row})
+    return Group(
+        prompt,
+        tuple(
+            Sample(prompt, i, np.array([1, 2]), np.zeros(2), np.zeros(2), text, truncated)
+            for i, text in enumerate(texts)
+        ),
+    )
+
+
+async def judge_of(system, reward=None, *, name="judge", **more):
+    given = {} if reward is None else {"reward": reward}
+    return (await system.spawn(Judge, name=name, **given, **more))[0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (None, [1, 0]),
+        (graded, [2, 0]),
+        (slowly, [2, 3]),
+        ("rlinf.rewards.exact", [1, 0]),
+        ({"right": "rlinf.rewards.exact", "long": {"function": slowly, "weight": 10}}, [21, 30]),
+    ],
+)
+@pytest.mark.parametrize("isolate", ["never", "always"])
+async def test_rewards_are_filled_in(system, reward, expected, isolate):
+    judge = await judge_of(system, reward, isolate=isolate, workers=1)
+    group = await judge.score(answered("12", "212"))
+    assert group.rewards == expected
+    assert [sample.text for sample in group.samples] == ["12", "212"]
+    assert {sample.outcome for sample in group.samples} == {"ok"}
+
+
+async def test_a_sample_that_was_cut_says_so_and_is_scored(system):
+    group = await (await judge_of(system)).score(answered("12", truncated=True))
+    assert [(sample.reward, sample.outcome) for sample in group.samples] == [(1.0, "truncated")]
+
+
+@pytest.mark.parametrize("isolate", ["never", "always"])
+async def test_a_failure_is_an_outcome_with_a_remark_and_never_a_zero(system, isolate):
+    judge = await judge_of(system, failing, isolate=isolate, workers=1)
+    group = await judge.score(answered("0", "raise", "none", "5", truncated=True))
+    assert [(sample.reward, sample.outcome) for sample in group.samples] == [
+        (0.0, "truncated"), (None, "error"), (None, "error"), (5.0, "truncated"),
+    ]  # fmt: skip
+    assert "KeyError: 'raise'" in group.samples[1].remark
+    assert "finite number" in group.samples[2].remark
+    assert [sample.index for sample in group.scored] == [0, 3]
+
+
+async def test_parts_and_what_was_extracted_come_along(system):
+    judge = await judge_of(system, lambda response: Score(1, {"form": 0.5}, "x"), isolate="never")
+    (sample,) = (await judge.score(answered("12"))).samples
+    assert (sample.scores, sample.extracted) == ({"form": 0.5}, "x")
+
+
+async def test_token_ids_reach_who_asks_for_them(system):
+    judge = await judge_of(system, lambda response_ids, **row: sum(response_ids), isolate="never")
+    assert (await judge.score(answered("12"))).rewards == [3]
+
+
+async def test_an_async_reward_in_this_process_has_its_deadline(system):
+    async def never(response):
+        await asyncio.Event().wait()
+
+    judge = await judge_of(system, never, isolate="never", timeout=0.05)
+    (sample,) = (await judge.score(answered("12"))).samples
+    assert (sample.reward, sample.outcome) == (None, "timeout")
+
+
+async def test_functions_that_are_not_trusted_run_elsewhere(system, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text("import os\ndef pid(response):\n    return os.getpid()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # a user's own file in the directory where the run was started
+    here = await judge_of(system, "elsewhere.pid", name="here", isolate="never")
+    there = await judge_of(system, "elsewhere.pid", workers=1)
+    assert (await here.score(answered("1"))).rewards != (await there.score(answered("1"))).rewards
+
+
+async def test_a_hang_and_a_crash_cost_one_sample_each(system, tmp_path, monkeypatch):
+    (tmp_path / "rude.py").write_text(
+        dedent("""
+        import os, time
+        def rude(response):
+            if response == "hang": time.sleep(1000)
+            if response == "exit": os._exit(1)
+            return 1.0
+    """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    judge = await judge_of(system, "rude.rude", workers=2, timeout=0.5)
+    groups = [answered("a", "hang"), answered("exit", "b"), answered("c", "d")]
+    found = await asyncio.gather(*(judge.score(group) for group in groups))
+    assert [[sample.outcome for sample in group.samples] for group in found] == [
+        ["ok", "timeout"], ["error", "ok"], ["ok", "ok"],
+    ]  # fmt: skip
+
+
+async def test_a_column_that_is_not_there_is_one_clear_error(system):
+    judge = await judge_of(system, lambda response, grade: 1, isolate="never")
+    with pytest.raises(ValueError, match=r"takes \['grade'\], which is no column here; there are \['answer', 'level'"):
+        await judge.score(answered("12"))
+
+
+async def test_columns_that_are_known_are_checked_at_the_start(system):
+    with pytest.raises(ValueError, match=r"takes \['grade'\]"):
+        await judge_of(system, lambda response, grade: 1, isolate="never", columns=["level"])
+
+
+async def test_a_reward_that_always_fails_ends_the_job_with_the_first_cause(system):
+    calls = 0
+
+    def broken(response):
+        nonlocal calls
+        calls += 1
+        raise KeyError(calls)
+
+    judge = await judge_of(system, broken, isolate="never")
+    for _ in range(7):
+        await judge.score(answered(*"12345678"))
+    with pytest.raises(RewardError, match=r"broken cannot score anything: 64 answers in a row failed, the first with "
+                       r"KeyError: 1 .*(?s:.*)raise KeyError"):  # fmt: skip
+        await judge.score(answered(*"12345678"))
+
+
+async def test_one_success_among_the_failures_keeps_the_job_going(system):
+    judge = await judge_of(system, lambda response: 1.0 if response == "ok" else None, isolate="never")
+    for _ in range(5):
+        await judge.score(answered("ok", *["no"] * 60))
+
+
+async def test_a_module_that_is_not_installed_ends_the_job_at_once(system):
+    def needy(response):
+        import no_such_module  # noqa: F401
+
+    judge = await judge_of(system, needy, isolate="never")
+    with pytest.raises(RewardError, match="No module named 'no_such_module'"):
+        await judge.score(answered("12"))
+
+
+async def test_a_function_that_cannot_be_sent_is_refused_with_advice(system):
+    with pytest.raises(ValueError, match="isolate to never"):
+        await judge_of(system, lambda response: 1.0)
+
+
+async def test_a_trusted_function_of_one_s_own_stays_here(system):
+    seen = []
+
+    @trusted
+    def noted(response):
+        seen.append(response)
+        return 1.0
+
+    assert (await (await judge_of(system, noted)).score(answered("12"))).rewards == [1.0]
+    assert seen == ["12"]

@@ -1,0 +1,175 @@
+"""Which samples are computed together: order, budget, balance, and independence of time."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.actors.micro_batches import InOrder, Rounds, scored_rows
+from rlinf.actors.orders import Learn, PolicyOrders, Step
+from rlinf.data.batch import Row
+from rlinf.data.sample import Group, Prompt
+from tests.actors import toys
+
+
+def group(number):
+    return Group(Prompt(number, np.array([1])), ())
+
+
+def through(order, numbers):
+    order.begin()
+    out = [ready.prompt.id for number in numbers for ready in order.push(group(number))]
+    at_once = len(out)
+    return out + [ready.prompt.id for ready in order.close()], at_once
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.randoms())
+def test_groups_go_on_in_the_order_of_their_ids_as_soon_as_they_can(sizes, random):
+    order, start = InOrder(), 0
+    for size in sizes:
+        numbers = list(range(start, start + size))
+        random.shuffle(numbers)
+        order.begin()
+        seen, released = set(), []
+        for number in numbers:
+            seen.add(number)
+            released += [ready.prompt.id for ready in order.push(group(number))]
+            complete = next(n for n in range(start, start + size + 1) if n not in seen)
+            assert released == list(range(start, complete))
+        assert list(order.close()) == []
+        start += size
+
+
+@given(st.lists(st.lists(st.integers(0, 30), unique=True, min_size=1), min_size=1, max_size=5), st.randoms())
+def test_whatever_the_ids_are_nothing_is_lost_and_time_does_not_matter(steps, random):
+    one, other = InOrder(), InOrder()
+    for numbers in steps:
+        expected, _ = through(one, numbers)
+        assert sorted(expected) == sorted(numbers)
+        shuffled = random.sample(numbers, len(numbers))
+        assert through(other, shuffled)[0] == expected
+        other = InOrder(other.state)  # as after a resume
+
+
+def test_ids_that_begin_anew_in_every_step_are_learned():
+    order = InOrder()
+    at_once = [through(order, range(5))[1] for _ in range(5)]
+    assert at_once == [5, 0, 5, 5, 5]
+
+
+def test_after_a_gap_the_next_step_is_expected_where_the_last_ended():
+    order = InOrder()
+    assert through(order, [0, 1, 5, 4])[0] == [0, 1, 4, 5]
+    assert through(order, [6, 7]) == ([6, 7], 2)
+
+
+def rows(sizes):
+    return [Row(np.zeros(1, np.int64), np.full(size - 1, number)) for number, size in enumerate(sizes)]
+
+
+SIZES = st.lists(st.integers(2, 20), max_size=40)
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 30), st.randoms())
+def test_every_row_is_computed_once_within_the_budget_however_rows_come(sizes, ranks, budget, random):
+    made, found = rows(sizes), []
+    for pieces in range(2):
+        cutter, rest, rounds = Rounds(ranks, budget), list(made), []
+        while rest:
+            count = random.randint(1, len(rest)) if pieces else 1
+            rounds += cutter.push(rest[:count])
+            rest = rest[count:]
+        rounds += cutter.close()
+        found.append([[tuple(map(id, part)) for part in dealt] for dealt in rounds])
+    assert found[0] == found[1]
+    assert sorted(key for dealt in found[0] for part in dealt for key in part) == sorted(map(id, made))
+    size_of = {id(row): row.size for row in made}
+    for dealt in found[0]:
+        assert len(dealt) == ranks
+        for part in dealt:
+            assert len(part) <= 1 or sum(map(size_of.get, part)) <= budget
+
+
+def test_a_round_comes_out_as_soon_as_the_next_row_cannot_join_it():
+    cutter = Rounds(2, 10)
+    assert list(cutter.push(rows([5, 5, 5, 5]))) == []
+    (dealt,) = cutter.push(rows([2]))
+    assert [sum(row.size for row in part) for part in dealt] == [10, 10]
+    (last,) = cutter.close()
+    assert [len(part) for part in last] == [1, 0]
+
+
+@given(SIZES.filter(bool), st.integers(2, 4))
+def test_no_rank_has_more_than_a_row_beyond_another(sizes, ranks):
+    cutter = Rounds(ranks, sum(sizes))
+    assert list(cutter.push(rows(sizes))) == []
+    (dealt,) = cutter.close()
+    loads = [sum(row.size for row in part) for part in dealt]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_advantages_are_relative_to_the_group():
+    batch = toys.groups(4)
+    found = scored_rows(batch, "std")
+    assert len(found) == sum(len(judged.scored) for judged in batch)
+    expected = [gain for judged in batch for gain in toys.advantages(judged)]
+    assert [row.advantage for row in found] == pytest.approx(expected, abs=1e-5)
+
+
+async def orders_of(batch, **more):
+    settings = {
+        "ranks": 2, "in_order": InOrder(), "budget": 25, "epochs": 1, "minibatches": 1, "scale": "std", "seed": (1, 0),
+    }  # fmt: skip
+    made = PolicyOrders(**{**settings, **more})
+    return made, [order async for order in made.orders(batch)]
+
+
+async def test_each_epoch_goes_over_the_same_rows_and_ends_in_a_step():
+    made, orders = await orders_of(toys.groups(7), epochs=3)
+    per_epoch = len(orders) // 3
+    epochs = [orders[start : start + per_epoch] for start in range(0, len(orders), per_epoch)]
+    for number, epoch in enumerate(epochs):
+        *learn, (one, other) = epoch
+        assert isinstance(one, Step)
+        assert isinstance(other, Step)
+        assert [[part.rows for part in order] for order in learn] == [
+            [part.rows for part in order] for order in epochs[0][:-1]
+        ]
+        assert all(part.compare == (number == 0) for order in learn for part in order)
+    assert sum(len(part.rows) for order in epochs[0][:-1] for part in order) == len(made.rows)
+
+
+async def test_minibatches_split_the_groups_anew_in_each_epoch():
+    made, orders = await orders_of(toys.groups(9), epochs=2, minibatches=3, ranks=1)
+    parts, current = [], []
+    for (order,) in orders:
+        if isinstance(order, Learn):
+            current += [id(row) for row in order.rows]
+        else:
+            parts.append(current)
+            current = []
+    assert len(parts) == 6
+    everything = sorted(map(id, made.rows))
+    assert sorted(parts[0] + parts[1] + parts[2]) == sorted(parts[3] + parts[4] + parts[5]) == everything
+    assert {frozenset(part) for part in parts[:3]} != {frozenset(part) for part in parts[3:]}
+    fresh = [order.compare for (order,) in orders if isinstance(order, Learn)]
+    assert fresh.index(False) == sum(fresh)  # only while the weights are those that sampled
+    assert any(fresh)
+    again = (await orders_of(toys.groups(9), epochs=2, minibatches=3, ranks=1))[1]
+    assert [len(o.rows) for (o,) in orders if isinstance(o, Learn)] == [
+        len(o.rows) for (o,) in again if isinstance(o, Learn)
+    ]
+
+
+async def test_more_minibatches_than_groups_are_as_many_as_there_are_groups():
+    _, orders = await orders_of(toys.groups(2), minibatches=5)
+    assert sum(isinstance(order[0], Step) for order in orders) == 2
+
+
+async def test_by_arrival_groups_are_taken_as_they_come():
+    batch = toys.groups(5)
+    random.Random(1).shuffle(batch)
+    made, _ = await orders_of(batch, in_order=None)
+    assert [judged.prompt.id for judged in made.groups] == [judged.prompt.id for judged in batch]

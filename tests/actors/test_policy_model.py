@@ -1,0 +1,151 @@
+"""Log-probs of packed sequences, for models that can be packed and for those that cannot; and their memory."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.actors.attention import ARGUMENT, Layout, packed_attention
+from rlinf.actors.head import token_logprobs
+from rlinf.actors.policy_model import PolicyModel
+from rlinf.data.batch import Row, pack
+from tests.actors.toys import VOCABULARY, furthest, gradients, model
+
+RNG = np.random.default_rng(3)
+ROWS = [
+    Row(RNG.integers(2, VOCABULARY, prompt), RNG.integers(2, VOCABULARY, answer), None, 0.0, temperature)
+    for prompt, answer, temperature in [(2, 3, 1.0), (5, 1, 0.7), (1, 30, 1.0), (3, 0, 1.0), (1, 6, 2.0)]
+]
+
+
+def one_by_one(net):
+    """Log-probs and entropies, each sequence alone, by the model's own forward with plain attention."""
+    net.set_attn_implementation("eager")
+    logprobs, entropies = [], []
+    for row in ROWS:
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        places = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
+        spread = torch.log_softmax(net(ids).logits[0, places].float() / row.temperature, dim=-1)
+        logprobs.append(spread.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0])
+        entropies.append(-(spread.exp() * spread).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "packs", "plain_head"),
+    [
+        ("qwen2", {}, True, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, True, True),
+        ("llama", {"tie_word_embeddings": False, "attention_bias": True}, True, True),
+        ("gemma2", {"head_dim": 8}, False, False),  # bounds its scores and its logits
+        ("cohere", {}, True, False),  # scales its logits
+        ("bloom", {"n_layer": 2, "n_head": 4}, False, True),  # takes no attention but its own
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 8}, False, True),  # has attention sinks
+    ],
+)
+def test_a_model_is_run_as_far_apart_from_its_own_way_as_gives_the_same(kind, more, packs, plain_head):
+    net = model(kind, **more)
+    policy = PolicyModel(net, chunk=7)
+    policy.settle()
+    assert (policy.packs, policy.plain_head) == (packs, plain_head)
+    weights = torch.randn(sum(len(row.response_ids) for row in ROWS), generator=torch.Generator().manual_seed(0))
+    logprobs, entropy = policy(pack(ROWS))
+    (logprobs * weights).sum().backward()
+    found = gradients(net)
+    net.zero_grad()
+    expected, spread = one_by_one(net)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy, spread, atol=2e-6, rtol=1e-5)
+    assert furthest(found, gradients(net)) < 1e-5
+
+
+def test_dropout_is_off():
+    policy = PolicyModel(model("qwen2", attention_dropout=0.5), gradient_checkpointing=True)
+    one, other = (policy(pack(ROWS))[0] for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    window=st.one_of(st.none(), st.integers(1, 20)),
+)
+@settings(deadline=None)
+def test_no_token_sees_another_sequence_or_what_comes_after_it(lengths, heads, window):
+    total, head = sum(lengths), 4
+    generator = torch.Generator().manual_seed(total)
+    query, key, value = (torch.randn(1, n, total, head, generator=generator) for n in (heads[0], heads[1], heads[1]))
+    layout = Layout.of(lengths, torch.device("cpu"))
+    found, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, **{ARGUMENT: layout}
+    )
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    apart = torch.arange(total)[:, None] - torch.arange(total)
+    visible = (sequence[:, None] == sequence) & (apart >= 0) & (apart < (window or total + 1))
+    repeats = heads[0] // heads[1]
+    scores = 0.3 * query @ key.repeat_interleave(repeats, 1).transpose(-1, -2)
+    attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.repeat_interleave(repeats, 1)
+    torch.testing.assert_close(found, attended.transpose(1, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_would_be_wrong_is_refused():
+    part = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(ValueError, match="does not hand"):
+        packed_attention(torch.nn.Identity(), part, part, part, None)
+    layout = {ARGUMENT: Layout.of([3], torch.device("cpu"))}
+    for odd in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}, {"dropout": 0.1}):
+        with pytest.raises(ValueError, match="wants"):
+            packed_attention(torch.nn.Identity(), part, part, part, None, **odd, **layout)
+
+
+@given(
+    count=st.integers(0, 12),
+    chunk=st.integers(1, 15),
+    with_bias=st.booleans(),
+    with_temperature=st.booleans(),
+)
+@settings(deadline=None)
+def test_log_probs_in_chunks_have_the_gradient_of_all_at_once(count, chunk, with_bias, with_temperature):
+    generator = torch.Generator().manual_seed(count)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).float().requires_grad_()
+        for shape in ((count, 5), (11, 5), (11,))
+    )
+    targets = torch.randint(0, 11, (count,), generator=generator)
+    temperature = torch.rand(count, generator=generator) + 0.5 if with_temperature else None
+    upstream = torch.randn(count, generator=generator)
+
+    logprobs, entropy = token_logprobs(hidden, weight, bias if with_bias else None, targets, temperature, chunk=chunk)
+    found = torch.autograd.grad((logprobs * upstream).sum(), [hidden, weight, *([bias] if with_bias else [])])
+    logits = hidden.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+    spread = torch.log_softmax(logits if temperature is None else logits / temperature[:, None], dim=-1)
+    expected = spread.gather(1, targets[:, None])[:, 0]
+    plain = torch.autograd.grad((expected * upstream).sum(), [hidden, weight, *([bias] if with_bias else [])])
+    torch.testing.assert_close(logprobs, expected.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(spread.exp() * spread).sum(-1).float(), atol=1e-5, rtol=1e-5)
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Remembers the most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_no_tensor_is_as_large_as_tokens_times_vocabulary():
+    tokens, vocabulary, chunk = 64, 500, 8
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    with Largest() as seen:
+        logprobs, _ = token_logprobs(hidden, weight, None, torch.zeros(tokens, dtype=torch.int64), None, chunk=chunk)
+        logprobs.sum().backward()
+    assert seen.elements == chunk * vocabulary

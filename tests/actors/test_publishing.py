@@ -1,0 +1,140 @@
+"""Publishing: what a trainer hands out is its model, under plain names, once, whole, and a copy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlinf.actors.lora import add_adapters, start_adapters
+from rlinf.actors.modeling import build_model
+from rlinf.actors.publishing import gathered, pack_model, publish
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.system import ActorSystem
+from tests.runtime.programs.jobs import torchrun
+
+PROGRAMS = Path(__file__).parent / "programs"
+TINY = {
+    "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 24,
+}  # fmt: skip
+
+
+def tiny(**more):
+    return build_model({**TINY, **more}, load_tokenizer({"characters": "0123456789"}), seed=3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_models_own_names_and_values_come_out_tied_ones_once(tied):
+    model = tiny(tie_word_embeddings=tied)
+    weights = pack_model(model, 4, lead=True)
+    assert weights.version == 4
+    found = dict(weights.named())
+    assert ("lm_head.weight" in found) is not tied
+    assert list(found) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter)
+    model.load_state_dict(found, strict=False)  # so they fit where they came from
+
+
+def test_training_goes_on_without_changing_what_was_published():
+    model = tiny()
+    weights = pack_model(model, 0, lead=True)
+    before = {name: tensor.clone() for name, tensor in weights.named()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    weights.verify()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.named())
+
+
+def test_another_dtype_may_be_published():
+    model = tiny()
+    weights = pack_model(model, 0, lead=True, dtype=torch.bfloat16)
+    assert {bucket.dtype for bucket in weights.buckets} == {torch.bfloat16}
+    for (_, found), parameter in zip(weights.named(), model.parameters(), strict=True):
+        assert torch.equal(found, parameter.bfloat16())
+
+
+def test_adapters_are_merged_and_leave_no_trace():
+    plain, adapted = tiny(), tiny()
+    add_adapters(adapted, {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]})
+    with torch.no_grad():
+        for parameter, value in start_adapters(adapted, 0):
+            parameter.copy_(torch.rand_like(value))
+    plain.load_state_dict(dict(pack_model(adapted, 0, lead=True).named()), strict=False)
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(plain(input_ids=tokens).logits, adapted(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(plain(input_ids=tokens).logits, tiny()(input_ids=tokens).logits, atol=1e-2)
+
+
+def test_other_ranks_get_nothing():
+    assert pack_model(tiny(), 0, lead=False) is None
+
+
+@pytest.mark.parametrize("ahead", [0, 100, 10**9])
+def test_gathering_keeps_order_and_passes_whole_tensors_through(ahead):
+    named = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(30)}
+    out = list(gathered(named.items(), ahead_bytes=ahead))
+    assert [name for name, _ in out] == list(named)
+    assert all(torch.equal(tensor, named[name]) for name, tensor in out)
+
+
+def test_a_rank_that_fails_to_pack_still_takes_part_for_the_others(monkeypatch):
+    model = tiny()
+    seen = []
+
+    def watched(named, **more):
+        for pair in gathered(named, **more):
+            seen.append(pair[0])
+            yield pair
+
+    def full(shape, dtype):
+        raise MemoryError("full")
+
+    monkeypatch.setattr("rlinf.actors.publishing.gathered", watched)
+    with pytest.raises(MemoryError):
+        pack_model(model, 0, lead=True, bucket_bytes=100, empty=full)
+    assert seen == [name for name, _ in model.named_parameters()]
+
+
+class Publisher(Actor):
+    async def setup(self) -> None:
+        self.model = tiny(vocab_size=9000)  # so that there is something worth sharing
+
+    @endpoint(joint=True)
+    async def weights(self):
+        return await publish(self, self.model, 2)
+
+
+class Reader(Actor):
+    @endpoint
+    async def total(self, weights) -> float:
+        weights.verify()
+        return sum(float(bucket.double().sum()) for bucket in weights.buckets)
+
+
+def test_buckets_go_through_shared_memory_without_a_copy():
+    async def main():
+        async with ActorSystem.local(3, serialize=True) as system:
+            publisher = await system.spawn(Publisher, hosts=[1], name="publisher")
+            readers = await system.spawn(Reader, hosts=[0, 2], name="readers")
+            assert len(set(await readers.total(publisher.weights()))) == 1
+            there = system._network.system(1)._host
+            assert {name for track, name, *_ in there.tracer.dump() if track == "payload"} == {"arena"}
+            assert there.values.arena.statistics().allocations == 1  # the bucket; an export would copy into another
+
+    asyncio.run(main())
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(("program", "processes"), [("remote.py", 2), ("sharded.py", 3)])
+def test_over_processes_weights_arrive_whole_and_states_are_restored_on_any_number_of_them(
+    program, processes, tmp_path
+):
+    with torchrun(PROGRAMS / program, processes, tmp_path) as job:
+        output, complaints = job.communicate(timeout=110)
+        assert (job.returncode, output) == (0, "all as expected\n"), complaints

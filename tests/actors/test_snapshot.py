@@ -1,0 +1,401 @@
+"""Checkpoints: the same bits and the same future, written while training goes on, read without running anything."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import pickle
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlinf.actors import snapshot, tensor_files
+from rlinf.actors.export import copy_model
+from rlinf.actors.lora import add_adapters, start_adapters
+from rlinf.actors.modeling import build_model
+from rlinf.actors.snapshot import copy_state, load_state, save_checkpoint
+from rlinf.actors.tensor_files import DTYPES, WritingStopped, write_tensors
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.system import ActorSystem
+
+TINY = {
+    "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 24, "attention_dropout": 0.1,
+}  # fmt: skip
+TOKENIZER = load_tokenizer({"characters": "0123456789"})
+
+
+class Learning:
+    """A model, its optimizer and schedule, and a step that uses random numbers."""
+
+    def __init__(self, seed=0, optimizer=torch.optim.AdamW, lora=False, **model):
+        self.model = build_model({**TINY, **model}, TOKENIZER, seed=seed).train()
+        if lora:
+            add_adapters(self.model, {"r": 2, "alpha": 4, "target_modules": ["q_proj"]})
+            with torch.no_grad():
+                for parameter, value in start_adapters(self.model, seed):
+                    parameter.copy_(torch.rand_like(value))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = optimizer(trained, lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: min(1.0, (done + 1) / 5))
+
+    def learn(self, steps):
+        for _ in range(steps):
+            batch = torch.randint(0, 10, (2, 6))
+            self.model(input_ids=batch, labels=batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+
+    def everything(self):
+        found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number} {key}": value.clone() for key, value in state.items()}
+        return found
+
+    def save(self, directory, **more):
+        parts = (self.model, self.optimizer, self.schedule)
+        copy_state(*parts, 3, rank=0, ranks=1, **more).write(directory)
+
+    def load(self, directory):
+        return load_state(self.model, self.optimizer, self.schedule, directory, rank=0)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert not [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.AdamW,
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True, betas=(0.9, 0.99)),
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, amsgrad=True),
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+    ],
+    ids=["adamw", "fused", "amsgrad", "momentum", "sgd"],
+)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_restored_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, optimizer, lora):
+    first = Learning(0, optimizer, lora)
+    torch.manual_seed(1)
+    first.learn(3)
+    first.save(tmp_path / "state", extra={"cursor": [1, 2.5, None]})
+    at_saving = first.everything()
+    first.learn(3)
+    second = Learning(7, optimizer, lora)
+    torch.manual_seed(99)
+    restored = second.load(tmp_path / "state")
+    assert (restored.version, restored.extra) == (3, {"cursor": [1, 2.5, None]})
+    assert_same(second.everything(), at_saving)
+    second.learn(3)
+    assert_same(second.everything(), first.everything())
+    assert second.schedule.get_last_lr() == first.schedule.get_last_lr()
+
+
+def test_what_was_there_before_is_replaced(tmp_path):
+    first, second = Learning(0), Learning(1)
+    first.learn(2)
+    first.save(tmp_path)
+    second.learn(4)
+    second.load(tmp_path)
+    assert_same(second.everything(), first.everything())
+
+
+def test_before_the_first_step_there_is_no_optimizer_state(tmp_path):
+    first, second = Learning(0), Learning(1)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert_same(second.everything(), first.everything())
+    assert not second.optimizer.state
+
+
+def test_saving_changes_nothing(tmp_path):
+    one = Learning(0)
+    one.learn(1)
+    before, chance = one.everything(), torch.get_rng_state()
+    copy_state(one.model, one.optimizer, one.schedule, 1, rank=0, ranks=1)
+    copy_model(one.model, TOKENIZER, lead=True)
+    assert_same(one.everything(), before)
+    assert torch.equal(torch.get_rng_state(), chance)
+
+
+class Trainer(Actor):
+    async def setup(self) -> None:
+        self.learning = Learning(0)
+
+    @endpoint(device=True)
+    async def learn(self, steps: int) -> dict[str, torch.Tensor]:
+        await self.compute(self.learning.learn, steps)
+        return self.learning.everything()
+
+    @endpoint(device=True, joint=True)
+    async def save(self, path: Path) -> None:
+        one = self.learning
+        await save_checkpoint(
+            self, path, model=one.model, optimizer=one.optimizer, schedule=one.schedule, version=3, tokenizer=TOKENIZER
+        )
+
+
+def held_writing(monkeypatch):
+    """Writing that waits until it is told to go on: (it has begun, it may go on)."""
+    begun, go_on = threading.Event(), threading.Event()
+    real = tensor_files.write_tensors
+
+    def write(*arguments):
+        begun.set()
+        assert go_on.wait(30)
+        real(*arguments)
+
+    monkeypatch.setattr(snapshot, "write_tensors", write)
+    return begun, go_on
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    begun, go_on = held_writing(monkeypatch)
+
+    async def main():
+        async with ActorSystem.local(1) as system:
+            trainer = await system.spawn(Trainer, hosts=[0], name="trainer", devices=[[0]])
+            other = await system.spawn(Trainer, hosts=[0], name="other", devices=[[0]])
+            at_saving = (await trainer.learn(2))[0]
+            saving = asyncio.ensure_future(trainer.save(tmp_path))
+            await asyncio.to_thread(begun.wait, 30)
+            await other.learn(0)  # the device is free as well
+            later = (await trainer.learn(3))[0]
+            assert not saving.done()
+            go_on.set()
+            await saving
+            return at_saving, later
+
+    at_saving, later = asyncio.run(main())
+    restored = Learning(5)
+    restored.load(tmp_path / "state")
+    assert_same(restored.everything(), at_saving)
+    restored.learn(3)
+    assert_same(restored.everything(), later)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert_same(dict(saved.named_parameters()), {name: at_saving[name] for name, _ in saved.named_parameters()})
+
+
+def test_a_cancelled_save_stops_writing(tmp_path, monkeypatch):
+    begun, go_on = held_writing(monkeypatch)
+
+    async def main():
+        async with ActorSystem.local(1) as system:
+            trainer = await system.spawn(Trainer, hosts=[0], name="trainer")
+            saving = asyncio.ensure_future(trainer.save(tmp_path))
+            await asyncio.to_thread(begun.wait, 30)
+            saving.cancel()
+            asyncio.get_running_loop().call_later(0.05, go_on.set)
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            await trainer.learn(1)
+
+    asyncio.run(main())
+    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / "state" / "state.json").exists()
+
+
+# What does not fit, is damaged or hostile ------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("where", [".metadata", "__0_0.distcp", "state.json", "rank_00000.safetensors"])
+def test_a_pickle_in_a_checkpoint_is_never_executed(tmp_path, where):
+    one, mark = Learning(0), tmp_path / "executed"
+    bomb = pickle.dumps(Bomb(mark))
+    pickle.loads(bomb)
+    assert mark.exists()  # it works
+    mark.unlink()
+    one.save(tmp_path / "state")
+    replaced = (tmp_path / "state" / where).exists()
+    (tmp_path / "state" / where).write_bytes(bomb)
+    if replaced:
+        with pytest.raises(ValueError, match="damaged"):
+            one.load(tmp_path / "state")
+    else:
+        one.load(tmp_path / "state")
+    assert not mark.exists()
+
+
+def test_another_model_is_an_error_that_says_what_differs_and_changes_nothing(tmp_path):
+    Learning(0).save(tmp_path)
+    other = Learning(1, hidden_size=32)
+    before = other.everything()
+    with pytest.raises(ValueError, match=r"does not fit .* is \[\d+, 16\] there and \[\d+, 32\] here.* and \d+ more"):
+        other.load(tmp_path)
+    assert_same(other.everything(), before)
+    with pytest.raises(ValueError, match=r"the model has no model\.model\.layers\.1"):
+        Learning(0, num_hidden_layers=1).load(tmp_path)
+    with pytest.raises(ValueError, match=r"it has no model\.model\.layers\.2"):
+        Learning(0, num_hidden_layers=3).load(tmp_path)
+    smaller = Learning(0)
+    smaller.optimizer = torch.optim.AdamW(list(smaller.model.parameters())[1:], lr=1e-2)
+    with pytest.raises(ValueError, match="the optimizers are for different parameters"):
+        smaller.load(tmp_path)
+
+
+def test_an_incomplete_or_damaged_state_is_an_error(tmp_path):
+    one = Learning(0)
+    with pytest.raises(FileNotFoundError, match=r"has no state\.json"):
+        one.load(tmp_path)
+    one.save(tmp_path)
+    about = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**about, "format": 99}))
+    with pytest.raises(ValueError, match="is of format 99"):
+        one.load(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({**about, "ranks": 2}))
+    with pytest.raises(FileNotFoundError, match=r"saved by 2 ranks and lacks rank_00001\.safetensors"):
+        one.load(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(about))
+    (tmp_path / "rank_00001.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"rank_00001\.safetensors is not of them"):
+        one.load(tmp_path)
+    (tmp_path / "rank_00001.safetensors").unlink()
+    (tmp_path / "state.json").write_text(json.dumps(about)[:-9])
+    with pytest.raises(ValueError, match=r"state\.json is damaged"):
+        one.load(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(about))
+    file = tmp_path / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged"):
+        one.load(tmp_path)
+
+
+def test_a_state_with_a_shard_missing_is_an_error(tmp_path):
+    one = Learning(0)
+    state = copy_state(one.model, one.optimizer, one.schedule, 0, rank=0, ranks=1)
+    key = "model.model.norm.weight"
+    state.shards[key], state.offsets[key] = state.shards[key][8:].clone(), (8,)
+    state.write(tmp_path)
+    with pytest.raises(ValueError, match=r"of model\.model\.norm\.weight it has a part only"):
+        one.load(tmp_path)
+
+
+def test_a_parameter_that_the_model_has_not_is_an_error():
+    one, other = Learning(0), Learning(1)
+    with pytest.raises(ValueError, match=r"the optimizer has \d+ parameters that the model has not"):
+        copy_state(one.model, other.optimizer, None, 0, rank=0, ranks=1)
+
+
+def test_what_is_not_json_is_an_error():
+    one = Learning(0)
+    with pytest.raises(ValueError, match="must be numbers, texts, lists and dicts"):
+        copy_state(one.model, None, None, 0, rank=0, ranks=1, extra={"a": object()})
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_dtype_can_be_read_back_by_the_library(tmp_path):
+    tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
+    tensors |= {"empty": torch.empty(0, 3), "one": torch.tensor(4.0), "turned": torch.arange(6).view(2, 3).t()}
+    write_tensors(tmp_path / "a.safetensors", tensors, {"who": "me"})
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert found[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_checkpoint_reader_understands_the_state(tmp_path):
+    one = Learning(0)
+    one.save(tmp_path)
+    weight = one.model.model.norm.weight.detach()
+    target = {"model.model.norm.weight": torch.zeros_like(weight)}
+    torch.distributed.checkpoint.load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(target["model.model.norm.weight"], weight)
+
+
+def test_a_full_disk_says_what_was_needed_where(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match=r"No space left on device: cannot write /dev/full, which needs 40,000") as caught:
+        write_tensors(Path("/dev/full"), {"a": torch.zeros(10_000)})
+    assert caught.value.errno == errno.ENOSPC
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"No space left.*state, which needs [\d,]+ bytes; 1,000 are free there"):
+        Learning(0).save(tmp_path / "state")
+    with pytest.raises(OSError, match=r"No space left.*hf, which needs [\d,]+ bytes; 1,000 are free there"):
+        copy_model(Learning(0).model, None, lead=True).write(tmp_path / "hf")
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write .*file/state"):
+        Learning(0).save(tmp_path / "file" / "state")
+
+
+def test_writing_stops_when_it_is_told_to(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(WritingStopped):
+        write_tensors(tmp_path / "a", {"a": torch.zeros(10)}, None, stop)
+
+
+# hf/ -------------------------------------------------------------------------------------------------------------
+
+
+def answers(model):
+    return model.eval().generate(torch.tensor([[3, 1, 4]]), max_new_tokens=5, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_bytes", [10**9, 3000], ids=["one file", "many files"])
+def test_the_exported_model_loads_and_generates_what_the_trained_one_does(tmp_path, tied, shard_bytes):
+    one = Learning(0, tie_word_embeddings=tied)
+    one.learn(2)
+    copy_model(one.model, TOKENIZER, lead=True, shard_bytes=shard_bytes).write(tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == ["model.safetensors"] if shard_bytes > 3000 else len(files) > 2
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    assert type(loaded) is type(one.model)
+    assert loaded.dtype == torch.float32
+    assert_same(dict(loaded.named_parameters()), {name: p.detach() for name, p in one.model.named_parameters()})
+    assert answers(loaded) == answers(one.model)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("907") == TOKENIZER.encode("907")
+
+
+def test_adapters_are_merged_into_the_exported_model(tmp_path):
+    one = Learning(0, lora=True)
+    copy_model(one.model, TOKENIZER, lead=True).write(tmp_path)
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = one.model.eval()(input_ids=tokens).logits
+    torch.testing.assert_close(loaded(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_exported_model_may_be_of_another_dtype(tmp_path):
+    one = Learning(0)
+    copy_model(one.model, TOKENIZER, lead=True, dtype=torch.bfloat16).write(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.norm.weight, one.model.model.norm.weight.bfloat16())
+
+
+def test_the_export_shares_the_copies_that_the_state_has():
+    one = Learning(0)
+    state = copy_state(one.model, one.optimizer, one.schedule, 0, rank=0, ranks=1)
+    export = copy_model(one.model, None, lead=True, at_hand=state.copies)
+    mine = {id(tensor) for tensor in state.shards.values()}
+    assert all(id(tensor) in mine for tensor in export.tensors.values())

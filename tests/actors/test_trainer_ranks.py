@@ -1,0 +1,135 @@
+"""The trainer over one, two and three processes: the same gradients, weights and metrics; and how it fails."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlinf.actors.modeling import build_model
+from rlinf.data.tokenizer import load_tokenizer
+from tests.actors import toys
+from tests.actors.programs.ranks import CASES
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(400)]
+PROGRAMS = Path(__file__).parent / "programs"
+WORLDS = (1, 2, 3)
+NAMES = [*CASES, "saved"]
+PATIENCE = 150.0
+"""Seconds for a job; generous, since tests share their cores."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model with weights unlike those that its configuration starts with, in two files."""
+    path = tmp_path_factory.mktemp("saved")
+    toys.model("llama", seed=3).save_pretrained(path, max_shard_size="40KB")
+    load_tokenizer(toys.ALPHABET).save_pretrained(path)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(zygotes, saved, tmp_path_factory):
+    """What every number of ranks made of every case."""
+    found = {}
+    checkpoint = ""
+    for world in WORLDS:
+        out = tmp_path_factory.mktemp("ranks") / "out.pt"
+        ranks = zygotes.run(PROGRAMS / "ranks.py", world, out, saved, checkpoint, *NAMES)
+        checkpoint = str(out.with_name("checkpoint"))
+        try:
+            assert ranks.codes(PATIENCE) == [0] * world, ranks.everything()
+        finally:
+            ranks.end()
+        found[world] = torch.load(out)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "checkpointing", "padded", "saved"])
+def test_gradients_are_those_of_one_process_that_goes_sample_by_sample(results, saved, world, name):
+    source = str(saved) if name == "saved" else CASES[name]["model"]
+    plain = build_model(source, load_tokenizer(toys.ALPHABET)).eval()
+    loss = toys.by_a_plain_loop(plain, toys.groups(7))
+    loss.backward()
+    found = results[world][name]
+    assert toys.furthest(found["gradients"][0], toys.gradients(plain)) < 1e-5
+    assert found["packs"] == (name != "padded")
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "bfloat16"])
+def test_every_number_of_ranks_learns_the_same_and_says_the_same(results, world, name):
+    one, many = results[1][name], results[world][name]
+    assert many["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
+    assert many["samples"] == one["samples"]
+    assert many["version"] == one["version"] == 1
+    assert len(many["gradients"]) == len(one["gradients"])
+    for first, second in zip(one["gradients"], many["gradients"], strict=True):
+        assert toys.furthest(second, first) < 1e-3  # Adam makes much of what is rounding in nearly flat directions
+    assert toys.furthest(many["published"], one["published"]) < 1e-3
+    assert many["sft"] == pytest.approx(one["sft"], rel=1e-3)
+    assert many["after"]["weights"].keys() == many["published"].keys()
+    assert abs(many["slice"] * world - one["slice"]) < 0.1 * one["slice"]  # each holds its part, and no more
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_in_bfloat16_the_gradient_points_the_same_way(results, world):
+    exact, rounded = (results[world][name]["gradients"][0] for name in ("qwen2", "bfloat16"))
+    flat = [torch.cat([part[name].flatten() for name in exact]) for part in (exact, rounded)]
+    assert all(tensor.dtype == torch.float32 for tensor in rounded.values())
+    assert 0.999 < torch.nn.functional.cosine_similarity(*flat, dim=0) < 0.9999999
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_what_other_ranks_have_saved_is_resumed(results, world):
+    found = results[world]["resumed"]
+    assert found["version"] == 1
+    assert toys.furthest(found["weights"], results[1]["continued"]["weights"]) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def told(zygotes, tmp_path_factory):
+    """What a job of three ranks that is disturbed in every way said, by the way; and its directory."""
+    directory = tmp_path_factory.mktemp("disturbed")
+    names = ("cancelled", "misfed", "crossing", "collocated")
+    ranks = zygotes.run(PROGRAMS / "disturbed.py", 3, directory, *names)
+    try:
+        assert ranks.codes(PATIENCE) == [0, 0, 0], ranks.everything()
+    finally:
+        ranks.end()
+    parts = ranks.printed(0).removeprefix("# ").split("\n# ")
+    return {lines[0]: lines[1:] for lines in map(str.splitlines, parts)}, directory
+
+
+def test_cancelled_at_any_moment_all_ranks_go_on_together(told):
+    assert told[0]["cancelled"] == ["cancelled 14 times"]
+
+
+def test_bad_input_is_told_once_and_all_ranks_go_on_together(told):
+    lines = told[0]["misfed"]
+    assert [line.split()[0] for line in lines[:3]] == ["OSError", "FloatingPointError", "ValueError"]
+    assert lines[1].endswith("kept")
+    assert "call the endpoint on the group" in lines[3]
+    assert lines[4] == "goes on"
+    assert (told[1] / "nan_step_0.safetensors").exists()
+
+
+def test_calls_that_cross_are_done_in_one_order_on_all_ranks(told):
+    assert told[0]["crossing"] == ["versions [1, 1, 2, 2, 3, 3, 4, 4] failures 4"]
+
+
+def test_on_devices_of_its_own_input_all_ranks_take_turns_with_it(told):
+    assert told[0]["collocated"] == ["took turns"]
+
+
+def test_a_rank_that_fails_within_a_batch_ends_the_job_at_once(zygote, tmp_path):
+    ranks = zygote.run(PROGRAMS / "disturbed.py", 3, tmp_path, "failing")
+    ranks.await_line("begins", seconds=PATIENCE)
+    start = time.monotonic()
+    codes = ranks.codes(60.0)
+    print("ended after", time.monotonic() - start)
+    assert codes[0] != 0
+    assert "MemoryError: no memory on the last rank" in ranks.complained(0)
+    assert "in trainer[2].train() on host 2" in ranks.complained(0)

@@ -1,0 +1,121 @@
+"""Off-policy learners for control, by hand and against their formulas."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from rlinf.algos import control
+
+EVERY = torch.ones(3)
+
+
+def test_the_smallest_prediction_of_all_or_of_some_critics():
+    values = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 3.0]])
+    assert control.pessimistic(values).tolist() == [1.0, 3.0]
+    possible = [[min(a[0], b[0]), min(a[1], b[1])] for a, b in itertools.combinations(values.tolist(), 2)]
+    drawn = [
+        control.pessimistic(values, subset=2, generator=torch.Generator().manual_seed(seed)).tolist()
+        for seed in range(30)
+    ]
+    assert all(draw in possible for draw in drawn)  # without replacement: never one critic twice
+    assert len({tuple(draw) for draw in drawn}) == 3
+
+
+def test_the_target_looks_ahead_unless_the_episode_ended():
+    found = control.soft_target(
+        torch.tensor([1.0, 1.0]),
+        torch.tensor([False, True]),
+        torch.tensor([4.0, math.nan]),
+        torch.tensor([-2.0, -2.0]),
+        gamma=0.5,
+        alpha=0.25,
+        steps=2,
+    )
+    assert found.tolist() == [1 + 0.25 * (4 + 0.25 * 2), 1.0]
+
+
+def test_every_critic_is_drawn_to_the_target():
+    values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
+    found = control.critics(values, torch.tensor([2.0, 2.0, math.nan]), torch.tensor([1, 1, 0]))
+    assert (float(found.total.detach()), float(found.weight)) == (1.0, 2.0)  # (1 + 1) / 2 + 0
+    assert torch.autograd.grad(found.total, values)[0].tolist() == [[-1, 0, 0], [1, 0, 0]]
+    assert found.values() == {"q/mean": 2.0, "target/mean": 2.0}
+
+
+def test_the_policy_trades_value_for_entropy():
+    logprobs, values = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([1.0, 1.0, 1.0])
+    alpha = torch.tensor(0.5, requires_grad=True)
+    found = control.actor(logprobs, values, EVERY, alpha=alpha)
+    assert float(found.mean().detach()) == pytest.approx(0.5 * -2 - 1)
+    assert torch.autograd.grad(found.total, logprobs)[0].tolist() == [0.5] * 3
+    assert found.values()["entropy"] == 2.0
+
+
+def test_the_temperature_rises_where_entropy_is_too_low():
+    log_alpha = torch.tensor(0.0, requires_grad=True)
+    for logprob, direction in ((-1.0, 1), (-5.0, -1)):  # entropies of 1 and 5 nats; 3 are wanted
+        found = control.temperature(log_alpha, torch.full((3,), logprob), EVERY, target_entropy=3.0)
+        slope = torch.autograd.grad(found.mean(), log_alpha)[0]
+        assert float(-slope) * direction == pytest.approx(2.0)
+    assert found.values()["alpha"] == 1.0
+
+
+def test_the_expectile_of_many_targets_is_the_minimum_of_its_loss():
+    targets = torch.linspace(0, 1, 101, dtype=torch.float64)
+    guesses = torch.linspace(0, 1, 201, dtype=torch.float64)
+    losses = [
+        float(control.expectile(torch.full_like(targets, float(g)), targets, torch.ones(101), tau=0.9).mean())
+        for g in guesses
+    ]
+    # the expectile of a uniform law: tau (1 - v)^2 = (1 - tau) v^2
+    expected = math.sqrt(0.9) / (math.sqrt(0.9) + math.sqrt(0.1))
+    assert float(guesses[losses.index(min(losses))]) == pytest.approx(expected, abs=0.01)
+
+
+def test_weights_of_good_actions_grow_to_a_bound():
+    found = control.advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 1e3]), inverse_temperature=2.0)
+    assert found.tolist() == pytest.approx([math.exp(-2), 1.0, math.exp(2), 100.0])
+
+
+def test_a_target_network_follows_slowly():
+    assert control.polyak(torch.tensor([0.0]), torch.tensor([1.0]), tau=0.25).tolist() == [0.25]
+
+
+@pytest.mark.parametrize("loss", ["critics", "actor", "temperature", "expectile"])
+def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
+    generator = torch.Generator().manual_seed(0)
+    leaf, other = (torch.randn(5, dtype=torch.float64, generator=generator) for _ in range(2))
+    mask = torch.tensor([1, 1, 0, 1, 1])
+
+    def run(x, rows):
+        return {
+            "critics": lambda: control.critics(torch.stack([x, 2 * x])[:, rows], other[rows], mask[rows]),
+            "actor": lambda: control.actor(x[rows], other[rows] * x[rows], mask[rows], alpha=0.3),
+            "temperature": lambda: control.temperature(x[0], other[rows], mask[rows], target_entropy=1.0),
+            "expectile": lambda: control.expectile(x[rows], other[rows], mask[rows], tau=0.8),
+        }[loss]()
+
+    leaf.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: run(x, slice(None)).mean(), (leaf,))
+    whole, parts = run(leaf, slice(None)), run(leaf, slice(0, 2)) + run(leaf, slice(2, 5))
+    torch.testing.assert_close(torch.autograd.grad(parts.mean(), leaf)[0], torch.autograd.grad(whole.mean(), leaf)[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: control.pessimistic(torch.zeros(3)), r"\[critics, batch\], got \[3\]"),
+        (lambda: control.pessimistic(torch.zeros(2, 3), subset=3), "subset=3 must be between 1 and 2"),
+        (lambda: control.soft_target(*[EVERY] * 3, torch.zeros(2), gamma=0.9, alpha=1.0), r"next_logprobs \[2\]"),
+        (lambda: control.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
+        (lambda: control.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),
+        (lambda: control.actor(EVERY, torch.zeros(2), EVERY, alpha=1.0), r"values \[2\]"),
+        (lambda: control.expectile(EVERY, EVERY, EVERY, tau=1.5), "tau=1.5"),
+        (lambda: control.polyak(EVERY, torch.zeros(2), tau=0.5), r"source \[2\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

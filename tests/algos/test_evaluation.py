@@ -1,0 +1,63 @@
+"""pass@k and maj@k against their definitions, by enumeration."""
+
+import itertools
+from collections import Counter
+from math import comb
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.algos.evaluation import majority_at_k, pass_at_k
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right, data):
+    k = data.draw(st.integers(1, len(right)))
+    draws = list(itertools.combinations(right, k))
+    assert pass_at_k(right, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+
+
+def test_pass_at_1_is_accuracy_and_pass_at_n_is_whether_any_was_right():
+    assert pass_at_k([True, False, False, False], 1) == 0.25
+    assert pass_at_k([True, False, False, False], 4) == 1.0
+    assert pass_at_k([False] * 4, 4) == 0.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=7), st.data())
+def test_maj_at_k_is_the_mean_over_all_draws_where_they_are_few(answers, data):
+    k = data.draw(st.integers(1, len(answers)))
+    texts, right = [text for text, _ in answers], [float(is_right) for _, is_right in answers]
+
+    def voted(draw):
+        votes = Counter(texts[i] for i in draw)
+        most = max(votes.values())
+        return next(right[i] for i in draw if votes[texts[i]] == most)
+
+    draws = list(itertools.combinations(range(len(answers)), k))
+    exact = sum(voted(draw) for draw in draws) / len(draws)
+    assert majority_at_k(texts, right, k) == pytest.approx(exact, abs=1e-9)
+
+
+def test_the_most_frequent_answer_wins_even_if_it_is_wrong():
+    assert majority_at_k(["7", "8", "8"], [1.0, 0.0, 0.0], 3) == 0.0
+    assert majority_at_k(["8", "7", "7"], [0.0, 1.0, 1.0], 3) == 1.0
+    assert majority_at_k(["8", "7"], [0.0, 1.0], 2) == 0.0, "of equals, the first"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_more_answers_than_there_are_cannot_be_drawn(k):
+    with pytest.raises(ValueError, match="between 1 and the number of answers, 2"):
+        pass_at_k([True, False], k)
+    with pytest.raises(ValueError, match="between 1 and the number of answers, 2"):
+        majority_at_k(["a", "b"], [1.0, 0.0], k)
+    with pytest.raises(ValueError, match="2 answers and 1 scores"):
+        majority_at_k(["a", "b"], [1.0], 1)
+
+
+def test_maj_at_k_estimates_the_mean_where_the_draws_are_many():
+    answers, right = ["7"] * 12 + ["8"] * 8, [1.0] * 12 + [0.0] * 8
+    most_are_sevens = sum(comb(12, i) * comb(8, 5 - i) for i in range(3, 6)) / comb(20, 5)
+    assert majority_at_k(answers, right, 5) == pytest.approx(most_are_sevens, abs=0.1)

@@ -1,0 +1,137 @@
+"""Recipes as data: names, changes, and errors that name the nearest."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from rlinf.algos import spec
+from rlinf.algos.parts import Cispo, Clipped, Kl, Overlong, Sapo
+from rlinf.algos.recipes import NAMES
+
+ASKED_FOR = (
+    "grpo dr_grpo dapo gspo cispo sapo rloo reinforce_pp reinforce_pp_baseline ppo opd async_grpo".split()  # noqa: SIM905
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_comes_by_its_name_and_back_from_its_settings(name):
+    recipe = spec.get(name)
+    assert recipe.name == name
+    keys = {key: value for key, value in spec.settings(recipe).items() if key != "name"}
+    assert spec.get(name, keys) == recipe
+    assert spec.override(spec.get("gspo"), _whole(recipe)) == spec.get("gspo", _whole(recipe))
+
+
+def _whole(recipe):
+    return {key: value for key, value in spec.settings(recipe).items() if key.startswith("loss.")}
+
+
+def test_the_names_that_were_asked_for_are_there():
+    assert set(ASKED_FOR) <= set(NAMES)
+
+
+def test_what_makes_dapo():
+    dapo = spec.get("dapo")
+    assert dapo.loss == Clipped(clip_low=0.2, clip_high=0.28)
+    assert dapo.shaping == Overlong(longest=20480, cache=4096)
+    assert dapo.sampling is not None
+    assert dapo.aggregation.how == "token-mean"
+    assert dapo.kl is None
+
+
+def test_a_key_of_a_part_is_changed_nested_or_dotted():
+    nested = spec.get("dapo", {"loss": {"clip_high": 0.3}, "shaping": {"longest": 6, "cache": 2}})
+    assert nested.loss == Clipped(clip_low=0.2, clip_high=0.3)
+    assert nested == spec.get("dapo", {"loss.clip_high": 0.3, "shaping.longest": 6, "shaping.cache": 2})
+    assert spec.get("dapo").loss.clip_high == 0.28  # recipes themselves never change
+
+
+def test_another_part_is_taken_by_name_with_or_without_keys():
+    assert spec.get("grpo", {"loss": "sapo"}).loss == Sapo()
+    assert spec.get("grpo", {"loss": {"name": "sapo", "tau_neg": 2}}).loss == Sapo(tau_neg=2.0)
+    assert spec.get("grpo", {"loss.name": "cispo", "loss.clip_high": 3.0}).loss == Cispo(clip_high=3.0)
+    assert spec.get("grpo", {"loss": Cispo(clip_high=3.0)}).loss == Cispo(clip_high=3.0)
+
+
+def test_an_optional_part_is_added_and_left_out():
+    added = spec.get("grpo", {"kl": {"beta": 0.04}})
+    assert added.kl == Kl("loss", "k3", 0.04)
+    assert spec.get("grpo", {"kl.beta": 0.04}) == added
+    assert spec.override(added, {"kl": None}).kl is None
+    assert spec.get("grpo", {"correction": {}}).correction is not None
+
+
+def my_loss(batch, aggregation, weights):
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MyAdvantage:
+    slope: float = 1.0
+
+    def __call__(self, answers, penalty, reduce):
+        raise NotImplementedError
+
+
+def test_a_users_own_function_or_class_stands_in_by_itself_or_by_its_path():
+    mine = {"my.loss": my_loss, "my.Advantage": MyAdvantage}
+    found = spec.get("grpo", {"loss": "my.loss", "advantage": "my.Advantage"}, resolve=mine.__getitem__)
+    assert found.loss is my_loss
+    assert found.advantage == MyAdvantage()
+    assert spec.get("grpo", {"loss": my_loss, "advantage": MyAdvantage()}) == found
+    tuned = spec.get("grpo", {"advantage": {"name": "my.Advantage", "slope": 2}}, resolve=mine.__getitem__)
+    assert tuned.advantage == MyAdvantage(2.0)
+    assert spec.settings(tuned)["advantage.slope"] == 2.0
+    assert spec.settings(found)["loss"] is my_loss
+
+
+def test_what_a_trainer_has_to_provide_is_told():
+    assert not spec.get("grpo").needs_whole_batch
+    assert spec.get("reinforce_pp").needs_whole_batch
+    assert spec.get("reinforce_pp").needs_reference
+    assert spec.get("ppo").needs_whole_batch
+    assert not spec.get("ppo", {"advantage.whiten": False}).needs_whole_batch
+    assert spec.get("opd").needs_teacher
+    assert spec.get("async_grpo").needs_recomputed_logprobs
+    assert not spec.get("async_grpo_interpolated").needs_recomputed_logprobs
+    assert spec.get("grpo_tis").needs_recomputed_logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("drgrpo", {}, "name='drgrpo' is none of .*; meant 'dr_grpo'"),
+        ("grpo", {"los": {}}, "key='los' is none of .*; meant 'loss'"),
+        ("grpo", {"loss.clip_hihg": 0.3}, r"loss \(Clipped\): key='clip_hihg' is none of .*; meant 'clip_high'"),
+        ("sapo", {"loss.clip_high": 0.3}, r"loss \(Sapo\): key='clip_high' is none of \['tau_pos', 'tau_neg'\]"),
+        ("grpo", {"loss": "clip"}, "name='clip' is none of .*; meant 'clipped'"),
+        ("grpo", {"aggregation.how": "token_mean"}, "meant 'token-mean'"),
+        ("grpo", {"advantage.scale": "stdev"}, "meant 'std'"),
+        ("grpo", {"loss.clip_low": "0.2"}, "clip_low='0.2' must be float"),
+        ("grpo", {"loss.clip_low": True}, "clip_low=True must be float"),
+        ("grpo", {"loss.dual_clip": []}, r"dual_clip=\[\] must be float or null"),
+        ("grpo", {"loss.clip_low": 1.5}, "clip_low=1.5 must be between 0 and 1"),
+        ("grpo", {"kl.beta": 0.0}, "beta=0.0 must be more than 0"),
+        ("grpo", {"kl": {"kind": "k1"}}, "mean zero"),
+        ("grpo", {"kl": {"place": "reward", "kind": "k1", "corrected": True}}, "corrected=true belongs"),
+        ("grpo", {"kl": 0.1}, r"kl must be a mapping of \['place', 'kind', 'beta', 'corrected'\] or null, not 0.1"),
+        ("grpo", {"aggregation": None}, "aggregation must be a mapping"),
+        ("grpo", {"aggregation.how": "seq-mean-token-sum-norm"}, "norm_length must be set"),
+        ("grpo", {"aggregation.norm_length": 5}, "norm_length=5.0 is used by how='seq-mean-token-sum-norm' only"),
+        ("grpo", {"critic": {}}, "need each other"),
+        ("grpo", {"advantage": "gae"}, "need each other"),
+        ("async_grpo", {"correction": {}}, "corrects by itself"),
+        ("grpo", {"entropy_bonus": -1}, "entropy_bonus=-1.0 must be at least 0"),
+        ("grpo", {"loss": 3}, "loss=3 is not a function"),
+        ("grpo", {"loss": {"name": my_loss, "x": 1}}, "without fields to set"),
+        ("grpo", {"loss": "sapo", "loss.tau_pos": 2.0}, "both given"),
+        ("grpo", {"loss.clip_low": 0.1, "loss": "sapo"}, "given twice"),
+        ("dapo", {"shaping.cache": 30000}, "cache=30000 must be between"),
+        ("dapo", {"sampling.max_rounds": 0}, "max_rounds=0"),
+        ("dapo", {"sampling.max_rounds": 1.5}, "max_rounds=1.5 must be int"),
+        ("grpo_tis", {"correction.floor": 3.0}, "floor=3.0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(name, changes, text):
+    with pytest.raises(ValueError, match=text):
+        spec.get(name, changes)

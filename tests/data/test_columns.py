@@ -1,0 +1,117 @@
+"""Which column is what."""
+
+import pytest
+
+from rlinf.data.columns import Columns, fields, fill, lookup
+from rlinf.data.rows import DataError
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 0},
+}
+
+
+def find(row, given=None, **more):
+    return Columns.find([row], given or {}, where="data", **more)
+
+
+def test_columns_may_be_nested_and_may_have_dots_in_their_names():
+    assert lookup(VERL, "reward_model.ground_truth") == "2"
+    assert lookup({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+    assert lookup(VERL, "reward_model.truth") is None
+    assert lookup(VERL, "ability.x") is None
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": "a", "answer": "b"}, "prompt", "answer"),
+        ({"question": "a", "answer": "b"}, "question", "answer"),
+        ({"problem": "a", "solution": "long", "answer": "b"}, "problem", "answer"),
+        ({"problem": "a", "solution": "b"}, "problem", "solution"),
+        ({"prompt": "a"}, "prompt", None),
+        (VERL, "prompt", "reward_model.ground_truth"),
+    ],
+)
+def test_common_layouts_are_recognised(row, prompt, answer):
+    columns = find(row)
+    assert (columns.prompt, columns.answer) == (prompt, answer)
+
+
+def test_what_the_user_says_comes_first():
+    columns = find({**VERL, "text": "a"}, {"prompt": "text", "answer": "extra_info.index"})
+    assert (columns.prompt, columns.answer) == ("text", "extra_info.index")
+
+
+def test_what_was_said_for_other_data_holds_where_it_fits():
+    row = {"q": "a", "answer": "b"}
+    columns = find(row, {}, inherited={"prompt": "q", "answer": "missing"})
+    assert (columns.prompt, columns.answer) == ("q", "answer")
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "text"),
+    [
+        ({"text": "a"}, {}, r"no column for the prompt; there are \['text'\].*data\.columns"),
+        ({"question": "a"}, {"prompt": "quesiton"}, r"no column 'quesiton' for prompt; did you mean 'question'\?"),
+        (VERL, {"answer": "reward_model.truth"}, r"no column 'reward_model\.truth' for answer"),
+        ({"prompt": "a"}, {"promt": "a"}, r"\['promt'\] is none of ours"),
+    ],
+)
+def test_a_column_that_is_not_there_is_an_error_with_advice(row, given, text):
+    with pytest.raises(DataError, match=text):
+        find(row, given)
+
+
+def test_a_template_replaces_the_prompt_column_and_its_fields_must_be_there():
+    assert find({"text": "a"}, template="Q: {text}").prompt is None
+    with pytest.raises(DataError, match=r"no column 'test' as data\.template says; did you mean 'text'\?"):
+        find({"text": "a"}, template="Q: {test}")
+
+
+def test_a_column_may_be_missing_from_the_first_rows():
+    columns = Columns.find([{"prompt": "a"}, {"prompt": "b", "response": "c"}], {}, where="data")
+    assert columns.response == "response"
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"prompt": "a", "answer": "b"}, None),
+        ({"prompt": "a", "answer": ""}, None),
+        ({"answer": "b"}, r"no prompt: column 'prompt' is missing; there are ['answer']"),
+        ({"prompt": "", "answer": "b"}, "no prompt: column 'prompt' is empty; there are ['answer', 'prompt']"),
+        ({"prompt": "a", "answer": None}, "no answer: column 'answer' is missing; there are ['prompt']"),
+        ({"prompt": 5, "answer": "b"}, "no prompt: column 'prompt' is a int, neither text nor a list of chat messages"),
+        (
+            {"prompt": [{"role": "user"}], "answer": "b"},
+            'no prompt: column \'prompt\' has a chat message that is no {"role": …, "content": …}',
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row(row, wrong):
+    assert Columns("prompt", "answer", None, None).problem_in(row) == wrong
+
+
+@pytest.mark.parametrize(("value", "text"), [("2", "2"), (2, "2"), (0.5, "0.5"), (["a", 1], '["a", 1]'), (None, "")])
+def test_answers_become_text(value, text):
+    assert Columns("prompt", "answer", None, None).answer_in({"answer": value}) == text
+
+
+def test_reward_functions_get_all_other_columns_by_their_own_names():
+    assert find(VERL).rest_of(VERL) == {name: value for name, value in VERL.items() if name != "prompt"}
+    row = {"question": "a", "solution": "b", "level": 3}
+    assert find(row).rest_of(row) == {"solution": "b", "level": 3}
+
+
+def test_templates_leave_other_braces_alone():
+    row = {"q": "x", "outer": {"inner": 5}}
+    template = r"{q}: put {outer.inner} into \boxed{}, not {{q}} or \frac{1}{2}"
+    assert fields(template) == ["q", "outer.inner"]
+    assert fill(template, row, "row 1") == r"x: put 5 into \boxed{}, not {q} or \frac{1}{2}"
+    assert fill(r"\boxed{{}}", row, "row 1") == r"\boxed{}"  # as Python's own templates have it
+    with pytest.raises(DataError, match=r"row 1: data\.template names 'a'.*Write \{\{a\}\} for braces"):
+        fill(r"\frac{a}{2}", row, "row 1")

@@ -1,0 +1,180 @@
+"""From rows to prompts as the model reads them."""
+
+import pytest
+
+from rlinf.data.columns import Columns
+from rlinf.data.making import Drawn, PromptMaker
+from rlinf.data.rows import DataError
+from rlinf.data.tokenizer import character_tokenizer
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()\n"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if note is defined %}{{ note }}{% endif %}"
+)
+PLAIN = Columns("prompt", None, "response", None)
+ANSWERED = Columns("prompt", "answer", "response", None)
+
+
+@pytest.fixture
+def tokenizer():
+    return character_tokenizer(ALPHABET)
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def rows(*given):
+    return [Drawn(100 + index, index, row, f"data, row {index + 1}") for index, row in enumerate(given)]
+
+
+def make(tokenizer, *given, columns=PLAIN, **more):
+    return PromptMaker(tokenizer, columns, **more).make(rows(*given))
+
+
+def text_of(tokenizer, *given, **more):
+    prompts = make(tokenizer, *given, **more).prompts
+    for prompt in prompts:
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+    return [prompt.text for prompt in prompts]
+
+
+def test_a_text_is_encoded_as_it_is(tokenizer):
+    (prompt,) = make(tokenizer, {"prompt": "21>", "answer": 12, "level": 3}, columns=ANSWERED).prompts
+    assert tokenizer.decode(prompt.token_ids) == prompt.text == "21>"
+    assert (prompt.id, prompt.answer, prompt.row) == (100, "12", {"level": 3})
+
+
+def test_a_template_makes_the_text_from_columns(tokenizer):
+    row = {"prompt": "1+1", "kind": {"name": "sum"}}
+    assert text_of(tokenizer, row, template="{kind.name}: {prompt}=") == ["sum: 1+1="]
+
+
+def test_the_prompt_in_a_template_is_the_prompt_s_column_whatever_it_is_called(tokenizer):
+    columns = Columns("question", None, None, None)
+    assert text_of(tokenizer, {"question": "1+1"}, columns=columns, template="Q: {prompt}") == ["Q: 1+1"]
+    assert text_of(tokenizer, {"question": "1+1", "prompt": "x"}, columns=columns, template="{prompt}") == ["1+1"]
+
+
+def test_messages_go_through_the_chat_template(chatty):
+    messages = [{"role": "user", "content": "hi"}]
+    (prompt,) = make(chatty, {"prompt": messages, "answer": "x"}).prompts
+    assert chatty.decode(prompt.token_ids) == prompt.text == "<user>hi</user><assistant>"
+    assert prompt.row["messages"] == messages
+
+
+def test_plain_text_becomes_a_chat_when_asked(chatty):
+    assert text_of(chatty, {"prompt": "hi"}) == ["hi"]
+    assert text_of(chatty, {"prompt": "hi"}, chat=True) == ["<user>hi</user><assistant>"]
+    assert text_of(chatty, {"prompt": "hi"}, chat=True, template="Q: {prompt}") == ["<user>Q: hi</user><assistant>"]
+
+
+def test_a_system_message_goes_before_chats_that_have_none(chatty):
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+    assert text_of(chatty, {"prompt": "hi"}, {"prompt": own}, system="be brief") == [
+        "<system>be brief</system><user>hi</user><assistant>",
+        "<system>own</system><user>hi</user><assistant>",
+    ]
+    assert len(own) == 2  # the user's rows stay as they are
+
+
+def test_a_chat_may_begin_the_answer(chatty):
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+    assert text_of(chatty, {"prompt": begun}) == ["<user>hi</user><assistant>well, "]
+
+
+def test_further_arguments_reach_the_chat_template(chatty):
+    assert text_of(chatty, {"prompt": "hi"}, chat=True, chat_args={"note": "!"}) == ["<user>hi</user><assistant>!"]
+
+
+def test_a_chat_without_a_chat_template_names_the_keys_to_set(tokenizer):
+    with pytest.raises(DataError, match=r"data, row 1 is a chat.*set data\.chat_template .*data\.template"):
+        make(tokenizer, {"prompt": [{"role": "user", "content": "hi"}]})
+
+
+def test_tokens_that_begin_a_text_are_added_and_an_end_is_not():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = character_tokenizer(ALPHABET)
+    ends = TemplateProcessing(single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    tokenizer.chat_template = CHAT
+    plain, chat = make(tokenizer, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]}).prompts
+    letter = tokenizer.convert_tokens_to_ids("a")
+    assert plain.token_ids.tolist() == [0, letter]
+    assert 0 not in chat.token_ids  # the chat template writes such tokens itself
+    assert 1 not in chat.token_ids
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer):
+    batch = make(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_tokens=3)
+    assert [(prompt.id, prompt.text) for prompt in batch.prompts] == [(101, "abc")]
+    assert (batch.dropped, batch.truncated) == (1, set())
+
+
+def test_long_prompts_are_cut_at_their_beginning(tokenizer):
+    assert text_of(tokenizer, {"prompt": "abcdef"}, {"prompt": "abc"}, max_tokens=3, overlong="truncate") == [
+        "def",
+        "abc",
+    ]
+    assert make(tokenizer, {"prompt": "abcdef"}, max_tokens=3, overlong="truncate").truncated == {100}
+
+
+def test_long_prompts_are_refused(tokenizer):
+    with pytest.raises(DataError, match=r"data, row 2: the prompt has 6 tokens, more than max_prompt_tokens=3"):
+        make(tokenizer, {"prompt": "abc"}, {"prompt": "abcdef"}, max_tokens=3, overlong="error")
+
+
+@pytest.mark.parametrize("row", [{"answer": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": 5}])
+def test_a_row_without_a_prompt_is_named(tokenizer, row):
+    with pytest.raises(DataError, match="data, row 2: no prompt: column 'prompt'"):
+        make(tokenizer, {"prompt": "abc"}, row)
+
+
+def test_options_are_added_and_the_answer_is_a_letter(tokenizer):
+    columns = Columns("prompt", "answer", None, "options")
+    row = {"prompt": "Which?\n", "options": ["red", "blue"], "answer": 1}
+    (prompt,) = make(tokenizer, row, columns=columns).prompts
+    assert prompt.text == "Which?\n\nA) red\nB) blue"
+    assert prompt.answer == "B"
+    assert text_of(tokenizer, row, columns=columns, template="{choices}\n{prompt}") == ["A) red\nB) blue\nWhich?\n"]
+
+
+def test_options_with_a_column_each_are_in_an_order_of_the_row(tokenizer):
+    columns = Columns("prompt", None, None, ("Correct Answer", "Incorrect Answer"))
+    row = {"prompt": "Which?", "Correct Answer": "red", "Incorrect Answer": "blue"}
+    first = make(tokenizer, *[row] * 20, columns=columns).prompts
+    again = make(tokenizer, *[row] * 20, columns=columns).prompts
+    assert {prompt.answer for prompt in first} == {"A", "B"}
+    assert [prompt.text for prompt in first] == [prompt.text for prompt in again]
+    assert all(f"{prompt.answer}) red" in prompt.text for prompt in first)
+
+
+def test_worked_examples_end_with_the_end_token(tokenizer):
+    maker = PromptMaker(tokenizer, ANSWERED)
+    prompts = maker.make(rows({"prompt": "21>", "answer": "12"}, {"prompt": "a", "response": "so b", "answer": "b"}))
+    first, second = maker.worked(prompts.prompts)
+    assert tokenizer.decode(first.prompt_ids) == "21>"
+    assert tokenizer.decode(first.response_ids) == "12<eos>"
+    assert tokenizer.decode(second.response_ids) == "so b<eos>"
+    (whole,) = maker.worked(prompts.prompts[:1], learn_prompt=True)
+    assert tokenizer.decode(whole.prompt_ids) == "2"
+    assert tokenizer.decode(whole.response_ids) == "1>12<eos>"
+    assert maker.worked([]) == []
+
+
+def test_a_prompt_without_a_worked_answer_is_named(tokenizer):
+    maker = PromptMaker(tokenizer, PLAIN)
+    with pytest.raises(DataError, match="'abc' has no worked response: column 'response' holds ''"):
+        maker.worked(maker.make(rows({"prompt": "abc"})).prompts)
+
+
+def test_a_tokenizer_without_an_end_token_cannot_end_responses(tokenizer):
+    maker = PromptMaker(tokenizer, ANSWERED)
+    prompts = maker.make(rows({"prompt": "21>", "answer": "12"})).prompts
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end token"):
+        maker.worked(prompts)

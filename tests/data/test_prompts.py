@@ -1,0 +1,123 @@
+"""The endless supply of prompts."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.data.columns import Columns
+from rlinf.data.making import PromptMaker
+from rlinf.data.prompts import PromptStream
+from rlinf.data.rows import DataError, ListRows
+from rlinf.data.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer("0123456789x")
+
+
+def rows(count, long=()):
+    return [{"prompt": str(index) + "x" * 20 * (index in long)} for index in range(count)]
+
+
+def stream(count=20, long=(), *, given=None, **more):
+    limit = {"max_tokens": 10, "overlong": more.pop("overlong", "drop")}
+    maker = PromptMaker(TOKENIZER, Columns("prompt", None, None, None), **limit)
+    return PromptStream(ListRows("data", rows(count, long) if given is None else given), maker, **more)
+
+
+def seen(prompts):
+    return [(prompt.id, prompt.text) for prompt in prompts]
+
+
+@given(st.integers(1, 30), st.integers(0, 100), st.booleans())
+def test_each_pass_shows_every_row_once(count, seed, shuffle):
+    source = stream(count, seed=seed, shuffle=shuffle)
+    for which in range(3):
+        prompts = source.take(count)
+        assert sorted(int(prompt.text) for prompt in prompts) == list(range(count))
+        assert [prompt.id for prompt in prompts] == list(range(which * count, (which + 1) * count))
+        if not shuffle:
+            assert [int(prompt.text) for prompt in prompts] == list(range(count))
+
+
+def test_orders_differ_by_seed_and_by_pass():
+    one, other = stream(seed=1), stream(seed=2)
+    orders = [tuple(prompt.text for prompt in source.take(20)) for source in (one, one, other)]
+    assert len(set(orders)) == 3
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 12), max_size=8), st.lists(st.integers(0, 12), max_size=8), st.sets(st.integers(0, 9)))
+def test_a_saved_stream_goes_on_where_it_was(before, after, long):
+    long = long - {0}
+    source = stream(10, long, seed=3)
+    for count in before:
+        source.take(count)
+    state = json.loads(json.dumps(source.state_dict()))
+    expected = seen(source.take(sum(after)))
+    resumed = stream(10, long, seed=3)
+    resumed.load_state_dict(state)
+    found = [pair for count in after for pair in seen(resumed.take(count))]
+    assert found == expected
+    assert (resumed.position, resumed.dropped) == (source.position, source.dropped)
+
+
+def test_long_prompts_are_left_out_and_counted_and_keep_their_ids():
+    source = stream(6, {1, 4}, shuffle=False)
+    assert seen(source.take(5)) == [(0, "0"), (2, "2"), (3, "3"), (5, "5"), (6, "0")]
+    assert (source.position, source.dropped, source.truncated) == (7, 2, 0)
+
+
+def test_long_prompts_that_are_cut_are_counted():
+    source = stream(6, {1, 4}, shuffle=False, overlong="truncate")
+    source.take(6)
+    assert (source.dropped, source.truncated) == (0, 2)
+
+
+def test_a_data_set_of_long_prompts_alone_is_refused():
+    with pytest.raises(DataError, match="data: every prompt is longer than max_prompt_tokens=10"):
+        stream(5, range(5)).take(3)
+
+
+def test_one_short_prompt_among_long_ones_is_enough():
+    assert [prompt.text for prompt in stream(200, range(1, 200)).take(3)] == ["0"] * 3
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"count": 19}, "rows was 20 and is 19"),
+        ({"given": [{"prompt": "7"}] * 20}, "fingerprint was"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other, text):
+    state = stream().state_dict()
+    with pytest.raises(DataError, match=f"not the data set of the checkpoint .*{text}"):
+        stream(**other).load_state_dict(state)
+
+
+def test_a_stream_of_nothing_is_refused():
+    with pytest.raises(DataError, match="no row to draw from"):
+        stream(0)
+
+
+async def test_prompts_can_be_drawn_beside_the_loop():
+    assert seen(await stream(seed=4).draw(7)) == seen(stream(seed=4).take(7))
+
+
+def test_what_is_kept_changes_nothing(monkeypatch):
+    expected = stream(20, {3, 4}, seed=2)
+    found = stream(20, {3, 4}, seed=2)
+    texts = [seen(expected.take(7)) for _ in range(20)]
+    monkeypatch.setattr("rlinf.data.prompts._KEPT", 5)
+    assert [seen(found.take(7)) for _ in range(20)] == texts
+    assert found.dropped == expected.dropped > 10
+
+
+def test_rows_that_come_round_again_are_not_encoded_again(monkeypatch):
+    source = stream(6)
+    source.take(6)
+    monkeypatch.setattr(PromptMaker, "_encode", lambda self, texts, chats: [[] for _ in texts])
+    assert len(source.take(12)) == 12

@@ -1,0 +1,146 @@
+"""What users give as a source of rows."""
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlinf.data.rows import DataError
+from rlinf.data.source import Iterated, open_rows
+
+ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(6)]
+
+
+def all_of(rows):
+    return [rows[index] for index in range(len(rows))]
+
+
+def write(path, rows=ROWS):
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_by_its_suffix(tmp_path):
+    assert all_of(open_rows(write(tmp_path / "a.jsonl"))) == ROWS
+    assert all_of(open_rows(str(write(tmp_path / "a.parquet")))) == ROWS
+
+
+def test_several_files_by_a_pattern(tmp_path):
+    write(tmp_path / "a-0.jsonl", ROWS[:2])
+    write(tmp_path / "a-1.parquet", ROWS[2:])
+    assert all_of(open_rows(str(tmp_path / "a-*"))) == ROWS
+
+
+@pytest.mark.parametrize("folder", ["", "data"])
+def test_a_directory_has_files_named_by_their_split(tmp_path, folder):
+    write(tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:4])
+    write(tmp_path / folder / "train-00001-of-00002.parquet", ROWS[4:])
+    write(tmp_path / folder / "test.jsonl", ROWS[:1])
+    assert all_of(open_rows(tmp_path)) == ROWS
+    assert all_of(open_rows(tmp_path, split="test")) == ROWS[:1]
+    with pytest.raises(DataError, match=r"no file validation\.jsonl.*there is .*test\.jsonl"):
+        open_rows(tmp_path, split="validation")
+
+
+def test_a_directory_that_datasets_saved(tmp_path):
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(tmp_path / "two")
+    rows = open_rows(tmp_path / "one")
+    assert all_of(rows) == ROWS
+    assert list(rows.scan(["answer"])) == [{"answer": row["answer"]} for row in ROWS]
+    assert all_of(open_rows(tmp_path / "two", split="test")) == ROWS[:1]
+    with pytest.raises(DataError, match="has the splits test, train"):
+        open_rows(tmp_path / "two", split="dev")
+
+
+def test_hub_names_go_to_datasets_with_subset_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert all_of(open_rows("openai/gsm8k:main", split="test")) == ROWS
+    open_rows("someone/maths")
+    assert asked == [("openai/gsm8k", "main", "test"), ("someone/maths", None, "train")]
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"no file someone/maths, and the hub does not give .*: no route$"):
+        open_rows("someone/maths")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("missing.jsonl", r"no file missing\.jsonl, looked for from /"),
+        ("./missing", r"no file \./missing"),
+        ("*.nothing", "no file is called"),
+        ("no_such_module.rows", "neither a file nor a Python object"),
+        (5, "int holds no rows"),
+        ({"a": 1}, "dict holds no rows"),
+    ],
+)
+def test_what_is_not_there_is_said(source, text):
+    with pytest.raises(DataError, match=text):
+        open_rows(source)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"a\.txt is none of \.jsonl, \.json, \.csv, \.parquet"):
+        open_rows(tmp_path / "a.txt")
+
+
+def test_lists_and_data_sets_in_memory_are_read_in_any_order():
+    assert all_of(open_rows(ROWS)) == ROWS
+    assert all_of(open_rows(datasets.Dataset.from_list(ROWS))) == ROWS
+    assert all_of(open_rows(pa.Table.from_pylist(ROWS))) == ROWS
+    assert all_of(open_rows(lambda: ROWS)) == ROWS
+
+
+def test_iterables_are_gone_through():
+    def generate():
+        yield from ROWS
+
+    class Again:
+        def __iter__(self):
+            return iter(ROWS)
+
+    for source, once in [(generate, False), (generate(), True), (Again(), False), (Again, False)]:
+        rows = open_rows(source)
+        assert isinstance(rows, Iterated)
+        assert (rows.once, rows.is_async) == (once, False)
+        assert list(rows.open()) == ROWS
+        if not once:
+            assert list(rows.open()) == ROWS
+
+
+async def test_async_iterables_are_gone_through():
+    async def generate():
+        for row in ROWS:
+            yield row
+
+    for source, once in [(generate, False), (generate(), True)]:
+        rows = open_rows(source)
+        assert (rows.once, rows.is_async) == (once, True)
+        assert [row async for row in rows.open()] == ROWS
+
+
+def test_a_dotted_path_names_an_object_of_one_s_own(tmp_path, monkeypatch):
+    (tmp_path / "my_rows.py").write_text(f"rows = {ROWS}\ndef make():\n    yield from rows\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert all_of(open_rows("my_rows.rows")) == ROWS
+    assert list(open_rows("my_rows.make").open()) == ROWS

@@ -1,0 +1,289 @@
+"""Calls of `generate` that overlap, stop, fail, or come from slow sources."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rlinf.engines import batch
+from rlinf.engines.base import Sampling
+from rlinf.runtime import clock
+from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
+
+
+async def direct(fn, *args):
+    """Computing that gives others a turn before and after."""
+    await asyncio.sleep(0)
+    result = fn(*args)
+    await asyncio.sleep(0)
+    return result
+
+
+@pytest.fixture
+def stepwise(monkeypatch):
+    """Every step is handed out by itself."""
+    monkeypatch.setattr(batch, "_LONGEST", 0.0)
+
+
+async def test_overlapping_calls_share_the_batch():
+    engine, forward = scripted(max_rows=8, compute=direct)
+    one, two = ([request(i, [first, i], Sampling(30)) for i in range(4)] for first in (1, 2))
+    found = await asyncio.gather(answers(engine, one), answers(engine, two))
+    right(one, found[0])
+    right(two, found[1])
+    assert max(len(step) for step in forward.steps) == 8
+
+
+async def test_a_long_call_does_not_starve_a_short_one(stepwise):
+    engine, _ = scripted(max_rows=4, compute=direct)
+    ended = []
+
+    async def run(name, requests):
+        right(requests, await answers(engine, requests))
+        ended.append(name)
+
+    await asyncio.gather(
+        run("long", [request(i, [1], Sampling(10)) for i in range(60)]), run("short", [request(0, [2], Sampling(5))])
+    )
+    assert ended == ["short", "long"]
+
+
+async def test_first_come_is_first_served_also_when_it_is_large():
+    order = []
+    engine, _ = scripted(max_rows=8, max_tokens=40)
+    requests = [request(0, [1] * 10, Sampling(15)), request(1, [1] * 30, Sampling(10)), request(2, [1], Sampling(2))]
+    async for completion in engine.generate(requests):
+        order.append(completion.id)
+    assert order == [0, 1, 2]  # the last would have fitted beside the first, but not before the second
+
+
+async def test_a_request_above_the_budget_is_answered_by_itself():
+    engine, forward = scripted(max_rows=8, max_tokens=20)
+    requests = [request(0, [1] * 30, Sampling(30)), *(request(i, [i], Sampling(8)) for i in range(1, 6))]
+    right(requests, await answers(engine, requests))
+    assert {len(step) for step in forward.steps[:29]} == {1}
+    assert max(len(step) for step in forward.steps) == 2
+
+
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_tokens": 0}])
+def test_no_room_at_all_is_a_mistake(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        scripted(**settings)
+
+
+async def test_closing_a_call_frees_its_rows(stepwise):
+    engine, forward = scripted(max_rows=4, compute=direct)
+    leaving = engine.generate([request(0, [1], Sampling(2)), *(request(i, [i], Sampling(500)) for i in range(1, 4))])
+    assert (await anext(leaving)).id == 0
+    await leaving.aclose()
+    assert engine._batch.live == 0
+    steps = len(forward.steps)
+    requests = ragged(10)
+    right(requests, await answers(engine, requests))
+    assert len(forward.steps) - steps < 100
+
+
+async def test_cancelling_one_call_leaves_the_others_alone(stepwise):
+    engine, _ = scripted(max_rows=8, compute=direct)
+    requests = [request(i, [3, i], Sampling(60)) for i in range(4)]
+    doomed = [asyncio.create_task(answers(engine, [request(i, [4, i], Sampling(5000))])) for i in range(3)]
+    staying = asyncio.create_task(answers(engine, requests))
+    for task in doomed:
+        await ticks(7)
+        task.cancel()
+    await asyncio.gather(*doomed, return_exceptions=True)
+    right(requests, await staying)
+    assert all(task.cancelled() for task in doomed)
+    assert engine._batch.live == 0
+
+
+async def test_cancelled_in_the_default_thread_the_engine_goes_on():
+    engine, _ = scripted(max_rows=8)
+    task = asyncio.create_task(answers(engine, [request(0, [1], Sampling(10**6))]))
+    requests = [request(1, [2], Sampling(300))]
+    other = asyncio.create_task(answers(engine, requests))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    right(requests, await other)
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+
+
+async def test_an_error_in_a_step_reaches_all_callers_and_the_engine_goes_on(stepwise):
+    engine, forward = scripted(max_rows=8, compute=direct)
+    calls = [asyncio.create_task(answers(engine, [request(i, [i], Sampling(500))])) for i in range(3)]
+    await ticks(40)
+    forward.failing = True
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["the device is on fire"] * 3
+    forward.failing = False
+    requests = ragged(10)
+    right(requests, await answers(engine, requests))
+
+
+async def test_an_error_of_a_source_is_its_callers_alone(stepwise):
+    engine, _ = scripted(max_rows=4, compute=direct)
+
+    async def broken():
+        yield request(0, [1], Sampling(5))
+        raise OSError("the file is gone")
+
+    requests = ragged(12)
+    outcomes = await asyncio.gather(answers(engine, broken()), answers(engine, requests), return_exceptions=True)
+    assert str(outcomes[0]) == "the file is gone"
+    right(requests, outcomes[1])
+
+
+async def test_aborted_answers_come_with_their_tokens_so_far(stepwise):
+    engine, _ = scripted(max_rows=4, compute=direct)
+    requests = [request(i, [i], Sampling(400 if i in (0, 3) else 30)) for i in range(6)]
+    call = asyncio.create_task(answers(engine, requests))
+    await ticks(60)
+    await engine.abort([0, 3, 77])
+    found = await call
+    assert [found[i].finish for i in range(6)] == ["abort", "length", "length", "abort", "length", "length"]
+    begun = found[0].response_ids.tolist()
+    assert 0 < len(begun) < 400
+    assert begun == answer([0], requests[0].sampling)[: len(begun)]
+    assert len(found[0].logprobs) == len(found[0].versions) == len(begun)
+    others = [1, 2, 4, 5]
+    right([requests[i] for i in others], {i: found[i] for i in others})
+
+
+async def test_a_request_that_waits_for_room_is_aborted_without_tokens(stepwise):
+    engine, _ = scripted(max_rows=4, max_tokens=60, compute=direct)
+    call = asyncio.create_task(answers(engine, [request(0, [1], Sampling(50)), request(1, [1], Sampling(50))]))
+    await ticks(30)
+    await engine.abort([1])
+    found = await call
+    assert (found[1].finish, len(found[1].response_ids)) == ("abort", 0)
+    assert len(found[0].response_ids) == 50
+
+
+async def test_aborting_all_ends_the_reading_too(stepwise):
+    engine, _ = scripted(max_rows=4, compute=direct)
+    endless = (request(i, [i % 11], Sampling(1000)) for i in range(10**9))
+    call = asyncio.create_task(answers(engine, endless))
+    await ticks(60)
+    await engine.abort()
+    found = await call
+    assert {completion.finish for completion in found.values()} == {"abort"}
+    assert 4 <= len(found) <= 5
+    requests = ragged(5)
+    right(requests, await answers(engine, requests))
+
+
+async def test_paused_nothing_moves_and_nothing_is_lost(stepwise):
+    engine, forward = scripted(max_rows=4, compute=direct)
+    requests = [request(i, [i], Sampling(100)) for i in range(4)]
+    call = asyncio.create_task(answers(engine, requests))
+    await ticks(50)
+    await engine.pause()
+    steps = len(forward.steps)
+    await ticks(50)
+    assert len(forward.steps) == steps
+    await engine.load(Weights(version=0))
+    await engine.resume()
+    right(requests, await call)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_asleep_keys_and_values_are_gone_and_come_back(stepwise, paused):
+    engine, forward = scripted(max_rows=4, compute=direct)
+    requests = [request(i, [i] * (i + 1), Sampling(60 + i)) for i in range(6)]
+    call = asyncio.create_task(answers(engine, requests))
+    await ticks(50)
+    if paused:
+        await engine.pause()
+    await engine.sleep()
+    assert engine._batch._bands == []
+    steps, reads = len(forward.steps), len(forward.reads)
+    await ticks(50)
+    assert len(forward.steps) == steps
+    await engine.sleep()  # as good as once
+    await engine.wake()
+    await engine.wake()
+    assert len(forward.reads) > reads
+    await engine.resume()
+    right(requests, await call)
+    assert forward.moves == ["cpu"] * 3
+
+
+@pytest.mark.parametrize("reread", [False, True])
+async def test_weights_change_under_way(stepwise, reread):
+    engine, forward = scripted(max_rows=4, compute=direct, reread=reread)
+    call = asyncio.create_task(answers(engine, [request(0, [3], Sampling(80))]))
+    await ticks(60)
+    reads = len(forward.reads)
+    await engine.load(Weights(version=5))
+    assert engine.version == 5
+    (found,) = (await call).values()
+    changed = found.versions.tolist().index(5)
+    assert found.versions.tolist() == [0] * changed + [5] * (80 - changed)
+    assert 0 < changed < 80
+    assert len(forward.reads) - reads == int(reread)
+    old = answer([3], Sampling(changed))
+    assert found.response_ids.tolist() == old + answer([3, *old], Sampling(80 - changed), version=5)
+
+
+def slow_source(first, seconds, second):
+    async def coming():
+        for asked in first:
+            yield asked
+        await asyncio.sleep(seconds)
+        for asked in second:
+            yield asked
+
+    return coming()
+
+
+def test_a_prompt_source_is_waited_for_and_a_slow_one_is_not():
+    async def widths(seconds):
+        engine, forward = scripted(max_rows=8, compute=direct)
+        first = [request(i, [i], Sampling(50)) for i in range(4)]
+        second = [request(i, [i], Sampling(50)) for i in range(4, 8)]
+        right(first + second, await answers(engine, slow_source(first, seconds, second)))
+        return [len(step) for step in forward.steps]
+
+    assert set(clock.run_virtual(widths(0.2))[0]) == {8}
+    assert clock.run_virtual(widths(0.3))[0][0] == 4
+    assert clock.run_virtual(widths(1000.0))[0][:49] == [4] * 49  # done before the others come
+
+
+async def test_stop_texts_end_an_answer_and_stay_in_it():
+    def decode(tokens):
+        return "".join("abcdefghijk"[token] for token in tokens)
+
+    whole = decode(answer([1, 2], Sampling(60)))
+    stop = whole[20:22]
+    first = whole.index(stop) + 2
+    engine, _ = scripted(tokenizer=SimpleNamespace(decode=decode))
+    asked = [
+        request(0, [1, 2], Sampling(60, stop_texts=(stop, "zz"))),
+        request(1, [1, 2], Sampling(60)),
+        request(2, [1, 2], Sampling(60, stop_texts=(stop,), min_new_tokens=first + 1)),
+        request(3, [1, 2], Sampling(first, stop_texts=(stop,))),
+    ]
+    found = await answers(engine, asked)
+    assert decode(found[0].response_ids) == whole[:first]
+    assert found[0].finish == found[3].finish == "text"
+    assert (found[1].finish, len(found[1].response_ids)) == ("length", 60)
+    again = whole.find(stop, first - 1)
+    assert len(found[2].response_ids) == (again + 2 if again >= 0 else 60)
+
+
+async def test_stop_texts_without_a_tokenizer_are_refused():
+    engine, _ = scripted()
+    with pytest.raises(ValueError, match=r"stop texts .* no tokenizer"):
+        await answers(engine, [request(0, [1], Sampling(5, stop_texts=("x",)))])
+
+
+async def test_min_new_tokens_lets_stop_tokens_pass():
+    whole = answer([1, 2], Sampling(40))
+    stop = whole[3]
+    sampling = Sampling(40, stop_ids=(stop,), min_new_tokens=10)
+    engine, _ = scripted()
+    asked = request(0, [1, 2], sampling)
+    found = await answers(engine, [asked])
+    right([asked], found)
+    assert len(found[0].response_ids) >= 10

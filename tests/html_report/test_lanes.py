@@ -1,0 +1,156 @@
+"""Lanes show what each actor did during a step, by the rule of the metrics; and their picture is plain SVG."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rlinf import Actor, ActorSystem, endpoint
+from rlinf.html_report import lanes_svg
+from rlinf.html_report.lanes import Trace, side_by_side
+from rlinf.html_report.lanes_svg import MOST_LANES
+from rlinf.metrics.timing import timing
+from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.observer import Watch
+from rlinf.runtime.trace import write_perfetto
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Rollout(Actor):
+    @endpoint
+    async def generate(self, count: int):
+        for number in range(count):
+            await asyncio.sleep(1.0)
+            yield number
+
+
+class Trainer(Actor):
+    @endpoint
+    async def train(self, numbers) -> int:
+        total = 0
+        async for number in numbers:
+            await asyncio.sleep(0.5)
+            total += number
+        await asyncio.sleep(2.0)
+        return total
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """A trace of three steps on two hosts, and what the metrics told of them."""
+
+    async def main():
+        async with ActorSystem.local(2, serialize=True) as system:
+            rollout = await system.spawn(Rollout, hosts=[0], name="rollout")
+            trainer = await system.spawn(Trainer, hosts=[1], name="trainer")
+            watch = await Watch.start(system)
+            told = []
+            for step in (1, 2, 3):
+                watch.begins()
+                await trainer[0].train(rollout.generate(2 + step))
+                told.append(timing(await watch.ends(f"step {step}")))
+            await system.trace(tmp_path / "trace.json")
+            return told
+
+    told, _ = run_virtual(main())
+    return tmp_path / "trace.json", told
+
+
+def test_lanes_and_metrics_tell_the_same(traced):
+    path, told = traced
+    trace = Trace(path)
+    assert trace.steps == [1, 2, 3]
+    for step, expected in zip(trace.lanes([1, 2, 3]), told, strict=True):
+        got = {name: value for name, value in step.timing.items() if name != "timing/step"}
+        assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_lane_shows_work_and_waiting(traced):
+    (step,) = Trace(traced[0]).lanes([1])
+    rollout, trainer = step.lanes
+    assert (rollout.host, rollout.actor, trainer.host, trainer.actor) == (0, "rollout[0]", 1, "trainer[0]")
+    assert step.seconds == pytest.approx(5.5)
+    assert rollout.stretches[0].activity == "generation"
+    shown = [(s.activity, round(s.start, 3), round(s.end, 3)) for s in trainer.stretches]
+    assert shown[0] == ("waiting", 0.0, 1.0)
+    assert shown[1] == ("training", 1.0, 1.5)
+    assert shown[-1] == ("training", 3.0, 5.5)
+    assert [(round(start, 3), round(end, 3)) for start, end in side_by_side(step)] == [(1.0, 1.5), (2.0, 2.5)]
+
+
+def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
+    assert Trace(traced[0]).first_middle_last() == [2, 3]
+    spans = [("flow", f"step {step}", float(step), step + 0.5, None) for step in range(1, 101)]
+    write_perfetto(tmp_path / "long.json", [(0, 0.0, spans)])
+    assert Trace(tmp_path / "long.json").first_middle_last() == [2, 51, 100]
+    write_perfetto(tmp_path / "one.json", [(0, 0.0, spans[:1])])
+    assert Trace(tmp_path / "one.json").first_middle_last() == [1]
+
+
+def test_a_picture_is_plain_svg_for_light_and_dark(traced):
+    text = lanes_svg(traced[0], [1, 3])
+    root = ET.fromstring(text)
+    assert {element.tag for element in root.iter()} <= {
+        SVG + name for name in ("svg", "title", "style", "rect", "text", "tspan", "line")
+    }
+    assert "prefers-color-scheme:dark" in text
+    assert "Step 1" in text
+    assert "Step 3" in text
+    assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    width = float(root.attrib["viewBox"].split()[2])
+    height = float(root.attrib["viewBox"].split()[3])
+    for rect in root.iter(SVG + "rect"):
+        assert 0 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width + 0.7
+        assert 0 <= float(rect.attrib["y"]) <= float(rect.attrib["y"]) + float(rect.attrib["height"]) <= height
+
+
+def test_names_in_a_trace_are_escaped(tmp_path):
+    spans = [("flow", "step 1", 0.0, 1.0, None), ("<b>&[0]", "<i>", 0.2, 0.5, None)]
+    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    text = lanes_svg(tmp_path / "t.json")
+    assert "<b>" not in text
+    assert "&lt;b&gt;&amp;" in text
+    ET.fromstring(text)
+
+
+def test_many_actors_are_drawn_in_part_and_counted(tmp_path):
+    spans = [("flow", "step 1", 0.0, 1.0, None)]
+    spans += [(f"judge[{rank}]", "score", rank / 100, 0.9, None) for rank in range(MOST_LANES + 8)]
+    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    text = lanes_svg(tmp_path / "t.json")
+    assert "and 8 more" in text
+    assert len(re.findall(r'class="row"', text)) == MOST_LANES
+
+
+def test_a_picture_stays_small_however_many_spans_there_are(tmp_path):
+    spans = [("flow", "step 1", 0.0, 1.0, None)]
+    spans += [("judge[0]", "score", n / 20_000, (n + 0.5) / 20_000, None) for n in range(20_000)]
+    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    assert len(lanes_svg(tmp_path / "t.json")) < 20_000
+
+
+def test_what_is_not_there_is_told(traced, tmp_path):
+    with pytest.raises(ValueError, match=r"step 9 is not in .*, which has steps 1 to 3"):
+        lanes_svg(traced[0], [9])
+    write_perfetto(tmp_path / "none.json", [(0, 0.0, [])])
+    with pytest.raises(ValueError, match="has no step of a flow"):
+        lanes_svg(tmp_path / "none.json")
+    (tmp_path / "else.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="is no trace in Chrome's format"):
+        lanes_svg(tmp_path / "else.json")
+
+
+def test_a_trace_written_anew_by_another_program_is_read(traced, tmp_path):
+    (tmp_path / "again.json").write_text(json.dumps(json.loads(traced[0].read_text()), separators=(",", ":")))
+    assert lanes_svg(tmp_path / "again.json", [1]) == lanes_svg(traced[0], [1])
+
+
+def test_a_trace_whose_writer_was_killed_shows_what_it_has(traced, tmp_path):
+    text = traced[0].read_text()
+    (tmp_path / "cut.json").write_text(text[: text.index('"step 3"') + 20])
+    assert Trace(tmp_path / "cut.json").steps == [1, 2]

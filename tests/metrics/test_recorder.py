@@ -1,0 +1,72 @@
+"""A step leaves its line, with its time and where that went; and so do its samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from rlinf import Actor, ActorSystem, endpoint
+from rlinf.metrics.files import read_lines
+from rlinf.metrics.recorder import Recorder
+from rlinf.metrics.tracking import Tracked, Tracking
+from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.observer import Watch
+
+
+class Rollout(Actor):
+    @endpoint
+    async def generate(self) -> None:
+        await asyncio.sleep(3.0)
+
+
+class Trainer(Actor):
+    @endpoint
+    async def train(self) -> dict[str, float]:
+        await asyncio.sleep(2.0)
+        return {"response_tokens": 100.0, "approx_kl": 0.5}
+
+
+async def two_steps(directory) -> None:
+    async with ActorSystem.local(2) as system:
+        rollout = await system.spawn(Rollout, hosts=[0], name="rollout")
+        trainer = await system.spawn(Trainer, hosts=[1], name="trainer")
+        watch = await Watch.start(system)
+        tracking = Tracking({}, Tracked("run", directory, {}), print)
+        async with Recorder(directory, watch, tracking, 2) as recorder:
+            recorder.write(0, {"evaluation/accuracy": 0.25})
+            for step in (1, 2):
+                recorder.step_begins()
+                await rollout[0].generate()
+                await asyncio.sleep(1.0)
+                metrics = await recorder.step_ends(step, await trainer[0].train())
+                recorder.write(step, metrics)
+                recorder.samples(step, [{"prompt": "a", "reward": 1.0}])
+            recorder.samples(2, [])
+        await system.trace(directory / "trace.json")
+
+
+def test_a_step_leaves_its_time_and_where_that_went(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "timing/elapsed": 100.0}\n')  # of an earlier process
+    run_virtual(two_steps(tmp_path))
+    _, before, first, second = read_lines(tmp_path / "metrics.jsonl")
+    assert before == {"step": 0, "evaluation/accuracy": 0.25}
+    assert first == {
+        "step": 1,
+        "response_tokens": 100.0,
+        "kl": 0.5,
+        "tokens_per_s": 100 / 6,
+        "timing/step": 6.0,
+        "timing/elapsed": 106.0,
+        "timing/generation": 3.0,
+        "timing/training": 2.0,
+        "timing/overlap": 0.0,
+        "timing/other": 1.0,
+    }
+    assert (second["step"], second["timing/elapsed"]) == (2, 112.0)
+    assert list(read_lines(tmp_path / "samples.jsonl")) == [
+        {"step": 1, "prompt": "a", "reward": 1.0},
+        {"step": 2, "prompt": "a", "reward": 1.0},
+    ]
+    assert json.loads((tmp_path / "environment.json").read_text())["hosts"] == 2
+    steps = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert steps.count("step 1") == steps.count("step 2") == 1, "the trace shows where steps begin and end"

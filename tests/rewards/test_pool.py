@@ -1,0 +1,253 @@
+"""Rewards in child processes: what hangs, crashes or raises costs its own sample and nothing else."""
+
+import asyncio
+import contextlib
+import time
+from textwrap import dedent
+
+import pytest
+
+from rlinf.rewards.pool import RewardPool
+from rlinf.runtime.child import ChildDied
+
+REWARDS = """
+    import asyncio, ctypes, os, sys, time
+    from rlinf.rewards.score import Score
+
+    def by_word(response):
+        word, _, rest = response.partition(" ")
+        if word == "hang":
+            time.sleep(1000)
+        if word == "exit":
+            os._exit(3)
+        if word == "segfault":
+            ctypes.string_at(0)
+        if word == "sys.exit":
+            sys.exit("bye")
+        if word == "raise":
+            raise KeyError(rest)
+        if word == "nan":
+            return float("nan")
+        if word == "text":
+            return "good"
+        if word == "slow":
+            time.sleep(0.15)
+            return 1.0
+        if word == "score":
+            return Score(0.5, {"part": 2.0}, "x")
+        if word == "pid":
+            return os.getpid()
+        return float(word)
+
+    class Counting:
+        def __init__(self, start=0):
+            self.seen = start
+        def __call__(self, response):
+            self.seen += 1
+            return self.seen
+
+    class Refusing:
+        def __init__(self):
+            raise RuntimeError("no licence")
+        def __call__(self, response):
+            return 1.0
+
+    def missing(response):
+        import no_such_module
+
+    together = 0
+    async def waiting(response):
+        global together
+        together += 1
+        if response == "hang":
+            await asyncio.sleep(1000)
+        if response == "block":
+            time.sleep(1000)
+        if response == "raise":
+            raise KeyError(response)
+        await asyncio.sleep(0.05)
+        return together
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    """A user's own file, in a directory on the path."""
+    (tmp_path / "own_rewards.py").write_text(dedent(REWARDS))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@contextlib.asynccontextmanager
+async def pool(function="by_word", args=None, *, workers=1, timeout=5.0):
+    made = RewardPool(
+        f"own_rewards.{function}",
+        args,
+        is_async=function == "waiting",
+        name="reward",
+        workers=workers,
+        timeout=timeout,
+    )
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def asked(*responses):
+    return [{"response": response} for response in responses]
+
+
+def values(verdicts):
+    return [verdict.value for verdict in verdicts]
+
+
+def outcomes(verdicts):
+    return [verdict.outcome for verdict in verdicts]
+
+
+async def test_verdicts_come_in_the_order_of_the_samples(rewards):
+    async with pool(workers=2) as children:
+        both = await asyncio.gather(children.score(asked(*map(str, range(100)))), children.score(asked("5", "6")))
+    assert [values(each) for each in both] == [list(range(100)), [5, 6]]
+
+
+async def test_what_raises_or_returns_no_number_is_an_error_of_its_sample(rewards):
+    async with pool() as children:
+        found = await children.score(asked("1", "raise here", "nan", "text", "sys.exit", "score", "2"))
+    assert outcomes(found) == ["ok", "error", "error", "error", "error", "ok", "ok"]
+    assert values(found) == [1, None, None, None, None, 0.5, 2]
+    assert found[1].remark.startswith("KeyError: 'here'")
+    assert "own_rewards.py" in found[1].remark
+    assert "by_word" in found[1].trace
+    assert "finite number" in found[2].remark
+    assert (found[5].scores, found[5].extracted) == ({"part": 2.0}, "x")
+
+
+async def test_a_hang_is_killed_and_only_it_times_out(rewards):
+    async with pool(timeout=0.4) as children:
+        found = await children.score(asked("1", "2", "hang", "3"))
+        again = await children.score(asked("4"))
+    assert outcomes(found) == ["ok", "ok", "timeout", "ok"]
+    assert found[2].remark == "took longer than 0.4 s; killed"
+    assert values(again) == [4]
+
+
+@pytest.mark.parametrize(("word", "how"), [("exit", "exited with status 3"), ("segfault", "SIGSEGV")])
+async def test_a_crash_is_tried_again_and_only_it_is_an_error(rewards, word, how):
+    async with pool() as children:
+        found = await children.score(asked("1", word, "2"))
+        assert values(await children.score(asked("3"))) == [3]
+        assert children.workers[0].restarts == 3  # in company, and twice alone
+    assert outcomes(found) == ["ok", "error", "ok"]
+    assert how in found[1].remark
+
+
+async def test_many_slow_samples_are_no_hang(rewards):
+    async with pool(timeout=0.5) as children:
+        before = (await children.score(asked("pid")))[0].value
+        found = await children.score(asked(*["slow"] * 6, "1"))  # 0.9 s in all: more than the deadline of one
+        assert (await children.score(asked("pid")))[0].value == before
+    assert outcomes(found) == ["ok"] * 7
+
+
+async def test_a_hang_does_not_hold_up_the_other_children(rewards):
+    async with pool(workers=2, timeout=1) as children:
+        hanging = asyncio.create_task(children.score(asked("hang")))
+        await asyncio.sleep(0.1)
+        for number in range(20):
+            assert values(await children.score(asked(str(number)))) == [number]
+        assert not hanging.done()
+        assert outcomes(await hanging) == ["timeout"]
+
+
+async def test_whatever_the_mixture_each_sample_gets_its_own_verdict(rewards):
+    kinds = {"1": "ok", "raise x": "error", "nan": "error", "exit": "error", "hang": "timeout", "score": "ok"}
+    often, seldom = ["1", "raise x", "nan", "score"], ["hang", "exit"]
+    groups = [[(seldom if (i + 5 * k) % 23 == 7 else often)[(i * 7 + k) % 2] for i in range(8)] for k in range(8)]
+    assert sum(word in seldom for group in groups for word in group) >= 2
+    async with pool(workers=2, timeout=0.6) as children:
+        found = await asyncio.gather(*(children.score(asked(*group)) for group in groups))
+    assert [outcomes(each) for each in found] == [[kinds[word] for word in group] for group in groups]
+
+
+async def test_a_class_is_made_once_per_child(rewards):
+    async with pool("Counting", {"start": 10}) as children:
+        assert values(await children.score(asked("", ""))) == [11, 12]
+        assert values(await children.score(asked(""))) == [13]
+
+
+async def test_a_child_that_cannot_be_made_says_why(rewards):
+    with pytest.raises(ChildDied, match="no licence"):
+        async with pool("Refusing", workers=2):
+            pass
+
+
+async def test_a_missing_module_is_hopeless(rewards):
+    async with pool("missing") as children:
+        (found,) = await children.score(asked("1"))
+    assert found.hopeless
+    assert "no_such_module" in found.remark
+
+
+async def test_async_functions_run_together_with_a_deadline_each(rewards):
+    async with pool("waiting", timeout=0.5) as children:
+        found = await children.score(asked("1", "2", "hang", "raise", "3"))
+        assert children.workers[0].restarts == 0
+    assert outcomes(found) == ["ok", "ok", "timeout", "error", "ok"]
+    assert values(found)[0] == 5  # all had begun when the first was done
+
+
+async def test_an_async_function_that_blocks_is_killed(rewards, monkeypatch):
+    monkeypatch.setattr("rlinf.rewards.pool._GRACE", 0.1)
+    async with pool("waiting", timeout=0.4) as children:
+        found = await children.score(asked("1", "block"))
+    assert outcomes(found) == ["ok", "timeout"]
+
+
+async def test_a_cancelled_call_takes_its_waiting_samples_away(rewards):
+    async with pool() as children:
+        task = asyncio.create_task(children.score(asked(*["slow"] * 1000)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        start = time.monotonic()
+        assert values(await children.score(asked("7"))) == [7]
+        assert time.monotonic() - start < 1
+
+
+async def test_arguments_that_do_not_pickle_are_an_error_of_the_caller(rewards):
+    async with pool() as children:
+        with pytest.raises(TypeError, match="pickle"):
+            await children.score([{"response": lambda: 1}])
+        assert values(await children.score(asked("1"))) == [1]
+
+
+async def test_who_waits_when_the_pool_is_stopped_is_told(rewards):
+    async with pool(timeout=60) as children:
+        waiting = asyncio.create_task(children.score(asked("hang")))
+        await asyncio.sleep(0.1)
+    with pytest.raises(ChildDied):
+        await waiting
+    with pytest.raises(ChildDied):
+        await children.score(asked("1"))
+
+
+async def test_children_that_only_die_are_given_up(rewards, monkeypatch):
+    monkeypatch.setattr("rlinf.rewards.pool._MAX_DEATHS", 1)
+    async with pool() as children:
+        with pytest.raises(ChildDied):
+            await children.score(asked("exit", "exit", "1"))
+
+
+@pytest.mark.parametrize("function", [lambda response: 1.0, None])
+def test_a_function_that_cannot_be_sent_is_refused_with_advice(function):
+    if function is None:
+
+        def function(response):
+            return 1.0
+
+        function.__module__ = "__main__"
+    with pytest.raises(ValueError, match="dotted path"):
+        RewardPool(function, None, is_async=False, name="r", workers=1, timeout=1)

@@ -1,0 +1,97 @@
+"""Checkpoints are written while the run goes on, one at a time, and a failure leaves the one before."""
+
+import asyncio
+import errno
+import os
+
+import pytest
+
+from rlinf.checkpointing import Checkpoints
+from rlinf.config import RunFailure
+from rlinf.run_directory import RunDirectory, find_checkpoint
+
+
+class Model:
+    """Something to save whose writing waits until it is told to go on."""
+
+    def __init__(self):
+        self.snapshots, self.go = [], asyncio.Event()
+
+    def save(self, path):
+        self.snapshots.append(path.name)  # at the call, not when it is awaited
+        return self._write(path)
+
+    async def _write(self, path):
+        await self.go.wait()
+        (path / "model").write_text(path.name)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory.create(tmp_path / "run")
+
+
+async def test_the_run_goes_on_while_a_checkpoint_is_written(directory):
+    checkpoints, model = Checkpoints(directory, keep=0), Model()
+    await checkpoints.begin(3, model.save, {"cursor": 7})
+    assert model.snapshots == [".step_000003.partial"]
+    checkpoints.check()
+    assert find_checkpoint(directory.path) is None
+    model.go.set()
+    await checkpoints.finish()
+    found = find_checkpoint(directory.path)
+    assert found is not None
+    assert found.queue == {"step": 3, "cursor": 7}
+    assert (found.path / "model").exists()
+
+
+async def test_a_checkpoint_waits_for_the_one_before(directory):
+    checkpoints, model = Checkpoints(directory, keep=1), Model()
+    await checkpoints.begin(1, model.save, {})
+    second = asyncio.create_task(checkpoints.begin(2, model.save, {}))
+    await asyncio.sleep(0)
+    assert len(model.snapshots) == 1
+    model.go.set()
+    await second
+    await checkpoints.finish()
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000002"]
+
+
+async def test_a_full_disk_is_said_at_the_next_step_and_the_checkpoint_before_is_whole(directory):
+    checkpoints, model = Checkpoints(directory, keep=1), Model()
+    model.go.set()
+    await checkpoints.begin(1, model.save, {})
+    await checkpoints.finish()
+
+    async def full(path):
+        (path / "model").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    await checkpoints.begin(2, full, {})
+    with pytest.raises(RunFailure, match=r"checkpoint of step 2 .*No space left.*last whole one is .*step_000001"):
+        await checkpoints.finish()
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000001"]
+
+
+async def test_a_bug_in_saving_stays_what_it_is(directory):
+    checkpoints = Checkpoints(directory, keep=1)
+
+    async def wrong(path):
+        raise KeyError("bug")
+
+    await checkpoints.begin(1, wrong, {})
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        try:
+            checkpoints.check()
+        except KeyError:
+            return
+    pytest.fail("check() never raised")
+
+
+async def test_a_run_that_is_given_up_leaves_no_half_checkpoint(directory):
+    checkpoints, model = Checkpoints(directory, keep=1), Model()
+    await checkpoints.begin(1, model.save, {})
+    await asyncio.sleep(0)
+    await checkpoints.abandon()
+    assert list(directory.checkpoints.iterdir()) == []

@@ -1,0 +1,190 @@
+"""What a person reads of a run: lasting lines everywhere, a live view on a terminal only, and where the results are."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf import Actor, ActorSystem, endpoint
+from rlinf.config import RunConfig
+from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.flows.evaluate import Evaluation
+from rlinf.report import LOOK_SECONDS, Report, held_out_rows
+from rlinf.run_directory import RunDirectory
+from rlinf.runtime.observer import Watch
+from tests.metrics.terminal import Terminal, plain
+
+STEP = {"reward/mean": 0.5, "timing/step": 2.0, "timing/training": 1.5, "timing/overlap": 0.0, "timing/other": 0.5}
+
+
+def evaluation(*texts: str, right: str = "1234") -> Evaluation:
+    groups = []
+    for number, text in enumerate(texts):
+        prompt = Prompt(number, np.zeros(1, np.int64), f"{number}>", right)
+        empty = np.zeros(4, np.float32)
+        sample = Sample(
+            prompt, 0, np.zeros(4, np.int64), empty, empty, text, False, reward=float(text == right), outcome="ok"
+        )
+        groups.append(Group(prompt, (sample,)))
+    return Evaluation(sum(text == right for text in texts) / len(texts), tuple(groups))
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+def config(**changes) -> RunConfig:
+    made = RunConfig(name="run", steps=3, log_every=1)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(made, section) if name else made, name or section, value)
+    return made
+
+
+async def tell(report: Report) -> None:
+    before, after = evaluation("1", "1234"), evaluation("1234", "1234")
+    async with report:
+        report.begins()
+        report.warmed_up({"sft/loss_first": 2.0, "sft/loss": 1.0})
+        report.evaluated(before)
+        for step in (1, 2, 3):
+            report.stepped(step, STEP)
+    report.ends(before, after)
+
+
+async def test_in_a_file_it_is_plain_lines(directory):
+    out = io.StringIO()
+    directory.metrics.write_text("{}")
+    directory.report.write_text("page")
+    await tell(Report(config(), directory, 1, out=out))
+    text = out.getvalue()
+    assert "\x1b" not in text
+    for told in (
+        "run: rollout, trainer, judge in one process",
+        "loss 2.00 to 1.00",
+        "before: 50.0% of 2 held-out problems answered right, greedily",
+        "accuracy on 2 held-out problems, greedily: 50.0% -> 100.0%",
+        "a step took 2.00 s: training 1.50, other 0.50 (medians)",
+        "report.html              curves",
+        "metrics.jsonl            every step's numbers",
+    ):
+        assert told in text, told
+    assert "trace.json" not in text, "only what is there is listed"
+    rows = [line.split() for line in text.splitlines()]
+    assert ["3", "0.500", "2.00", "0", "s"] in rows
+    assert rows.index(["0>", "1", "1234", "1234"]) < rows.index(["1>", "1234", "1234", "1234"]), "changed ones first"
+
+
+async def test_without_held_out_problems_there_is_no_accuracy(directory):
+    out = io.StringIO()
+    Report(config(), directory, 1, out=out).ends(None, None)
+    assert "accuracy" not in out.getvalue()
+    assert "results in" in out.getvalue()
+
+
+async def test_a_resumed_run_says_from_where(directory, tmp_path):
+    out = io.StringIO()
+    Report(config(), directory, 1, out=out).resumed(50, tmp_path / "run" / "checkpoints" / "step_000050")
+    assert "going on after step 50" in out.getvalue()
+    assert "step_000050" in out.getvalue()
+
+
+async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
+    out = io.StringIO()
+    wild = evaluation("\x1b[2J\x1b]0;owned\x07" + "x" * 500 + "\nnew line")
+    Report(config(), directory, 1, out=out).ends(wild, wild)
+    assert "\x1b" not in out.getvalue()
+    assert "\x07" not in out.getvalue()
+    assert "new line" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    ("live", "term", "drawn"), [("auto", "xterm", True), ("auto", "dumb", False), ("never", "xterm", False)]
+)
+async def test_on_a_terminal_there_is_a_live_view_unless_it_is_unwanted(directory, monkeypatch, live, term, drawn):
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal(columns=100)
+    await tell(Report(config(metrics__live=live), directory, 1, out=terminal.out))
+    text = plain(terminal.text())
+    assert ("step 3 of 3" in text) is drawn
+    assert ("s/step" in text) is not drawn, "one or the other"
+    assert text.rindex("accuracy on 2 held-out") > text.rfind("step 3 of 3"), "results stand below the last state"
+
+
+async def test_a_failure_leaves_the_last_state_and_its_own_error(directory, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    report = Report(config(), directory, 1, out=terminal.out)
+
+    async def fail() -> None:
+        async with report:
+            report.stepped(2, STEP)
+            raise FloatingPointError("the loss is no number")
+
+    with pytest.raises(FloatingPointError, match="no number"):
+        await fail()
+    report.line("what comes after it")
+    text = plain(terminal.text())
+    assert text.index("step 2 of 3") < text.index("what comes after it")
+
+
+class Sleeper(Actor):
+    @endpoint
+    async def sleep(self) -> None:
+        await asyncio.sleep(3 * LOOK_SECONDS)
+
+
+async def test_the_live_view_shows_what_the_roles_do_and_leaves_no_task_behind(directory, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    async with ActorSystem.local(1) as system:
+        sleeper = await system.spawn(Sleeper, name="sleeper")
+        watch = await Watch.start(system)
+        tasks = asyncio.all_tasks()
+        async with Report(config(), directory, 1, watch, out=terminal.out):
+            await sleeper[0].sleep()
+        assert asyncio.all_tasks() <= tasks
+    assert "sleeper  running sleep" in plain(terminal.text())
+
+
+async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+
+    async def run() -> None:
+        async with (
+            ActorSystem.local(1) as system,
+            Report(config(), directory, 1, await Watch.start(system), out=terminal.out) as report,
+        ):
+            report.stepped(1, STEP)
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "step 1 of 3" in plain(terminal.text())
+
+
+def test_held_out_problems_are_the_same_ones_each_time():
+    rows = held_out_rows(evaluation("1234", "7", "1234"), 2)
+    assert [(row["prompt"], row["response"], row["reward"], row["kind"]) for row in rows] == [
+        ("0>", "1234", 1.0, "held-out"),
+        ("1>", "7", 0.0, "held-out"),
+    ]
+
+
+def test_paths_are_shown_as_one_would_type_them(monkeypatch, tmp_path):
+    from rlinf.report import _shown
+
+    monkeypatch.chdir(tmp_path)
+    assert _shown(tmp_path / "a" / "b") == os.path.join("a", "b")
+    assert _shown(Path("/elsewhere")) == "/elsewhere"

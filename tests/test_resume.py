@@ -1,0 +1,116 @@
+"""A run that was stopped goes on as if it had not been: bit for bit, also after `kill -9`, and on other numbers of
+ranks."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlinf.config import InputError
+from rlinf.launch import _begun
+from tests.launching import QUICKSTART, TINY, command, environment, launch, learned, metrics_of, weights_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STEPS = 8
+RUN = ("--config", QUICKSTART, *TINY, f"steps={STEPS}", "algorithm.epochs=2", "algorithm.prompts_per_step=8")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    """A run from start to end in one go."""
+    output = tmp_path_factory.mktemp("uninterrupted")
+    launch(*RUN, f"output_dir={output}")
+    return output / "quickstart"
+
+
+def equal(one: Path, other: Path) -> None:
+    """Both learned the same, bit for bit."""
+    assert learned(one) == learned(other)
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def killed(output: Path, after: int, processes: int = 0) -> Path:
+    """Start a run and kill every process of it some time after its `after`th step; the moment is random."""
+    run = output / "quickstart"
+    process = subprocess.Popen(
+        command(*RUN, f"output_dir={output}", processes=processes),
+        cwd=Path(__file__).parent.parent,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 100
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < after:
+        assert time.monotonic() < deadline, "it took no step"
+        assert process.poll() is None, "it ended by itself"
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.3)
+    subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
+    process.wait()
+    return run
+
+
+def test_two_runs_of_one_configuration_are_equal_bit_for_bit(uninterrupted, tmp_path):
+    launch(*RUN, f"output_dir={tmp_path}")
+    equal(uninterrupted, tmp_path / "quickstart")
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, after):
+    run = killed(tmp_path, after)
+    done = launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")
+    if after > 3:
+        assert "going on after step" in done.stdout
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, STEPS + 1))
+    equal(uninterrupted, run)
+
+
+@pytest.mark.torchrun
+def test_a_killed_run_on_two_hosts_goes_on_in_one_process(uninterrupted, tmp_path):
+    run = killed(tmp_path, 5, processes=2)
+    launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")
+    equal(uninterrupted, run)
+
+
+@pytest.mark.torchrun
+def test_a_run_goes_on_with_another_number_of_trainer_ranks(uninterrupted, tmp_path):
+    launch(*RUN, f"output_dir={tmp_path}", "steps=4")
+    launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto", "placement.trainer=[0,1]", processes=2)
+    lines, reference = learned(tmp_path / "quickstart"), learned(uninterrupted)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[4]["reward/mean"] == reference[4]["reward/mean"], "the same samples, since the weights are the same"
+    assert lines[4]["loss"] == pytest.approx(reference[4]["loss"], abs=1e-5)
+    assert lines[4]["grad_norm"] == pytest.approx(reference[4]["grad_norm"], rel=1e-4)
+
+
+def test_a_run_can_go_on_from_an_older_checkpoint_or_that_of_another_run(uninterrupted, tmp_path):
+    older = uninterrupted / "checkpoints" / "step_000006"
+    done = launch(*RUN, f"output_dir={tmp_path}", "--resume", str(older))
+    assert "going on after step 6" in done.stdout
+    assert [line["step"] for line in metrics_of(tmp_path / "quickstart")] == [7, 8]
+    assert learned(tmp_path / "quickstart") == learned(uninterrupted)[6:]
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_more_steps_go_on(uninterrupted, tmp_path):
+    launch(*RUN, f"output_dir={tmp_path}", "steps=2")
+    done = launch(*RUN, f"output_dir={tmp_path}", "steps=2", "--resume", "auto")
+    assert "going on after step 2" in done.stdout
+    assert [line["step"] for line in metrics_of(tmp_path / "quickstart")] == [1, 2]
+
+
+def test_what_cannot_be_gone_on_from_is_one_message(tmp_path):
+    with pytest.raises(InputError, match="no checkpoint there; there is no such directory"):
+        _begun(str(tmp_path / "none"), tmp_path)
+    with pytest.raises(InputError, match="no checkpoint there; name a run's directory"):
+        _begun(str(tmp_path), tmp_path)
+    assert _begun("auto", tmp_path) is None
+    assert _begun("never", tmp_path) is None

@@ -1,0 +1,108 @@
+"""A run's directory: earlier runs are kept, checkpoints are whole or not there, a resumed run forgets what it undid."""
+
+import json
+import os
+
+import pytest
+
+from rlinf.run_directory import RunDirectory, changes, find_checkpoint
+
+
+def checkpoint(directory, step, content="weights", keep=0):
+    aside = directory.begin_checkpoint(step)
+    (aside / "weights").write_text(content)
+    (aside / "queue.json").write_text(json.dumps({"step": step}))
+    return directory.finish_checkpoint(step, keep)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.checkpoints.iterdir())
+
+
+def test_an_earlier_run_of_the_same_name_is_moved_aside_not_overwritten(tmp_path):
+    first = RunDirectory.create(tmp_path / "run")
+    first.metrics.write_text("precious")
+    assert first.moved is None
+    second = RunDirectory.create(tmp_path / "run")
+    assert second.moved == tmp_path / "run.previous-1"
+    assert (second.moved / "metrics.jsonl").read_text() == "precious"
+    second.metrics.write_text("newer")
+    third = RunDirectory.create(tmp_path / "run")
+    assert third.moved == tmp_path / "run.previous-2"
+    third.resolved.write_text("steps: 3")
+    assert RunDirectory.create(tmp_path / "run").moved is None, "a run that failed at its start left nothing to keep"
+
+
+def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    aside = directory.begin_checkpoint(5)
+    (aside / "weights").write_text("half")
+    assert find_checkpoint(directory.path) is None
+    directory.drop_checkpoint(5)
+    assert names(directory) == []
+    checkpoint(directory, 5)
+    assert names(directory) == ["latest", "step_000005"]
+    checkpoint(directory, 5, "again, as after a resume")
+    assert (directory.latest / "weights").read_text() == "again, as after a resume"
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    for step in (5, 10, 999_999, 1_000_000):
+        checkpoint(directory, step, keep=2)
+    assert names(directory) == ["latest", "step_1000000", "step_999999"]
+    assert os.readlink(directory.latest) == "step_1000000"
+
+
+def test_the_newest_whole_checkpoint_is_found_by_the_runs_name_or_its_own(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    for step in (5, 10):
+        checkpoint(directory, step)
+    directory.begin_checkpoint(15)
+    newest = find_checkpoint(directory.path)
+    assert newest is not None
+    assert (newest.step, newest.run) == (10, directory.path)
+    older = find_checkpoint(directory.checkpoints / "step_000005")
+    assert older is not None
+    assert older.step == 5
+    by_link = find_checkpoint(directory.latest)
+    assert by_link is not None
+    assert by_link.path.name == "step_000010"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "nothing to go on from"), ("{", "is not JSON"), ("[]", "after which step"), ("{}", "after which step")],
+)
+def test_what_cannot_be_gone_on_from_is_said(tmp_path, content, said):
+    directory = RunDirectory.create(tmp_path / "run")
+    queue = checkpoint(directory, 5) / "queue.json"
+    queue.unlink()
+    if content is not None:
+        queue.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        find_checkpoint(directory.path)
+
+
+def test_going_on_drops_what_was_noted_later_and_a_line_that_was_cut(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    for step in (5, 10):
+        checkpoint(directory, step)
+    lines = [json.dumps({"step": step, "x": step}) + "\n" for step in range(1, 12)]
+    directory.metrics.write_text("".join(lines) + '{"step": 12, "x"')
+    directory.begin_checkpoint(15)
+    again = RunDirectory.reopen(directory.path, 5)
+    assert again.metrics.read_text() == "".join(lines[:5])
+    assert names(again) == ["latest", "step_000005", "superseded_step_000010"]
+    assert os.readlink(again.latest) == "step_000005"
+    found = find_checkpoint(again.path)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_what_was_changed_since_the_checkpoint_is_told_key_by_key(tmp_path):
+    resolved = tmp_path / "resolved.yaml"
+    assert changes(resolved, "steps: 3") == []
+    resolved.write_text("steps: 3\noptimizer: {lr: 1.0e-6, betas: [0.9, 0.99]}\nold: 1\nempty: {}\n")
+    now = "steps: 3\noptimizer: {lr: 2.0e-6, betas: [0.9, 0.99]}\nnew: {key: x}\nempty: {}\n"
+    assert changes(resolved, now) == ["optimizer.lr: 1e-06 -> 2e-06", "new.key: not there -> x", "old: 1 -> not there"]

@@ -7,12 +7,11 @@ sample's `outcome` and `remark` tell. A reward that cannot work at all ends the 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from rlinf.data.sample import Group, Sample
+from rlinf.data.sample import Group, Outcome, Sample
 from rlinf.rewards.base import OFFERED, ON_REQUEST, Reward, RewardSource
 from rlinf.rewards.exact import exact
 from rlinf.rewards.pool import RewardPool
@@ -98,7 +97,7 @@ class Judge(Actor):
         for verdict in verdicts:
             self._notice(verdict)
         samples = tuple(_judged(*each) for each in zip(group.samples, verdicts, strict=True))
-        return dataclasses.replace(group, samples=samples)
+        return Group(group.prompt, samples)
 
     async def _judge(self, batch: Sequence[Arguments]) -> list[Verdict]:
         if self._pool is not None:
@@ -147,13 +146,7 @@ def _all(scorer: Scorer, batch: Sequence[Arguments]) -> list[Verdict]:
 
 
 def _judged(sample: Sample, verdict: Verdict) -> Sample:
-    outcome = verdict.outcome
-    if outcome != "ok":
-        return dataclasses.replace(sample, reward=None, outcome=outcome, remark=verdict.remark)
-    return dataclasses.replace(
-        sample,
-        reward=verdict.value,
-        outcome="truncated" if sample.truncated else "ok",
-        scores=verdict.scores,
-        extracted=verdict.extracted,
-    )
+    if verdict.outcome != "ok":
+        return sample.judged(None, verdict.outcome, scores={}, remark=verdict.remark)
+    cut: Outcome = "truncated" if sample.truncated else "ok"
+    return sample.judged(verdict.value, cut, scores=verdict.scores, extracted=verdict.extracted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rlinf.actors.micro_batches import InOrder, Round, Rounds, scored_rows
 from rlinf.data.batch import Packed, Row, pack
@@ -21,6 +21,8 @@ from rlinf.data.seeds import permutation
 @dataclass(slots=True, eq=False)
 class Learn:
     """Add these rows to the gradient."""
+
+    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its rows
 
     rows: tuple[Row, ...]
     """A micro-batch; empty if there is no work for this rank, which takes part all the same."""

@@ -62,8 +62,8 @@ def outside(trace: dict[str, Any], seconds: Sequence[float]) -> float:
     """Share of the steps' time in which no process was at a stage.
 
     A stage computes in its actor's own thread, on a track named `<actor> compute`; the exception is the judge, whose
-    trusted rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the calls of
-    the trainer. The trace goes on while we wait for our turn, but then nothing computes.
+    trusted rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the
+    calls of the trainer. The trace goes on while we wait for our turn, but then nothing computes.
 
     Args:
         trace: as trace.json has it; times in microseconds.

@@ -1,0 +1,62 @@
+"""Groups of samples: which of them count, and how they travel."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.data.sample import Group, Prompt, Sample
+
+
+def group(lengths, *, prompt=None, outcomes=("ok", "truncated", "timeout")):
+    asked = Prompt(7, np.arange(3), "text", "answer", {"level": 2})
+    samples = [
+        Sample(
+            prompt or asked, i, np.arange(n), np.arange(n, dtype=np.float32) / 7, np.full(n, i, np.int32), f"text {i}",
+            i % 2 == 0, 0.5, None if i % 3 == 2 else 0.25 * i, outcomes[i % 3], {"part": 0.5 * i}, f"x{i}", f"note {i}",
+        )
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    return Group(asked, tuple(samples))
+
+
+def fields(sample):
+    return [
+        value.tolist() if isinstance(value := getattr(sample, name), np.ndarray) else value
+        for name in Sample.__slots__
+        if name != "prompt"
+    ]
+
+
+@given(st.lists(st.integers(0, 6), max_size=6), st.booleans())
+@settings(deadline=None)
+def test_a_group_arrives_as_it_left(lengths, foreign):
+    sent = group(lengths, prompt=Prompt(8, np.arange(1)) if foreign else None)
+    arrived = pickle.loads(pickle.dumps(sent))
+    assert [fields(sample) for sample in arrived.samples] == [fields(sample) for sample in sent.samples]
+    for sample in arrived.samples:
+        assert sample.response_ids.dtype == np.int64
+        assert sample.logprobs.dtype == np.float32
+        assert sample.versions.dtype == np.int32
+        assert (sample.prompt is arrived.prompt) == (not foreign), "a shared prompt stays shared"
+    assert arrived.prompt.row == {"level": 2}
+
+
+def test_arrays_that_do_not_fit_together_arrive_too():
+    sent = group([2, 3])
+    odd = Sample(sent.prompt, 0, np.arange(4), np.zeros(2, np.float32), np.zeros(1, np.int32), "", False)
+    arrived = pickle.loads(pickle.dumps(Group(sent.prompt, (odd, sent.samples[1]))))
+    assert [len(arrived.samples[0].response_ids), len(arrived.samples[0].logprobs)] == [4, 2]
+
+
+def test_only_samples_with_a_reward_are_scored_and_an_unjudged_group_says_so():
+    judged = group([1, 1, 1, 1])
+    assert [sample.index for sample in judged.scored] == [0, 1, 3]
+    assert judged.rewards == [0.0, 0.25, 0.75]
+    unjudged = Sample(judged.prompt, 0, np.arange(1), np.zeros(1, np.float32), np.zeros(1, np.int32), "", False)
+    with pytest.raises(ValueError, match=r"put judge\.score between"):
+        _ = Group(judged.prompt, (unjudged,)).scored

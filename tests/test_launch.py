@@ -222,6 +222,12 @@ def test_a_flow_of_ones_own_in_the_current_directory(tmp_path, name, more, end, 
     assert ("Traceback" in done.stderr) == (expect == 1), "a bug keeps its traceback, a mistake in the input has none"
 
 
+@pytest.mark.slow
+def test_the_example_of_a_flow_of_ones_own_runs(tmp_path):
+    launch("--config", QUICKSTART, *TINY, "flow=examples.custom_flow.best_of_n", f"output_dir={tmp_path}")
+    assert [line["step"] for line in metrics_of(tmp_path / "quickstart")] == [1, 2, 3]
+
+
 def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path):
     (tmp_path / "file").write_text("")
     from rlinf.launch import _make_directory

@@ -1,0 +1,73 @@
+"""`python -m rlinf evaluate` scores a saved model as training did, and says what is wrong with its input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import QUICKSTART, ROOT, TINY, environment, launch, metrics_of
+from tests.stand_in import save_model, save_problems
+
+pytestmark = pytest.mark.slow
+
+
+def rlinf(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def test_a_saved_model_scores_what_it_scored_at_the_end_of_training(tmp_path):
+    tiny = ("--config", QUICKSTART, *TINY, "sft.steps=30", "model.config.hidden_size=32")
+    launch(*tiny, f"output_dir={tmp_path}")
+    run = tmp_path / "quickstart"
+    model, answers = run / "checkpoints" / "latest" / "hf", tmp_path / "answers.jsonl"
+    done = rlinf(
+        "evaluate", "--model", str(model), "--config", QUICKSTART, "evaluation.problems=20", "--output", str(answers)
+    )
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    accuracy = sum(row["reward"] for row in rows) / len(rows)
+    assert accuracy == pytest.approx(metrics_of(run)[-1]["evaluation/accuracy"])
+    assert "20 problems, greedy" in done.stdout
+    assert done.stderr == ""
+    assert str(run / "report.html") in rlinf("report", str(run)).stdout
+
+
+def test_several_answers_tell_pass_and_majority(tmp_path):
+    model = save_model(tmp_path / "model")
+    problems = save_problems(tmp_path / "test.jsonl", 6, prompt="problem")
+    done = rlinf(
+        "evaluate", "--model", str(model), "--config", "configs/math/qwen2.5-1.5b-grpo.yaml",
+        f"evaluation.data={problems}", f"data.train={problems}", "data.columns={prompt: problem, answer: answer}",
+        "evaluation.samples=3", "evaluation.temperature=1.0", "evaluation.k=[1,3]", "evaluation.max_new_tokens=4",
+        "rollout.dtype=float32",
+    )  # fmt: skip
+    for measure in ("accuracy", "pass@1", "pass@3", "maj@3"):
+        assert measure in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("evaluate", "--model", "./none", "--config", QUICKSTART), "model.path = ./none"),
+        (("evaluate", "--model", "./tests", "--config", QUICKSTART, "evaluation.k=[2]"), "raise evaluation.samples"),
+        (("report", "tests"), "is no run's directory"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments, said):
+    done = rlinf(*arguments, expect=2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_answers_need_a_place_that_is_there(tmp_path: Path):
+    nowhere = tmp_path / "none" / "answers.jsonl"
+    done = rlinf("evaluate", "--model", "tests", "--config", QUICKSTART, "--output", str(nowhere), expect=2)
+    assert "there is no directory" in done.stderr

@@ -26,6 +26,7 @@ import torch
 from torch.distributed import rpc
 
 from .errors import UserError
+from .job_store import SCHEME
 from .transport import Frame, Receiver
 
 Packed = tuple[bytes, list[torch.Tensor]]
@@ -60,7 +61,10 @@ class RpcTransport:
         self._watched: set[int] = set()
         _current = self
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=max(8, hosts + 2), rpc_timeout=timeout, **_transport_options()
+            num_worker_threads=max(8, hosts + 2),
+            rpc_timeout=timeout,
+            init_method=f"{SCHEME}://",
+            **_transport_options(),
         )
         with warnings.catch_warnings():  # of init_rpc, about init_rpc
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

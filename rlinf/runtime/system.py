@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from .actor import Actor, Cell, current_scope
 from .bulk import GroupBulk
 from .channel import Channel, QueueHandle
@@ -24,6 +22,7 @@ from .context import CONTROLLER, SERVICE, enter_host, finish
 from .errors import ActorDied, StallError, UserError
 from .group import ActorGroup, ActorRef
 from .host import Host
+from .job_store import job_store
 from .lease import Tenant
 from .lease_client import LeaseClient
 from .network import LocalNetwork
@@ -134,9 +133,7 @@ class ActorSystem:
     def collectives(self) -> Collectives:
         """Named process groups and device meshes over hosts; see `collectives.py`."""
         if self._collectives is None:
-            store = None
-            if self._network is None:
-                store, _, _ = next(dist.rendezvous("env://"))
+            store = job_store() if self._network is None else None
             self._collectives = Collectives(store, self.host, self.hosts)
         return self._collectives
 

@@ -6,7 +6,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +108,18 @@ def alive(pids):
 def environment_of(pid):
     with open(f"/proc/{pid}/environ") as file:
         return dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)
+
+
+def test_a_job_that_torchrun_restarts_does_not_wait_for_the_dead():
+    program = Path(__file__).parent / "programs" / "restarted.py"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # --standalone makes a new store for every start; a port makes torchrun keep one
+    how = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *how, str(program)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "met in attempt 1" in done.stdout

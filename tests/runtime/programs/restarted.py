@@ -1,0 +1,34 @@
+"""A job whose second process dies once: torchrun starts all anew, and they must not meet the dead."""
+
+import os
+import signal
+
+import torch
+
+import rlinf
+from rlinf import Actor, endpoint
+
+
+class Mortal(Actor):
+    @endpoint
+    async def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @endpoint
+    async def meet(self, attempt: str):
+        group = await self.system.collectives.group("all", [0, 1])
+        total = torch.ones(1)
+        await group.all_reduce(total)
+        return attempt if total.item() == 2 else "alone"
+
+
+async def main(system):
+    mortals = await system.spawn(Mortal, hosts=[0, 1], name="mortal")
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    assert await mortals.meet(attempt) == [attempt] * 2
+    print(f"met in attempt {attempt}", flush=True)
+    if attempt == "0":
+        await mortals[1].die()
+
+
+rlinf.run(main)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="make the report.html of a run's directory again")
     report.add_argument("directory", metavar="DIR")
     report.set_defaults(run=_report)
-    options = parser.parse_intermixed_args(arguments) if arguments else parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         options.run(options)
     except (InputError, RunFailure) as error:

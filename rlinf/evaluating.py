@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rlinf.config import InputError, RunConfig
 from rlinf.flows.evaluate import Evaluation, evaluate
-from rlinf.problems import answers_of, load_problems
+from rlinf.problems import answers_of, evaluation_settings, load_problems
 from rlinf.roles import spawn_roles
 from rlinf.runtime.stream import Stream
 from rlinf.runtime.system import ActorSystem
@@ -37,16 +37,9 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     if not problems.held_out:
         raise InputError("evaluation.data: name problems to evaluate on")
     roles = await spawn_roles(system, config, problems, train=False)
-    evaluation, start = config.evaluation, time.perf_counter()
+    start = time.perf_counter()
     outcome = await evaluate(
-        Stream.of(problems.held_out),
-        roles["rollout"],
-        roles["judge"],
-        n=evaluation.samples,
-        temperature=evaluation.temperature,
-        ks=evaluation.k,
-        top_p=evaluation.top_p,
-        max_new_tokens=evaluation.max_new_tokens,
+        Stream.of(problems.held_out), roles["rollout"], roles["judge"], **evaluation_settings(config)
     )
     _print(config, outcome, time.perf_counter() - start)
     if output is not None:

@@ -202,7 +202,7 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
     if rank != 0:
         threading.Event().wait(_TURN_SECONDS)
     if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        pointer = {"message": "a mistake in what was given: see `error:` further up", "timestamp": int(time.time())}
+        pointer = {"message": "see `error:` further up", "timestamp": int(time.time())}
         Path(report_of_torchrun).write_text(json.dumps(pointer), encoding="utf-8")
     print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     return WRONG_INPUT if isinstance(error, InputError) else FAILED

@@ -25,7 +25,7 @@ from rlinf.html_report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.preparation import Prepared
-from rlinf.problems import answers_of, evaluation_of, load_problems
+from rlinf.problems import answers_of, evaluation_of, evaluation_settings, load_problems
 from rlinf.report import Report, held_out_rows
 from rlinf.roles import Roles, spawn_roles
 from rlinf.run_directory import Checkpoint, RunDirectory
@@ -179,16 +179,11 @@ class Run:
     async def _evaluate(self) -> Evaluation | None:
         if not self.problems.held_out:
             return None
-        evaluation = self.config.evaluation
         return await evaluate(
             Stream.of(self.problems.held_out),
             self.roles["rollout"],
             self.roles["judge"],
-            n=evaluation.samples,
-            temperature=evaluation.temperature,
-            ks=evaluation.k,
-            top_p=evaluation.top_p,
-            max_new_tokens=evaluation.max_new_tokens,
+            **evaluation_settings(self.config),
         )
 
     def _save(self, directory: Path) -> Any:

@@ -41,6 +41,18 @@ def load_problems(config: RunConfig) -> Data:
         raise InputError(str(error)) from error
 
 
+def evaluation_settings(config: RunConfig) -> dict[str, Any]:
+    """How `evaluate` answers, from a configuration: the same while training and for a saved model."""
+    evaluation = config.evaluation
+    return {
+        "n": evaluation.samples,
+        "temperature": evaluation.temperature,
+        "ks": evaluation.k,
+        "top_p": evaluation.top_p,
+        "max_new_tokens": evaluation.max_new_tokens,
+    }
+
+
 def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:
     """An evaluation as JSON: its numbers and texts, without token ids."""
     if evaluation is None:

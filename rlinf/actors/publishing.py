@@ -2,28 +2,22 @@
 
 Flows in: a model, whole or sharded by FSDP2 over the trainer's ranks, with or without adapters. Flows out: its weights
 under the names of the plain model, on rank 0; nothing on the others. Every rank takes part, since gathering a sharded
-tensor is a collective; several are under way at a time, and no rank ever holds more gathered tensors than fill a
-bucket, except for the buckets themselves on rank 0.
+tensor is a collective; no rank holds more than one gathered tensor, except for the buckets themselves on rank 0.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from rlinf.actors.lora import merged_named_parameters
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Weights
 from rlinf.runtime.actor import Actor
-
-AHEAD_BYTES = 64 << 20
-"""Gathered bytes that may be under way: enough to hide what starting a collective costs, little beside a bucket."""
 
 
 async def publish(
@@ -93,44 +87,28 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered(
-    named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None, ahead_bytes: int = AHEAD_BYTES
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors from sharded ones, in their order, gathering the next ones meanwhile.
+def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors from sharded ones, in their order.
 
     Every rank of the mesh must run it to its end.
+
+    One collective at a time: under gloo several at once were seen to corrupt the heap within a thousand (torch 2.13),
+    and under NCCL, which queues them on a stream, starting them early would win nothing.
 
     Args:
         named: names and tensors; those that are not sharded pass through.
         dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are.
-        ahead_bytes: gathering is started for so many bytes (and at least one tensor) before its first is waited for.
     """
-    under_way: deque[tuple[str, Tensor]] = deque()
-    size = 0
     for name, tensor in named:
-        start = _start_gathering(tensor.detach(), dtype)
-        under_way.append((name, start))
-        size += start.nbytes
-        while size > ahead_bytes:
-            name, start = under_way.popleft()
-            size -= start.nbytes
-            yield name, _finish_gathering(start)
-    while under_way:
-        name, start = under_way.popleft()
-        yield name, _finish_gathering(start)
+        yield name, _whole(tensor.detach(), dtype)
 
 
-def _start_gathering(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    replicas = [Replicate()] * tensor.device_mesh.ndim
     cast: Any = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    whole: Tensor = cast.redistribute(placements=replicas, async_op=True).to_local()
+    whole: Tensor = cast.full_tensor()
     return whole
-
-
-def _finish_gathering(tensor: Tensor) -> Tensor:
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _in_host_memory(model: nn.Module, device: str | None) -> bool:

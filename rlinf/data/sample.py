@@ -6,8 +6,8 @@ pickle in a tenth of a tensor's time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -77,6 +77,9 @@ class Sample:
     """What the reward function took as the answer itself, where it tells: equal ones vote together in maj@k."""
     remark: str = ""
     """Why judging failed, for people."""
+    per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What other roles have said of each token, by name, float32 [response] each: `ref_logprobs`, `teacher_logprobs`
+    (nats) and `values` are what our algorithms read."""
 
     @property
     def group(self) -> int:
@@ -107,6 +110,7 @@ class Sample:
             scores,
             extracted,
             remark,
+            self.per_token,
         )
 
 
@@ -144,12 +148,39 @@ class Group:
         """
         return [sample.reward for sample in self.scored if sample.reward is not None]
 
+    def told(self, name: str, arrays: Sequence[np.ndarray]) -> Group:
+        """The same with something said of each token.
+
+        Args:
+            name: key in `Sample.per_token`.
+            arrays: one per sample, [response] each.
+
+        Raises:
+            ValueError: an array does not fit its response.
+        """
+        for sample, array in zip(self.samples, arrays, strict=True):
+            if array.shape != sample.response_ids.shape:
+                raise ValueError(
+                    f"{name} {list(array.shape)} must be one number per token of the response, "
+                    f"{list(sample.response_ids.shape)} (prompt {self.prompt.id}, sample {sample.index})"
+                )
+        return Group(
+            self.prompt,
+            tuple(
+                replace(sample, per_token={**sample.per_token, name: np.asarray(array, dtype=np.float32)})
+                for sample, array in zip(self.samples, arrays, strict=True)
+            ),
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as a few long arrays: many short ones cost ten times as much to pickle."""
         samples = self.samples
         lengths = [len(sample.response_ids) for sample in samples]
+        said = tuple(samples[0].per_token) if samples else ()
         whole = all(
-            sample.prompt is self.prompt and len(sample.logprobs) == len(sample.versions) == length
+            sample.prompt is self.prompt
+            and len(sample.logprobs) == len(sample.versions) == length
+            and tuple(sample.per_token) == said
             for sample, length in zip(samples, lengths, strict=True)
         )
         if not samples or not whole:
@@ -158,19 +189,31 @@ class Group:
             np.concatenate([getattr(sample, name) for sample in samples])
             for name in ("response_ids", "logprobs", "versions")
         ]
+        told = {name: np.concatenate([sample.per_token[name] for sample in samples]) for name in said}
         rest = [[getattr(sample, name) for sample in samples] for name in _REST]
-        return _group_arrived, (self.prompt, lengths, arrays, rest)
+        return _group_arrived, (self.prompt, lengths, arrays, told, rest)
 
 
 _REST = ("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark")
 """Fields of a sample besides its prompt and its arrays."""
 
 
-def _group_arrived(prompt: Prompt, lengths: list[int], arrays: list[np.ndarray], rest: list[list[Any]]) -> Group:
+def _group_arrived(
+    prompt: Prompt,
+    lengths: list[int],
+    arrays: list[np.ndarray],
+    told: dict[str, np.ndarray],
+    rest: list[list[Any]],
+) -> Group:
     ends = np.cumsum(lengths)[:-1]
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
+    parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others)
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, per_token=_of(parts, i))
         for i, (index, *others) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))
+
+
+def _of(parts: Mapping[str, Sequence[np.ndarray]], number: int) -> dict[str, np.ndarray]:
+    return {name: part[number] for name, part in parts.items()}

@@ -18,6 +18,7 @@ def group(lengths, *, prompt=None, outcomes=("ok", "truncated", "timeout")):
         Sample(
             prompt or asked, i, np.arange(n), np.arange(n, dtype=np.float32) / 7, np.full(n, i, np.int32), f"text {i}",
             i % 2 == 0, 0.5, None if i % 3 == 2 else 0.25 * i, outcomes[i % 3], {"part": 0.5 * i}, f"x{i}", f"note {i}",
+            {"values": np.arange(n, dtype=np.float32) - i},
         )
         for i, n in enumerate(lengths)
     ]  # fmt: skip
@@ -25,11 +26,12 @@ def group(lengths, *, prompt=None, outcomes=("ok", "truncated", "timeout")):
 
 
 def fields(sample):
-    return [
-        value.tolist() if isinstance(value := getattr(sample, name), np.ndarray) else value
-        for name in Sample.__slots__
-        if name != "prompt"
-    ]
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    return [plain(getattr(sample, name)) for name in Sample.__slots__ if name != "prompt"]
 
 
 @given(st.lists(st.integers(0, 6), max_size=6), st.booleans())
@@ -60,3 +62,14 @@ def test_only_samples_with_a_reward_are_scored_and_an_unjudged_group_says_so():
     unjudged = Sample(judged.prompt, 0, np.arange(1), np.zeros(1, np.float32), np.zeros(1, np.int32), "", False)
     with pytest.raises(ValueError, match=r"put judge\.score between"):
         _ = Group(judged.prompt, (unjudged,)).scored
+
+
+def test_what_is_said_of_tokens_is_added_to_what_was_said_before():
+    told = group([2, 0]).told("ref_logprobs", [np.array([-1.0, -2.0]), np.array([])])
+    assert {name: array.tolist() for name, array in told.samples[0].per_token.items()} == {
+        "values": [0.0, 1.0],
+        "ref_logprobs": [-1.0, -2.0],
+    }
+    assert told.samples[1].per_token["ref_logprobs"].dtype == np.float32
+    with pytest.raises(ValueError, match=r"ref_logprobs \[3\] must be one number per token of the response, \[2\]"):
+        group([2]).told("ref_logprobs", [np.zeros(3)])

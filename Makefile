@@ -40,9 +40,22 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
+# Debian 12's own Mesa lacks a feature that SAPIEN asks for; its backports have it.
+BACKPORTS := Types: deb\nURIs: http://deb.debian.org/debian\nSuites: bookworm-backports\nComponents: main\nSigned-By: /usr/share/keyrings/debian-archive-keyring.gpg\n
+.PHONY: renderer
+renderer:  ## install Mesa's software renderer, for pictures of simulators; needs root
+	@if ls /usr/share/vulkan/icd.d/lvp_icd*.json >/dev/null 2>&1; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ]; then echo "not root, so no software renderer: tests that draw are skipped"; exit 0; fi; \
+	. /etc/os-release; suite=; \
+	if [ "$${VERSION_CODENAME:-}" = bookworm ]; then \
+	  suite="-t bookworm-backports"; printf '$(BACKPORTS)' > /etc/apt/sources.list.d/rlinf-backports.sources; \
+	fi; \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends $$suite libvulkan1 mesa-vulkan-drivers >/dev/null; } \
+	  || echo "no software renderer could be installed: tests that draw are skipped"
+
 # One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
 .PHONY: test
-test: install  ## run all tests; PYTEST_ARGS="-k name" chooses
+test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest --durations=15 --durations-min=1 $(PYTEST_ARGS)
 

@@ -6,12 +6,14 @@ In: configs/quickstart.yaml. Out: a Hugging Face directory, and a `Job` per seed
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.peers.grpo_job import Job
 from rlinf.actors.modeling import build_model
+from rlinf.algorithm_choice import algorithm_of
 from rlinf.config import RunConfig
 from rlinf.data.tasks import PromptStream, Task, examples, make_task
 from rlinf.data.tokenizer import load_tokenizer
@@ -51,6 +53,7 @@ def warm_model(config: RunConfig, path: Path) -> None:
 def job_of(config: RunConfig, model: Path, seed: int, steps: int) -> Job:
     """So many of the configuration's steps, with the problems that our run of that seed draws."""
     task, algorithm, optimizer = task_of(config, seed), config.algorithm, config.optimizer
+    spec: Any = algorithm_of(config)
     problems = PromptStream(task.train, load_tokenizer(task.tokenizer), seed=2 * seed + 1)
     drawn = [problems.take(algorithm.prompts_per_step) for _ in range(steps)]
     return Job(
@@ -66,7 +69,7 @@ def job_of(config: RunConfig, model: Path, seed: int, steps: int) -> Job:
         betas=optimizer.betas,
         weight_decay=optimizer.weight_decay,
         grad_clip=optimizer.grad_clip,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        advantage_scale=algorithm.advantage_scale,
+        clip_low=spec.loss.clip_low,
+        clip_high=spec.loss.clip_high,
+        advantage_scale=spec.advantage.scale,
     )

@@ -16,6 +16,8 @@ __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "d
 
 ROLES = ("rollout", "trainer", "judge")
 """Keys of `placement` that name hosts."""
+BESIDE_THE_TRAINER = ("critic", "reference", "teacher")
+"""Further ones, of roles that only some algorithms have; they share the trainer's hosts unless they name some."""
 _FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -34,19 +36,28 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), hosts: i
     return load(RunConfig, path, overrides, lambda config: _mistakes(config, hosts))
 
 
-def roles_to_hosts(placement: PlacementConfig, hosts: int) -> dict[str, list[int]]:
+def roles_to_hosts(placement: PlacementConfig, hosts: int, roles: Sequence[str] = ROLES) -> dict[str, list[int]]:
     """Where each role runs in a job of `hosts` processes: as written, or all on host 0 where there is only that one."""
-    return {role: getattr(placement, role) if hosts > 1 else [0] for role in ROLES}
+    if hosts == 1:
+        return {role: [0] for role in roles}
+    return {role: getattr(placement, role) or (placement.trainer if role not in ROLES else []) for role in roles}
 
 
 def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     """(key, advice) for what the type and the limits of a single key cannot say."""
     if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
         yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
-    if (flow := mistake_in(config.flow, must_be_async=True)) is not None:
+    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
         yield "flow", flow
     yield from _reward_mistakes(config.reward)
-    for key, directory in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
+    yield from _reference_mistakes(config)
+    for key, directory in (
+        ("model.path", config.model.path),
+        ("model.tokenizer", config.model.tokenizer),
+        ("critic.model", config.critic.model),
+        ("reference.model", config.reference.model),
+        ("teacher.model", config.teacher.model),
+    ):
         if directory is not None and _is_local(directory) and not Path(directory).expanduser().is_dir():
             advice = "there is no such directory; name one that save_pretrained wrote, or owner/name on the hub"
             yield key, advice
@@ -57,8 +68,17 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     yield from _data_mistakes("data.train", config.data.train)
     yield from _data_mistakes("evaluation.data", config.evaluation.data)
     yield from _evaluation_mistakes(config.evaluation, config.data)
-    for role, wanted in roles_to_hosts(config.placement, 2).items():
-        yield from ((f"placement.{role}", advice) for advice in _misplaced(wanted, hosts))
+    for role in (*ROLES, *BESIDE_THE_TRAINER):
+        wanted = getattr(config.placement, role)
+        if wanted or role in ROLES:
+            yield from ((f"placement.{role}", advice) for advice in _misplaced(wanted, hosts))
+
+
+def _reference_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.reference.kind == "adapters_off" and config.model.lora.r == 0:
+        yield "reference.kind", "there are no adapters to switch off; set model.lora.r, or take frozen"
+    if config.reference.kind != "frozen" and config.reference.model is not None:
+        yield "reference.model", f"a reference of kind {config.reference.kind} is made of the policy itself; remove it"
 
 
 def _reward_mistakes(reward: RewardConfig) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlinf.schema import number
 
@@ -114,24 +114,88 @@ class SftConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """How samples become a gradient: GRPO with a clipped ratio and no KL penalty."""
+    """How samples become a gradient: a recipe by its name, any part of which can be changed. `algorithm: dapo` is short
+    for its name alone; docs/algorithms.md has the recipes and what each part takes."""
 
+    __shorthand__: ClassVar[str] = "name"
+
+    name: str = "grpo"
+    """The recipe: grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo, opd and others."""
     prompts_per_step: int = number(64, low=1)
     """Prompts drawn for each step."""
-    group_size: int = number(8, low=2)
-    """Answers sampled for each prompt; their mean reward is the baseline."""
-    advantage_scale: Literal["std", "none"] = "std"
-    """`std` divides a group's advantages by the spread of its rewards (GRPO); `none` does not (Dr. GRPO)."""
+    group_size: int = number(8, low=1)
+    """Answers sampled for each prompt; where a recipe compares them with each other, at least 2."""
     epochs: int = number(1, low=1)
     """How often each batch of samples is learned from."""
     minibatches: int = number(1, low=1)
     """Optimizer steps per epoch, each on its share of the batch's groups."""
-    clip_low: float = number(0.2, low=0, high=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = number(0.2, low=0)
-    """The probability ratio is clipped above at 1 + clip_high; more than clip_low lets rare tokens grow."""
-    dual_clip: float | None = number(None, above=1)
-    """Bounds the loss of answers worse than their group at this many times their advantage; null does not."""
+    advantage: Any = field(default_factory=dict)
+    """Changes what an answer is compared with: {scale: none}, another one by name, such as leave_one_out, or your own
+    function by dotted path."""
+    loss: Any = field(default_factory=dict)
+    """Changes the loss: {clip_low: 0.2, clip_high: 0.28}, another one by name, such as sapo, {name: sapo, tau_neg:
+    1.1}, or your own function by dotted path."""
+    aggregation: dict[str, Any] = field(default_factory=dict)
+    """Changes how losses of tokens become one: {how: token-mean}; norm_length is rollout.max_new_tokens unless set."""
+    kl: Any = field(default_factory=dict)
+    """Penalty for leaving the reference policy: {place: loss, kind: k3, beta: 0.001}; null for none."""
+    entropy_bonus: float | None = number(None, low=0)
+    """Weight of the reward for staying undecided; null as in the recipe."""
+    correction: Any = field(default_factory=dict)
+    """Importance sampling between engine and trainer: {cap: 2.0, level: token, outside: truncate}; null for none."""
+    max_drift: float | None = number(None, above=0)
+    """Bad answers that the policy has left further behind, nats per token, are left out; null for no bound."""
+    shaping: Any = field(default_factory=dict)
+    """Penalty near the length limit: {cache: 4096}; longest is rollout.max_new_tokens unless set; null for none."""
+    truncated: Literal["keep", "mask"] | None = None
+    """Answers that the length limit cut are learned from, or give no gradient; null as in the recipe."""
+    sampling: Any = field(default_factory=dict)
+    """Draw more prompts in place of those whose answers are all equally good: {max_rounds: 10}; null for none."""
+    critic: Any = field(default_factory=dict)
+    """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
+
+
+@dataclass
+class CriticConfig:
+    """The critic, where the algorithm trains one (ppo): it predicts the reward to come before each token."""
+
+    model: str | None = None
+    """Hugging Face directory (or hub name) of its model; null starts from the policy's own weights."""
+    lr: float = number(1e-5, above=0)
+    """Learning rate after warm-up."""
+    warmup_steps: int = number(0, low=0)
+    """Optimizer steps over which its learning rate rises linearly from 0."""
+    head_start: int = number(0, low=0)
+    """Steps of the flow at the beginning in which the critic learns alone."""
+    grad_clip: float = number(1.0, above=0)
+    """Gradients with a larger global norm are scaled down to it."""
+    weight_decay: float = number(0.0, low=0)
+    """Decoupled weight decay."""
+
+
+@dataclass
+class ReferenceConfig:
+    """The policy that a KL penalty holds on to, where the algorithm has one."""
+
+    kind: Literal["frozen", "ema", "adapters_off"] = "frozen"
+    """`frozen`: the policy as it was before reinforcement learning. `ema`: a running mean of it. `adapters_off`: the
+    model under its own LoRA adapters, which needs no second copy in memory."""
+    model: str | None = None
+    """Hugging Face directory (or hub name) of another policy to hold on to; null takes the policy itself."""
+    decay: float = number(0.99, above=0, below=1)
+    """How much of an `ema` reference stays as it is in each step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which it computes."""
+
+
+@dataclass
+class TeacherConfig:
+    """The model whose judgement of every token is learned from, where the algorithm distils (opd)."""
+
+    model: str | None = None
+    """Hugging Face directory (or hub name); its tokens must be those of the policy."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which it computes."""
 
 
 @dataclass
@@ -232,6 +296,12 @@ class PlacementConfig:
     """Hosts that train."""
     judge: list[int] = number([0], low=0)
     """Hosts that score answers."""
+    critic: list[int] = number([], low=0)
+    """Hosts that train the critic; none: those of the trainer. The same holds for the next two."""
+    reference: list[int] = number([], low=0)
+    """Hosts of the reference policy, each with a whole copy."""
+    teacher: list[int] = number([], low=0)
+    """Hosts of the teacher, each with a whole copy."""
     device_memory_gb: float | None = number(None, above=0)
     """Memory of each host's device in GB (10^9 bytes); given, a model that cannot fit is refused before anything
     starts."""
@@ -248,7 +318,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class MetricsConfig:
+class TrackingConfig:
     """Where a run's numbers go, besides metrics.jsonl."""
 
     tensorboard: bool = False
@@ -257,10 +327,20 @@ class MetricsConfig:
     """Project on Weights & Biases; offline with WANDB_MODE=offline (needs `pip install rlinf[tracking]`)."""
     swanlab: str | None = None
     """Project on SwanLab (needs `pip install rlinf[swanlab]`)."""
-    samples: int = number(8, low=0)
-    """Answers of each step that are written to samples.jsonl."""
     live: Literal["auto", "always", "never"] = "auto"
     """A view that refreshes itself; `auto` has it on terminals. Otherwise a line per few steps."""
+
+
+@dataclass
+class MetricsConfig(TrackingConfig):
+    """Where a run's numbers go, besides metrics.jsonl, and when to warn about them."""
+
+    samples: int = number(8, low=0)
+    """Answers of each step that are written to samples.jsonl."""
+    mismatch_mean: float | None = number(0.05, above=0)
+    """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
+    mismatch_max: float | None = number(5.0, above=0)
+    """Warn when those of any one token differ by more than this, nats; null never warns."""
 
 
 @dataclass
@@ -275,9 +355,10 @@ class RunConfig:
     """Seed of the model, the problems and the sampling."""
     steps: int = number(100, low=0)
     """Steps of the flow; 0 only warms up and evaluates."""
-    flow: str = "rlinf.flows.grpo"
+    flow: str | None = None
     """Dotted path of the async function that is one step: `package.module.function`, or a module with a function of
-    its own name. Your own file works the same."""
+    its own name. Your own file works the same. null takes the algorithm's: rlinf.flows.grpo, or rlinf.flows.ppo where
+    there is a critic."""
     log_every: int = number(10, low=1)
     """A progress line is printed every this many steps; metrics.jsonl has every step."""
     trace: bool = True
@@ -289,6 +370,9 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

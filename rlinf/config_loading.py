@@ -158,6 +158,8 @@ class _Loader:
             if isinstance(value, dict):
                 for name, inner in value.items():
                     self._take(f"{key}.{name}", inner, place_of)
+            elif isinstance(value, str) and (shorthand := getattr(self.sections[key], "__shorthand__", None)):
+                self._take(f"{key}.{shorthand}", value, lambda _: place_of(key))
             elif value is not None:  # None: a section whose lines are all commented out
                 names = ", ".join(field.name for field in dataclasses.fields(self.sections[key]))
                 self._note(place_of(key), key, value, f"this is a section; its keys are {names}")
@@ -182,6 +184,8 @@ class _Loader:
             self._note(place, key, value, advice)
             return
         try:
+            if key != leaf.key and isinstance(name := OmegaConf.select(self.values, leaf.key), str):
+                OmegaConf.update(self.values, leaf.key, {"name": name}, merge=False)  # what text is short for
             OmegaConf.update(self.values, key, value, merge=False, force_add=key != leaf.key)
         except OmegaConfBaseException:
             self._note(place, key, value, f"expected {leaf.expectation}")

@@ -36,7 +36,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     problems = load_problems(config)
     if not problems.held_out:
         raise InputError("evaluation.data: name problems to evaluate on")
-    roles = await spawn_roles(system, config, problems, train=False)
+    roles = await spawn_roles(system, config, problems)
     start = time.perf_counter()
     outcome = await evaluate(
         Stream.of(problems.held_out), roles["rollout"], roles["judge"], **evaluation_settings(config)

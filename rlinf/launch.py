@@ -14,19 +14,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rlinf.config import InputError, RunConfig, RunFailure, dump, load_config, roles_to_hosts
 from rlinf.config_docs import as_text
+from rlinf.config_embodied import ROLES, EmbodiedConfig, is_embodied, load_embodied
 from rlinf.run_directory import Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.schema import leaves, nearest
 
 if TYPE_CHECKING:
     from rlinf.runtime.system import ActorSystem
 
+Main = Callable[["ActorSystem", RunDirectory, Checkpoint | None], Awaitable[None]]
 FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -107,32 +109,39 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(known.config, tuple(known.overrides), known.dry_run, known.help, known.resume)
 
 
-def describe(config: RunConfig, hosts: int) -> str:
+def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
     """The resolved configuration, and where each role would run in a job of `hosts` processes."""
     if hosts == 1:
-        named = 1 + max(host for its_hosts in roles_to_hosts(config.placement, 2).values() for host in its_hosts)
+        named = 1 + max(host for its_hosts in _placed(config, 2).values() for host in its_hosts)
         where = "one process, which all roles share"
         where += f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
     else:
         where = f"{hosts} processes"
-    roles = roles_to_hosts(config.placement, hosts)
+    roles = _placed(config, hosts)
     lines = [f"  {role:<10} host {', '.join(map(str, its_hosts))}" for role, its_hosts in roles.items()]
     return "\n".join([dump(config), f"# Roles: {where}", *(f"# {line}" for line in lines)])
 
 
+def _placed(config: RunConfig | EmbodiedConfig, hosts: int) -> dict[str, list[int]]:
+    if isinstance(config, RunConfig):
+        return roles_to_hosts(config.placement, hosts)
+    return {role: getattr(config.placement, role) if hosts > 1 else [0] for role in ROLES}
+
+
 def _serve(request: Request, rank: int, hosts: int) -> int:
+    embodied = is_embodied(request.config)
     if request.help:
-        return _say(_USAGE + "\n" + as_text(RunConfig), rank)
+        return _say(_USAGE + "\n" + as_text(EmbodiedConfig if embodied else RunConfig), rank)
     if os.getcwd() not in sys.path:  # a flow may lie in the directory from which the run is started
         sys.path.append(os.getcwd())
-    config = load_config(request.config, request.overrides, hosts)
+    config = (load_embodied if embodied else load_config)(request.config, request.overrides, hosts)
     if request.dry_run:
         return _say(describe(config, hosts), rank)
     train(config, rank, request.resume)
     return 0
 
 
-def train(config: RunConfig, rank: int = 0, resume: str = "never") -> None:
+def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "never") -> None:
     """Run a checked configuration in this process, one of those that torchrun started or the only one.
 
     Args:
@@ -154,14 +163,30 @@ def train(config: RunConfig, rank: int = 0, resume: str = "never") -> None:
     if rank != 0:
         run(_serve_only, trace=True)
         return
-    from rlinf.learning import learn
-    from rlinf.preparation import prepare
-
-    prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    main = _main_of(config)
     begun = _begun(resume, path.absolute())
     directory = _make_directory(path.absolute(), config, begun)
     # Always traced: where a step's time went is told from it; `trace` only decides about the file.
-    run(lambda system: learn(system, config, prepared, directory, begun), hosts=1, trace=True)
+    run(lambda system: main(system, directory, begun), hosts=1, trace=True)
+
+
+def _main_of(config: RunConfig | EmbodiedConfig) -> Main:
+    """What rank 0 runs, with everything imported that the configuration names.
+
+    Raises:
+        ConfigError: some of it is not there, or does not fit.
+    """
+    if isinstance(config, RunConfig):
+        from rlinf.learning import learn
+        from rlinf.preparation import prepare
+
+        prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+        return lambda system, directory, begun: learn(system, config, prepared, directory, begun)
+    from rlinf.embodied import learn_by_acting
+    from rlinf.embodied import prepared as control_prepared
+
+    algorithm = control_prepared(config)
+    return lambda system, directory, begun: learn_by_acting(system, config, algorithm, directory, begun)
 
 
 async def _serve_only(system: ActorSystem) -> None:
@@ -183,7 +208,7 @@ def _begun(resume: str, path: Path) -> Checkpoint | None:
     return found
 
 
-def _make_directory(path: Path, config: RunConfig, begun: Checkpoint | None) -> RunDirectory:
+def _make_directory(path: Path, config: RunConfig | EmbodiedConfig, begun: Checkpoint | None) -> RunDirectory:
     """The run's directory: a new one, or that of the run that is gone on with."""
     text = dump(config)
     try:

@@ -21,12 +21,15 @@ from rlinf.data.rows import DataError
 from rlinf.flows.evaluate import Evaluation, evaluate
 from rlinf.flows.sft import sft
 from rlinf.flows.step import Step
+from rlinf.held_out import compared, in_words, rows
 from rlinf.html_report import write_report
+from rlinf.metrics.alarm import MismatchAlarm
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.preparation import Prepared
 from rlinf.problems import answers_of, evaluation_of, evaluation_settings, load_problems
-from rlinf.report import Report, held_out_rows
+from rlinf.report import Report
+from rlinf.role_states import follow_warm_up, restore_roles, save_roles
 from rlinf.roles import Roles, spawn_roles
 from rlinf.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.observer import Watch
@@ -56,10 +59,26 @@ async def learn(
         Exception: whatever the flow or a role raised.
     """
     watch = await Watch.start(system)
-    report = Report(config, directory, system.hosts, watch)
+    report = Report(
+        config.name,
+        directory,
+        system.hosts,
+        steps=config.steps,
+        log_every=config.log_every,
+        live=config.metrics.live,
+        announced=("evaluation/accuracy",) if config.evaluation.every else (),
+        watch=watch,
+    )
     problems = load_problems(config)
-    roles = await spawn_roles(system, config, problems, rescue=str(directory.path))
-    report.begins()
+    roles = await spawn_roles(
+        system,
+        config,
+        problems,
+        algorithm=prepared.algorithm,
+        beside=prepared.roles,
+        rescue=str(directory.path),
+    )
+    report.begins({role: group.hosts for role, group in roles.items()})
     wanted = chosen(tensorboard=config.metrics.tensorboard, wandb=config.metrics.wandb, swanlab=config.metrics.swanlab)
     about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
     tracking = Tracking(wanted, about, report.line)
@@ -77,7 +96,8 @@ async def learn(
         if config.trace:
             await system.trace(directory.trace)
     await asyncio.to_thread(write_report, directory.path)
-    report.ends(run.before, run.after)
+    before, after = run.before, run.after
+    report.ends(compared(before, after, config.evaluation.temperature) if before and after else ())
 
 
 class Run:
@@ -104,6 +124,7 @@ class Run:
         self.config, self.prepared, self.directory = config, prepared, directory
         self.problems, self.roles, self.report, self.recorder = problems, roles, report, recorder
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        self.alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self.done = 0
         """Steps taken."""
         self.before: Evaluation | None = None
@@ -117,20 +138,20 @@ class Run:
         if config.sft.steps:
             worked = Stream.of(self.problems.worked_batches(config.sft.steps, config.sft.batch_size))
             trained = await sft(worked, self.roles["rollout"], self.roles["trainer"], lr=config.sft.lr)
-            self.report.warmed_up(trained)
+            self.report.warmed_up(trained, "worked problems")
+            await follow_warm_up(config, self.roles, self.directory.path)
         self.before = self.after = await self._evaluate()
         if self.before is not None:
-            self.report.evaluated(self.before)
+            self.report.evaluated(in_words(self.before, config.evaluation.temperature))
             self.recorder.write(0, _named(self.before))
-            self.recorder.samples(0, held_out_rows(self.before))
+            self.recorder.samples(0, rows(self.before))
 
     async def go_on(self, begun: Checkpoint) -> None:
         """Be where a checkpoint was written."""
         try:
-            await self.roles["trainer"].restore(str(begun.path / "state"))
+            await restore_roles(self.roles, begun.path, begun.run)
         except (ValueError, FileNotFoundError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
-        await self.roles["rollout"].load(self.roles["trainer"].weights())
         queue: Any = begun.queue
         self.done = begun.step
         try:
@@ -154,9 +175,11 @@ class Run:
                 self.after = await self._evaluate()
                 if self.after is not None:
                     metrics |= _named(self.after)
-                    self.recorder.samples(self.done, held_out_rows(self.after))
+                    self.recorder.samples(self.done, rows(self.after))
             self.recorder.write(self.done, metrics)
             self.report.stepped(self.done, metrics)
+            if (warning := self.alarm.heard(self.done, metrics)) is not None:
+                self.report.line(warning)
             self.checkpoints.check()
             if last or _due(self.done, config.checkpoint.every):
                 await self.checkpoints.begin(self.done, self._save, self._queue())
@@ -164,9 +187,18 @@ class Run:
 
     async def _step(self) -> dict[str, float]:
         """Metrics of one step of the flow, with how long it took and how fast it was."""
-        algorithm, flow = self.config.algorithm, self.prepared.flow
-        drawn = Stream.of(await self.problems.train.draw(algorithm.prompts_per_step))
-        step = Step(self.done, drawn, algorithm.group_size)
+        config, flow = self.config, self.prepared.flow
+        count = config.algorithm.prompts_per_step
+        step = Step(
+            self.done,
+            Stream.of(await self.problems.train.draw(count)),
+            config.algorithm.group_size,
+            prompts_per_step=count,
+            sampling=self.prepared.algorithm.sampling,
+            draw=self.problems.train.draw,
+            critic_only="critic" in self.roles and self.done < config.critic.head_start,
+            moving_reference="reference" in self.roles and config.reference.kind == "ema",
+        )
         self.recorder.step_begins()
         returned = await flow(**self.prepared.arguments({"step": step, **self.roles}))
         if not isinstance(returned, Mapping):
@@ -187,7 +219,7 @@ class Run:
         )
 
     def _save(self, directory: Path) -> Any:
-        return self.roles["trainer"].save(str(directory))
+        return save_roles(self.roles, directory, self.config.reference.kind == "ema")
 
     def _queue(self) -> dict[str, Any]:
         """What of this run is neither model nor optimizer."""

@@ -6,13 +6,13 @@ device is touched. Activations come on top, so what does not fit here cannot fit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlinf.config import RunConfig, roles_to_hosts
+from rlinf.config import ROLES, RunConfig, roles_to_hosts
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _ADAM = 4 + 4 + 4 + 4
@@ -27,20 +27,28 @@ def parameters_of(model_config: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def needed(config: RunConfig, model_config: Any, hosts: int) -> dict[int, dict[str, float]]:
+def needed(
+    config: RunConfig, model_config: Any, hosts: int, roles: Sequence[str] = ()
+) -> dict[int, dict[str, float]]:
     """GB that each role needs at least, by host.
 
     Args:
         config: of the run.
         model_config: of the model, from transformers.
         hosts: number of processes.
+        roles: that there are besides rollout, judge and trainer; each with a model of the policy's size.
     """
     parameters = parameters_of(model_config)
-    where = roles_to_hosts(config.placement, hosts)
+    where = roles_to_hosts(config.placement, hosts, (*ROLES, *roles))
     least = {
         "trainer": _trainer(config, parameters) / len(where["trainer"]),
         "rollout": parameters * _BYTES[config.rollout.dtype] + _cache(config, model_config.get_text_config()),
     }
+    if "critic" in roles:
+        least["critic"] = float(parameters * _ADAM) / len(where["critic"])
+    for role, dtype in (("reference", config.reference.dtype), ("teacher", config.teacher.dtype)):
+        if role in roles:
+            least[role] = float(parameters * _BYTES[dtype])
     by_host: dict[int, dict[str, float]] = {}
     for role, need in least.items():
         for host in where[role]:
@@ -48,17 +56,17 @@ def needed(config: RunConfig, model_config: Any, hosts: int) -> dict[int, dict[s
     return by_host
 
 
-def complaints(config: RunConfig, model_config: Any, hosts: int) -> Iterator[str]:
+def complaints(config: RunConfig, model_config: Any, hosts: int, roles: Sequence[str] = ()) -> Iterator[str]:
     """What does not fit into `placement.device_memory_gb`, and what would help; nothing if that is not declared."""
     limit = config.placement.device_memory_gb
     if limit is None:
         return
-    for host, roles in sorted(needed(config, model_config, hosts).items()):
-        if (total := sum(roles.values())) > limit:
-            parts = " and ".join(f"{need:.1f} GB for the {role}" for role, need in roles.items())
+    for host, there in sorted(needed(config, model_config, hosts, roles).items()):
+        if (total := sum(there.values())) > limit:
+            parts = " and ".join(f"{need:.1f} GB for the {role}" for role, need in there.items())
             yield (
                 f"host {host} needs at least {total:.1f} GB ({parts}), activations not counted; "
-                f"{'; '.join(_cures(config, roles))}"
+                f"{'; '.join(_cures(config, there))}"
             )
 
 
@@ -82,6 +90,10 @@ def _cures(config: RunConfig, roles: dict[str, float]) -> Iterator[str]:
             yield "or train adapters only (model.lora.r=16)"
     if len(roles) > 1:
         yield "or give each role hosts of its own"
+    if "critic" in roles:
+        yield "or name more hosts in placement.critic"
+    if "reference" in roles and config.reference.dtype == "float32":
+        yield "or reference.dtype=bfloat16"
     if "rollout" in roles and config.rollout.dtype == "float32":
         yield "or rollout.dtype=bfloat16"
     if "rollout" in roles and config.rollout.max_tokens is None:

@@ -7,12 +7,15 @@ wrong. No process or device is touched.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from rlinf.algorithm_choice import algorithm_of, flow_of, roles_of
+from rlinf.algos.parts import GroupRelative, LeaveOneOut
+from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config import ConfigError, Problem, RunConfig
 from rlinf.config_keys import MetricsConfig, RewardConfig
 from rlinf.dotted import resolve
@@ -22,10 +25,12 @@ from rlinf.rewards.base import Reward
 from rlinf.schema import nearest
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
-"""One step; it takes what it names of `step`, `rollout`, `judge` and `trainer`, and returns the step's metrics."""
+"""One step; it takes what it names of `step` and the roles, and returns the step's metrics."""
 
 OFFERED = ("step", "rollout", "judge", "trainer")
-"""What a flow may take, by name."""
+"""What every flow may take, by name."""
+OPTIONAL = ("critic", "reference", "teacher")
+"""What it may take where the algorithm has it; with a default of None, where it has it not, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class Prepared:
 
     flow: Flow
     """One step."""
+    algorithm: AlgorithmSpec
+    """How answers become a gradient."""
+    roles: tuple[str, ...]
+    """Which of `OPTIONAL` the algorithm needs."""
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `offered` that the flow takes."""
@@ -54,11 +63,17 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
         ConfigError: with every mistake.
         Exception: what the imported code itself raised, with its traceback.
     """
-    prepared = Prepared(resolve(config.flow))
+    try:
+        algorithm = algorithm_of(config)
+    except ValueError as error:
+        raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
+    path = config.flow or flow_of(algorithm)
+    prepared = Prepared(resolve(path), algorithm, tuple(roles_of(config, algorithm)))
     problems = [
-        *_flow_problems(config, prepared.flow),
+        *_flow_problems(path, prepared.flow, prepared.roles),
+        *_algorithm_problems(config, algorithm),
         *_reward_problems(config.reward),
-        *_model_problems(config, hosts),
+        *_model_problems(config, hosts, prepared.roles),
         *_tracker_problems(config.metrics),
     ]
     if problems:
@@ -66,18 +81,44 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
     return prepared
 
 
-def _flow_problems(config: RunConfig, flow: Any) -> Iterator[Problem]:
+def _flow_problems(path: str, flow: Any, roles: Sequence[str]) -> Iterator[Problem]:
     if not inspect.iscoroutinefunction(flow):
-        yield Problem("configuration", "flow", config.flow, "this is no `async def` function")
+        yield Problem("configuration", "flow", path, "this is no `async def` function")
         return
-    for name, parameter in inspect.signature(flow).parameters.items():
+    parameters = inspect.signature(flow).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, parameter in parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            yield Problem("configuration", "flow", config.flow, f"it takes {name} by position only; remove the `/`")
-        elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name in OFFERED:
+            yield Problem("configuration", "flow", path, f"it takes {name} by position only; remove the `/`")
+        elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name in (*OFFERED, *roles):
             continue
+        elif parameter.default is parameter.empty and name in OPTIONAL:
+            yield Problem("configuration", "flow", path, f"it takes {name}, which this algorithm has not")
         elif parameter.default is parameter.empty:
-            advice = f"it takes {name}, which there is not; a flow may take {', '.join(OFFERED)}"
-            yield Problem("configuration", "flow", config.flow, advice)
+            advice = f"it takes {name}, which there is not; a flow may take {', '.join((*OFFERED, *OPTIONAL))}"
+            yield Problem("configuration", "flow", path, advice)
+    for role in roles:
+        if role not in parameters and not takes_all:
+            advice = f"this algorithm needs a {role}, which the flow does not take; leave `flow` out, or take `{role}`"
+            yield Problem("configuration", "flow", path, advice)
+
+
+def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
+    size = config.algorithm.group_size
+    if isinstance(algorithm.advantage, GroupRelative | LeaveOneOut) and size < 2:
+        advice = f"{algorithm.name} compares answers to one prompt with each other, so it needs at least 2"
+        yield Problem("configuration", "algorithm.group_size", size, advice)
+    if algorithm.needs_teacher and config.teacher.model is None:
+        advice = f"{algorithm.name} learns from a teacher; name a saved model"
+        yield Problem("configuration", "teacher.model", None, advice)
+    for key, model in (
+        ("critic.model", config.critic.model),
+        ("reference.model", config.reference.model),
+        ("teacher.model", config.teacher.model),
+    ):
+        role = key.partition(".")[0]
+        if model is not None and role not in roles_of(config, algorithm):
+            yield Problem("configuration", key, model, f"{algorithm.name} has no {role}; remove it")
 
 
 def _reward_problems(reward: RewardConfig) -> Iterator[Problem]:
@@ -94,7 +135,7 @@ def _tracker_problems(metrics: MetricsConfig) -> Iterator[Problem]:
         yield Problem("configuration", key, getattr(metrics, key.partition(".")[2]), advice)
 
 
-def _model_problems(config: RunConfig, hosts: int) -> Iterator[Problem]:
+def _model_problems(config: RunConfig, hosts: int, roles: Sequence[str]) -> Iterator[Problem]:
     problems = [*_new_model_problems(config.model.config)] if config.model.path is None else []
     yield from problems
     if problems:
@@ -108,7 +149,7 @@ def _model_problems(config: RunConfig, hosts: int) -> Iterator[Problem]:
         reason = str(error).strip().splitlines()[0]
         yield Problem("configuration", "model.path", config.model.path, f"transformers cannot load it: {reason}")
         return
-    for complaint in complaints(config, model_config, hosts):
+    for complaint in complaints(config, model_config, hosts, roles):
         limit = config.placement.device_memory_gb
         yield Problem("configuration", "placement.device_memory_gb", limit, complaint)
 

@@ -12,12 +12,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Literal, TextIO
 
-from rlinf.config import RunConfig, roles_to_hosts
-from rlinf.flows.evaluate import Evaluation
 from rlinf.metrics.live import LiveView
 from rlinf.metrics.table import ProgressTable
 from rlinf.metrics.timing import sentence
@@ -25,12 +23,6 @@ from rlinf.run_directory import RunDirectory
 from rlinf.runtime.errors import ActorDied
 from rlinf.runtime.observer import Watch
 
-SHOWN_ANSWERS = 5
-"""Held-out problems whose answers are printed at the end."""
-CELL = 32
-"""Characters of a problem or an answer that are printed; the rest is in samples.jsonl."""
-HELD_OUT = 24
-"""Held-out problems whose answers are kept of every evaluation."""
 LOOK_SECONDS = 0.5
 """Between two looks at what the roles do: as fast as one reads, and a message to each host."""
 
@@ -39,10 +31,11 @@ class Report:
     """Tells the events of one run.
 
     Args:
-        config: of the run.
+        name, steps, log_every, live: as the configuration says.
         directory: where its results are.
         hosts: number of processes.
         watch: shows what the roles do, in the live view; None leaves that out.
+        announced: metrics that come later than the first printed line, and have a column all the same.
         out: where to print; default: standard output.
 
     Use it as `async with Report(...) as report:` around the steps, and call `ends` after that: the live view is there
@@ -51,25 +44,30 @@ class Report:
 
     def __init__(
         self,
-        config: RunConfig,
+        name: str,
         directory: RunDirectory,
         hosts: int,
+        *,
+        steps: int,
+        log_every: int,
+        live: Literal["auto", "always", "never"] = "auto",
+        announced: Collection[str] = (),
         watch: Watch | None = None,
         out: TextIO | None = None,
     ) -> None:
-        self._config, self._directory, self._hosts, self._watch = config, directory, hosts, watch
+        self._name, self._directory, self._hosts, self._watch = name, directory, hosts, watch
+        self._steps, self._live = steps, live
         self._out = out if out is not None else sys.stdout
         self._since = self._start = time.perf_counter()
-        announced = ("evaluation/accuracy",) if config.evaluation.every else ()
-        self._table = ProgressTable(config.steps, config.log_every, self._out, announced)
+        self._table = ProgressTable(steps, log_every, self._out, announced)
         self._timings: dict[str, list[float]] = defaultdict(list)
         self._view: LiveView | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Report:
-        live = self._config.metrics.live
+        live = self._live
         if live == "always" or (live == "auto" and self._out.isatty() and os.environ.get("TERM") != "dumb"):
-            self._view = LiveView(self._config.name, self._config.steps, self._out)
+            self._view = LiveView(self._name, self._steps, self._out)
             if self._watch is not None:
                 self._following = asyncio.create_task(_follow(self._watch, self._view), name="live view")
         return self
@@ -84,14 +82,13 @@ class Report:
         if self._following is not None and not self._following.cancelled():
             self._following.result()  # a bug in what it shows must not be lost
 
-    def begins(self) -> None:
-        """The roles are up."""
-        roles = roles_to_hosts(self._config.placement, self._hosts)
+    def begins(self, roles: Mapping[str, Sequence[int]]) -> None:
+        """The roles are up, each on these hosts."""
         if self._hosts == 1:
             where = f"{', '.join(roles)} in one process"
         else:
             where = ", ".join(f"{role} on host {_listed(hosts)}" for role, hosts in roles.items())
-        self.line(f"{self._config.name}: {where}")
+        self.line(f"{self._name}: {where}")
         if self._directory.moved is not None:
             self.line(f"an earlier run of this name is now {_shown(self._directory.moved)}")
         self._since = time.perf_counter()
@@ -101,15 +98,15 @@ class Report:
         self.line(f"going on after step {step}, from {_shown(checkpoint)}")
         self.line("")
 
-    def warmed_up(self, metrics: Mapping[str, float]) -> None:
-        """The supervised warm-up is over."""
+    def warmed_up(self, metrics: Mapping[str, float], source: str) -> None:
+        """The supervised warm-up on `source` is over."""
         loss = f", loss {metrics['sft/loss_first']:.2f} to {metrics['sft/loss']:.2f}"
-        self.line(f"warm-up on worked problems: {self._config.sft.steps} steps in {self._lap():.1f} s{loss}")
+        self.line(f"warm-up on {source}: {metrics['sft/steps']:.0f} steps in {self._lap():.1f} s{loss}")
 
-    def evaluated(self, before: Evaluation) -> None:
-        """The accuracy before the first step is known."""
-        self.line(f"before: {before.accuracy:.1%} of {len(before.groups)} held-out problems answered right{self._how}")
-        if self._config.steps:
+    def evaluated(self, before: str) -> None:
+        """How good the model is before the first step is known, in words."""
+        self.line(f"before: {before}")
+        if self._steps:
             self.line("")
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,20 +119,16 @@ class Report:
         else:
             self._table.add(step, metrics)
 
-    def ends(self, before: Evaluation | None, after: Evaluation | None) -> None:
+    def ends(self, change: Iterable[str] = ()) -> None:
         """Everything is written.
 
         Args:
-            before, after: evaluations before the first step and after the last one; None where there is nothing to
-                evaluate on.
+            change: lines about what came of it, from before the first step to after the last one.
         """
         self.line("")
-        if before is not None and after is not None:
-            count, change = len(after.groups), f"{before.accuracy:.1%} -> {after.accuracy:.1%}"
-            self.line(f"accuracy on {count} held-out problems{self._how}: {change}")
-            for line in _answers(before, after):
-                self.line(line)
-            self.line("")
+        came_of_it = list(change)
+        for line in [*came_of_it, ""] if came_of_it else []:
+            self.line(line)
         if told := sentence({name: statistics.median(values) for name, values in self._timings.items()}):
             self.line(f"a step took {told} (medians)")
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
@@ -150,16 +143,13 @@ class Report:
             self._out.write(f"{text}\n")
             self._out.flush()
 
-    @property
-    def _how(self) -> str:
-        temperature = self._config.evaluation.temperature
-        return ", greedily" if temperature == 0 else f", at temperature {temperature:g}"
-
     def _results(self) -> Iterator[tuple[Path, str]]:
         directory = self._directory
         results = (
             (directory.report, "curves, lanes and answers, for a browser"),
             (directory.latest / "hf", "the trained model, for transformers' from_pretrained"),
+            (directory.latest / "policy", "the trained policy"),
+            (directory.path / "videos", "episodes before and after, to look at"),
             (directory.metrics, "every step's numbers"),
             (directory.samples, "some answers of every step"),
             (directory.trace, "what each role did when; open it at https://ui.perfetto.dev"),
@@ -184,47 +174,7 @@ async def _follow(watch: Watch, view: LiveView) -> None:
         pass  # a host is lost: the run itself fails by that, with its cause
 
 
-def held_out_rows(evaluation: Evaluation, count: int = HELD_OUT) -> list[dict[str, Any]]:
-    """The first answers of an evaluation as rows of samples.jsonl; of every evaluation the same problems.
-
-    Args:
-        evaluation: judged.
-        count: at most so many problems.
-    """
-    firsts = [group.samples[0] for group in evaluation.groups[:count]]
-    return [
-        {
-            "kind": "held-out",
-            "prompt": sample.prompt.text,
-            "response": sample.text,
-            "answer": sample.prompt.answer,
-            "reward": sample.reward,
-            "outcome": sample.outcome,
-            "length": len(sample.response_ids),
-        }
-        for sample in firsts
-    ]
-
-
-def _answers(before: Evaluation, after: Evaluation) -> Iterator[str]:
-    """A few held-out problems with their answers then and now: those that changed first, since they say most."""
-    pairs = [(old.samples[0], new.samples[0]) for old, new in zip(before.groups, after.groups, strict=True)]
-    pairs.sort(key=lambda pair: pair[0].text == pair[1].text)  # stable: otherwise in the order of the problems
-    rows = [("problem", "before", "after", "right answer")]
-    shown = [(new.prompt.text, old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN_ANSWERS]]
-    rows += [(_cell(problem), _cell(old), _cell(new), _cell(right)) for problem, old, new, right in shown]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _cell(text: str) -> str:
-    """A text on one line, in characters that do nothing to a terminal; its beginning if it is long."""
-    plain = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
-    return plain if len(plain) <= CELL else plain[: CELL - 1] + "…"
-
-
-def _listed(hosts: list[int]) -> str:
+def _listed(hosts: Sequence[int]) -> str:
     return ", ".join(map(str, hosts))
 
 

@@ -6,24 +6,36 @@ In: a checked configuration and what it names. Out: a handle per role, under the
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlinf.actors.critic import Critic
 from rlinf.actors.judge import Judge
+from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
-from rlinf.config import InputError, RunConfig, roles_to_hosts
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config import ROLES, InputError, RunConfig, roles_to_hosts
 from rlinf.data.dataset import Data
 from rlinf.rewards.base import OFFERED, Reward
+from rlinf.runtime.actor import Actor
 from rlinf.runtime.group import ActorGroup
 from rlinf.runtime.system import ActorSystem
 
 Roles = dict[str, ActorGroup]
-"""`rollout`, `judge`, and where a run trains `trainer`."""
+"""`rollout` and `judge`; where a run trains `trainer`, and those that its algorithm needs: `critic`, `reference`,
+`teacher`."""
 
 
 async def spawn_roles(
-    system: ActorSystem, config: RunConfig, data: Data, *, rescue: str | None = None, train: bool = True
+    system: ActorSystem,
+    config: RunConfig,
+    data: Data,
+    *,
+    algorithm: AlgorithmSpec | None = None,
+    beside: Sequence[str] = (),
+    rescue: str | None = None,
 ) -> Roles:
     """Start every role on its hosts, all at once.
 
@@ -31,27 +43,33 @@ async def spawn_roles(
         system: where.
         config: what.
         data: what is answered: its tokenizer, and the columns that a reward may take.
+        algorithm: what is trained by; None starts no trainer.
+        beside: which of `critic`, `reference` and `teacher` to start too.
         rescue: directory for a batch whose loss is no number.
-        train: start a trainer too.
 
     Raises:
         InputError: the reward takes a column that there is not.
     """
     _check_reward(config, data)
-    hosts = roles_to_hosts(config.placement, system.hosts)
+    hosts = roles_to_hosts(config.placement, system.hosts, (*ROLES, *beside))
     shared: dict[str, Any] = {
         "model": config.model.path or config.model.config,
         "tokenizer": data.tokenizer_source,
         "seed": config.seed,
     }
-    starting = {
-        "rollout": system.spawn(Rollout, hosts=hosts["rollout"], name="rollout", **shared, **_rollout(config)),
-        "judge": system.spawn(Judge, hosts=hosts["judge"], name="judge", **_judge(config, data)),
+    kinds: dict[str, tuple[type[Actor], dict[str, Any]]] = {
+        "rollout": (Rollout, {**shared, **asdict(config.rollout)}),
+        "judge": (Judge, _judge(config, data)),
     }
-    if train:
-        trainer = {**shared, **_trainer(config), "rescue_dir": rescue}
-        starting["trainer"] = system.spawn(Trainer, hosts=hosts["trainer"], name="trainer", **trainer)
-    return dict(zip(starting, await asyncio.gather(*starting.values()), strict=True))
+    if algorithm is not None:
+        kinds["trainer"] = (Trainer, {**shared, **_trainer(config, algorithm), "rescue_dir": rescue})
+        if "critic" in beside:
+            kinds["critic"] = (Critic, {**shared, **_critic(config, algorithm)})
+        for role in ("reference", "teacher"):
+            if role in beside:
+                kinds[role] = (Reference, {**shared, **_onlooker(config, role)})
+    spawned = (system.spawn(kind, hosts=hosts[role], name=role, **given) for role, (kind, given) in kinds.items())
+    return dict(zip(kinds, await asyncio.gather(*spawned), strict=True))
 
 
 def _check_reward(config: RunConfig, data: Data) -> None:
@@ -65,27 +83,58 @@ def _check_reward(config: RunConfig, data: Data) -> None:
             raise InputError(f"reward: {error}") from error
 
 
-def _rollout(config: RunConfig) -> dict[str, Any]:
-    return asdict(config.rollout)
-
-
 def _judge(config: RunConfig, data: Data) -> dict[str, Any]:
     reward = asdict(config.reward)
     one, parts = reward.pop("function"), reward.pop("parts")
     return {"reward": parts or one, **reward, "columns": data.columns or None}
 
 
-def _trainer(config: RunConfig) -> dict[str, Any]:
-    algorithm, lora = config.algorithm, config.model.lora
+def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    lora = config.model.lora
+    inside = algorithm.needs_reference and config.reference.kind == "adapters_off"
     return {
         **asdict(config.optimizer),
-        **asdict(config.trainer),
-        "total_steps": config.steps * algorithm.epochs * algorithm.minibatches,
-        "epochs": algorithm.epochs,
-        "minibatches": algorithm.minibatches,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
-        "dual_clip": algorithm.dual_clip,
-        "advantage_scale": algorithm.advantage_scale,
+        **_learning(config, algorithm),
+        "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
         "lora": asdict(lora) if lora.r else None,
+        "reference": config.reference.kind if inside else None,
+    }
+
+
+def _critic(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    critic = config.critic
+    changed = {} if critic.model is None else {"model": critic.model}
+    common = _learning(config, algorithm)
+    common.pop("logprob_chunk")  # it has no vocabulary
+    return {
+        **common,
+        "betas": config.optimizer.betas,
+        **{name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")},
+        **changed,
+    }
+
+
+def _learning(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    """What trainer and critic have in common: how a batch becomes optimizer steps."""
+    return {
+        **asdict(config.trainer),
+        "algorithm": algorithm,
+        "epochs": config.algorithm.epochs,
+        "minibatches": config.algorithm.minibatches,
+    }
+
+
+def _onlooker(config: RunConfig, role: str) -> dict[str, Any]:
+    """A role that only says how likely it finds each token."""
+    settings = config.reference if role == "reference" else config.teacher
+    moving = role == "reference" and config.reference.kind == "ema"
+    changed = {} if settings.model is None else {"model": settings.model}
+    return {
+        "column": "ref_logprobs" if role == "reference" else "teacher_logprobs",
+        "decay": config.reference.decay if moving else None,
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "logprob_chunk": config.trainer.logprob_chunk,
+        "order": config.trainer.order,
+        "dtype": settings.dtype,
+        **changed,
     }

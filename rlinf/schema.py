@@ -1,8 +1,9 @@
 """What a configuration may hold, read off dataclasses: keys, types, defaults, limits and docs.
 
 A schema is a dataclass whose fields are values or further dataclasses ("sections"). The string literal under a field
-is its documentation: `--help` and docs/config.md print it. Knows no key of ours (those are in `config.py`) and imports
-nothing heavy.
+is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as a
+single text, which is that key's; a field of type Any takes a mapping, null, or a text that is short for {name: text}.
+Knows no key of ours (those are in `config_keys.py`) and imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _WORDS = {
     "str": "text",
     "bool": "true or false",
     "dict[str, Any]": "a mapping",
+    "Any": "a mapping, a name or null",
     "list[int]": "a list of whole numbers, such as [0, 1]",
 }
 
@@ -62,8 +64,8 @@ class Leaf:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the key holds a free mapping, into which dotted keys may reach."""
-        return get_origin(self.type) is dict
+        """Whether the key holds a free mapping, or may hold one, into which dotted keys may reach."""
+        return get_origin(self.type) is dict or self.type is Any
 
     def allows(self, value: Any) -> bool:
         """Whether a value of the right type is within the limits; each element of a list must be."""
@@ -111,10 +113,11 @@ def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 @cache
 def field_docs(schema: type) -> Mapping[str, str]:
-    """The string literal under each field of a dataclass, as one line each."""
+    """The string literal under each field of a dataclass, those it inherited included, as one line each."""
     body = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs = {}
+    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
+    docs = {name: doc for base in bases for name, doc in field_docs(base).items()}
     for field, below in zip(body.body, body.body[1:], strict=False):
         if (
             isinstance(field, ast.AnnAssign)

@@ -175,6 +175,46 @@ def test_one_process_takes_every_role_and_several_take_only_hosts_that_exist():
     assert "twice" in found["placement.rollout"]
 
 
+def test_roles_beside_the_trainer_share_its_hosts_unless_they_name_some():
+    roles = ("trainer", "critic", "teacher")
+    config = load_config(None, ["placement.trainer=[1, 2]", "placement.teacher=[3]"], hosts=4)
+    assert roles_to_hosts(config.placement, 4, roles) == {"trainer": [1, 2], "critic": [1, 2], "teacher": [3]}
+    assert roles_to_hosts(config.placement, 1, roles) == {role: [0] for role in roles}
+    assert "no host 7" in problems_of(None, "placement.critic=[7]", hosts=2)["placement.critic"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["algorithm=dapo"], {"name": "dapo"}),
+        (["algorithm=dapo", "algorithm.loss.clip_high=0.3"], {"name": "dapo", "loss": {"clip_high": 0.3}}),
+        (["algorithm.loss=sapo"], {"loss": "sapo"}),
+        (["algorithm.loss=sapo", "algorithm.loss.tau_neg=2"], {"loss": {"name": "sapo", "tau_neg": 2}}),
+        (["algorithm={name: ppo, kl: {beta: 0.1}}", "algorithm.kl.place=reward"],
+         {"name": "ppo", "kl": {"beta": 0.1, "place": "reward"}}),
+        (["algorithm.kl.beta=0.1", "algorithm.kl=null"], {"kl": None}),
+    ],
+)  # fmt: skip
+def test_a_recipe_is_named_in_a_word_and_changed_in_any_part(overrides, found):
+    config = load_config(None, overrides)
+    assert config.algorithm == dataclasses.replace(RunConfig().algorithm, **found)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump(config))
+        file.flush()
+        assert load_config(file.name) == config
+
+
+def test_a_word_stands_for_a_section_only_where_one_is_meant(yaml_file):
+    assert "this is a section" in problems_of(None, "optimizer=adam")["optimizer"]
+    assert "this is a section" in problems_of(yaml_file("algorithm: 3\n"))["algorithm"]
+    assert load_config(yaml_file("algorithm: rloo\n")).algorithm.name == "rloo"
+
+
+def test_references_that_cannot_be_are_told():
+    assert "model.lora.r" in problems_of(None, "reference.kind=adapters_off")["reference.kind"]
+    assert "remove it" in problems_of(None, "reference.kind=ema", "reference.model=a/b")["reference.model"]
+
+
 def test_a_flow_is_any_async_function_and_what_is_none_is_told_before_anything_starts(tmp_path, monkeypatch):
     (tmp_path / "mine_flow.py").write_text("async def mine_flow(): ...\nasync def other(): ...\ndef plain(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.config import RunConfig
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.flows.evaluate import Evaluation
-from rlinf.report import LOOK_SECONDS, Report, held_out_rows
+from rlinf.held_out import compared, in_words, rows
+from rlinf.report import LOOK_SECONDS, Report
 from rlinf.run_directory import RunDirectory
 from rlinf.runtime.observer import Watch
 from tests.metrics.terminal import Terminal, plain
@@ -39,30 +39,26 @@ def directory(tmp_path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run")
 
 
-def config(**changes) -> RunConfig:
-    made = RunConfig(name="run", steps=3, log_every=1)
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        setattr(getattr(made, section) if name else made, name or section, value)
-    return made
+def made(directory, watch=None, *, live="auto", out) -> Report:
+    return Report("run", directory, 1, steps=3, log_every=1, live=live, watch=watch, out=out)
 
 
 async def tell(report: Report) -> None:
     before, after = evaluation("1", "1234"), evaluation("1234", "1234")
     async with report:
-        report.begins()
-        report.warmed_up({"sft/loss_first": 2.0, "sft/loss": 1.0})
-        report.evaluated(before)
+        report.begins({"rollout": [0], "trainer": [0], "judge": [0]})
+        report.warmed_up({"sft/loss_first": 2.0, "sft/loss": 1.0, "sft/steps": 40.0}, "worked problems")
+        report.evaluated(in_words(before, 0.0))
         for step in (1, 2, 3):
             report.stepped(step, STEP)
-    report.ends(before, after)
+    report.ends(compared(before, after, 0.0))
 
 
 async def test_in_a_file_it_is_plain_lines(directory):
     out = io.StringIO()
     directory.metrics.write_text("{}")
     directory.report.write_text("page")
-    await tell(Report(config(), directory, 1, out=out))
+    await tell(made(directory, out=out))
     text = out.getvalue()
     assert "\x1b" not in text
     for told in (
@@ -83,14 +79,14 @@ async def test_in_a_file_it_is_plain_lines(directory):
 
 async def test_without_held_out_problems_there_is_no_accuracy(directory):
     out = io.StringIO()
-    Report(config(), directory, 1, out=out).ends(None, None)
+    made(directory, out=out).ends()
     assert "accuracy" not in out.getvalue()
     assert "results in" in out.getvalue()
 
 
 async def test_a_resumed_run_says_from_where(directory, tmp_path):
     out = io.StringIO()
-    Report(config(), directory, 1, out=out).resumed(50, tmp_path / "run" / "checkpoints" / "step_000050")
+    made(directory, out=out).resumed(50, tmp_path / "run" / "checkpoints" / "step_000050")
     assert "going on after step 50" in out.getvalue()
     assert "step_000050" in out.getvalue()
 
@@ -98,7 +94,7 @@ async def test_a_resumed_run_says_from_where(directory, tmp_path):
 async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
     out = io.StringIO()
     wild = evaluation("\x1b[2J\x1b]0;owned\x07" + "x" * 500 + "\nnew line")
-    Report(config(), directory, 1, out=out).ends(wild, wild)
+    made(directory, out=out).ends(compared(wild, wild, 0.0))
     assert "\x1b" not in out.getvalue()
     assert "\x07" not in out.getvalue()
     assert "new line" not in out.getvalue()
@@ -111,7 +107,7 @@ async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
 async def test_on_a_terminal_there_is_a_live_view_unless_it_is_unwanted(directory, monkeypatch, live, term, drawn):
     monkeypatch.setenv("TERM", term)
     terminal = Terminal(columns=100)
-    await tell(Report(config(metrics__live=live), directory, 1, out=terminal.out))
+    await tell(made(directory, live=live, out=terminal.out))
     text = plain(terminal.text())
     assert ("step 3 of 3" in text) is drawn
     assert ("s/step" in text) is not drawn, "one or the other"
@@ -121,7 +117,7 @@ async def test_on_a_terminal_there_is_a_live_view_unless_it_is_unwanted(director
 async def test_a_failure_leaves_the_last_state_and_its_own_error(directory, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    report = Report(config(), directory, 1, out=terminal.out)
+    report = made(directory, out=terminal.out)
 
     async def fail() -> None:
         async with report:
@@ -148,7 +144,7 @@ async def test_the_live_view_shows_what_the_roles_do_and_leaves_no_task_behind(d
         sleeper = await system.spawn(Sleeper, name="sleeper")
         watch = await Watch.start(system)
         tasks = asyncio.all_tasks()
-        async with Report(config(), directory, 1, watch, out=terminal.out):
+        async with made(directory, watch, out=terminal.out):
             await sleeper[0].sleep()
         assert asyncio.all_tasks() <= tasks
     assert "sleeper  running sleep" in plain(terminal.text())
@@ -161,7 +157,7 @@ async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
     async def run() -> None:
         async with (
             ActorSystem.local(1) as system,
-            Report(config(), directory, 1, await Watch.start(system), out=terminal.out) as report,
+            made(directory, await Watch.start(system), out=terminal.out) as report,
         ):
             report.stepped(1, STEP)
             await asyncio.Event().wait()
@@ -175,8 +171,8 @@ async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
 
 
 def test_held_out_problems_are_the_same_ones_each_time():
-    rows = held_out_rows(evaluation("1234", "7", "1234"), 2)
-    assert [(row["prompt"], row["response"], row["reward"], row["kind"]) for row in rows] == [
+    kept = rows(evaluation("1234", "7", "1234"), 2)
+    assert [(row["prompt"], row["response"], row["reward"], row["kind"]) for row in kept] == [
         ("0>", "1234", 1.0, "held-out"),
         ("1>", "7", 0.0, "held-out"),
     ]

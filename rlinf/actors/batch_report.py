@@ -12,17 +12,20 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from rlinf.data.batch import Row
 from rlinf.data.sample import Group, Sample
 
+Advantages = Sequence[float | np.ndarray]
+"""Of each scored sample, or of its tokens, [response]."""
 _OUTCOMES = ("ok", "truncated", "timeout", "error")
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | None = None) -> dict[str, float]:
     """Metrics of a batch; samples without a reward, and groups without a scored sample, count only as outcomes.
 
     Args:
         groups: judged, with at least one scored sample.
+        version: of the weights that the batch met.
+        shaped: rewards of the scored samples after shaping; None if there is none.
     """
     everyone = [sample for group in groups for sample in group.samples]
     outcomes = [_outcome(sample) for sample in everyone]
@@ -31,9 +34,13 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
     lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
     uniform = sum(len(set(group.rewards)) == 1 for group in learned)
+    ages = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
+        **({} if shaped is None else {"reward/shaped": float(np.mean(shaped))}),
+        "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness/max": float(ages.max(initial=0)),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
@@ -46,52 +53,57 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def show_samples(groups: Sequence[Group], rows: Sequence[Row], count: int) -> list[dict[str, Any]]:
-    """The first samples by (prompt id, index), as plain values.
+def show_samples(groups: Sequence[Group], advantages: Advantages, count: int) -> list[dict[str, Any]]:
+    """The first samples by (prompt id, index), as plain values; the advantage of tokens as its mean.
 
     Args:
         groups: of a batch.
-        rows: its scored samples in the same order, with their advantages.
+        advantages: of its scored samples, in the same order.
         count: how many at most.
     """
-    advantages = iter(row.advantage for row in rows)
+    rest = iter(advantages)
     gained = [
-        (sample, None if sample.reward is None else next(advantages))
+        (sample, None if sample.reward is None else next(rest))
         for sample in chain.from_iterable(group.samples for group in groups)
     ]
     gained.sort(key=lambda pair: (pair[0].prompt.id, pair[0].index))
     return [_shown(sample, advantage) for sample, advantage in gained[:count]]
 
 
-def rescue(groups: Sequence[Group], rows: Sequence[Row], directory: Path, version: int) -> Path:
+def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, version: int) -> Path:
     """Keep a batch that could not be learned from, for people to look at.
 
     Args:
-        groups, rows: see `show_samples`.
+        groups, advantages: see `show_samples`.
         directory: made if need be.
         version: of the weights that the batch met.
 
     Returns:
-        The file with tokens, log-probs and advantages, flat, with `lengths` of each scored sample's prompt and response
-        (`nan_step_<version>.safetensors`); beside it one of JSON has texts, rewards and all else.
+        The file with tokens, log-probs, advantages, and what other roles said of tokens, flat, with `lengths` of each
+        scored sample's prompt and response (`nan_step_<version>.safetensors`; advantages are of samples, or of tokens);
+        beside it one of JSON has texts, rewards and all else.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"nan_step_{version}.safetensors"
-    tensors = {
-        "prompt_ids": np.concatenate([row.prompt_ids for row in rows]).astype(np.int64),
-        "response_ids": np.concatenate([row.response_ids for row in rows]).astype(np.int64),
-        "logprobs": np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows]),
-        "advantages": np.array([row.advantage for row in rows], np.float32),
-        "lengths": np.array([[len(row.prompt_ids), len(row.response_ids)] for row in rows], np.int64),
+    samples = [sample for group in groups for sample in group.scored]
+    tensors: dict[str, np.ndarray] = {
+        "prompt_ids": np.concatenate([sample.prompt.token_ids for sample in samples]).astype(np.int64),
+        "response_ids": np.concatenate([sample.response_ids for sample in samples]).astype(np.int64),
+        "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
+        "advantages": np.concatenate([np.atleast_1d(advantage) for advantage in advantages]).astype(np.float32),
+        "lengths": np.array([[len(sample.prompt.token_ids), len(sample.response_ids)] for sample in samples], np.int64),
     }
+    for name in samples[0].per_token:
+        if all(name in sample.per_token for sample in samples):
+            tensors[name] = np.concatenate([sample.per_token[name] for sample in samples])
     save_file(tensors, path)
     everyone = sum(len(group.samples) for group in groups)
-    shown = show_samples(groups, rows, everyone)
+    shown = show_samples(groups, advantages, everyone)
     path.with_suffix(".json").write_text(json.dumps({"version": version, "samples": shown}, indent=1) + "\n")
     return path
 
 
-def _shown(sample: Sample, advantage: float | None) -> dict[str, Any]:
+def _shown(sample: Sample, advantage: float | np.ndarray | None) -> dict[str, Any]:
     versions = [int(sample.versions.min()), int(sample.versions.max())] if len(sample.versions) else []
     return {
         "prompt_id": sample.prompt.id,
@@ -103,7 +115,7 @@ def _shown(sample: Sample, advantage: float | None) -> dict[str, Any]:
         "outcome": _outcome(sample),
         "scores": dict(sample.scores),
         "remark": sample.remark,
-        "advantage": advantage,
+        "advantage": float(advantage.mean()) if isinstance(advantage, np.ndarray) and advantage.size else advantage,
         "length": len(sample.response_ids),
         "versions": versions,
     }

@@ -12,12 +12,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.actors.policy_model import PolicyModel
+from rlinf.actors.asking import PROXIMAL
+from rlinf.actors.policy_loss import policy_loss
 from rlinf.actors.sharding import local
 from rlinf.algos import losses
+from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.sums import Explained, LossSum, Max, Mean, Metric
 from rlinf.data.batch import Packed
 
@@ -30,7 +32,7 @@ class Learner:
     """Trains one model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
 
     Args:
-        policy: trained in place; its frozen parameters stay as they are.
+        module: trained in place; its frozen parameters stay as they are.
         mesh: the ranks that it is spread over; None if it is whole.
         lr: learning rate after warm-up.
         warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
@@ -45,7 +47,7 @@ class Learner:
 
     def __init__(
         self,
-        policy: PolicyModel,
+        module: nn.Module,
         *,
         mesh: DeviceMesh | None = None,
         lr: float,
@@ -61,10 +63,10 @@ class Learner:
             raise ValueError(f"schedule={schedule!r} is none of {list(_SCHEDULES)}")
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
-        self.policy = policy
+        self.module = module
         self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
         self._grad_clip = grad_clip
-        self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
         def factor(done: int) -> float:
@@ -81,40 +83,45 @@ class Learner:
     def learn_policy(
         self,
         batch: Packed,
+        spec: AlgorithmSpec,
         *,
-        clip_low: float,
-        clip_high: float,
-        dual_clip: float | None = None,
+        version: int | None = None,
         compare: bool = False,
+        kept: dict[str, Tensor] | None = None,
     ) -> None:
-        """Add a micro-batch of samples to the gradient, by `losses.policy`.
+        """Add a micro-batch of samples to the gradient.
 
         Args:
             batch: the samples.
-            clip_low, clip_high, dual_clip: of the loss.
+            spec: the algorithm.
+            version: of the weights being trained, before the update.
             compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
+            kept: columns beside those of `batch`, float32 [response tokens] each; our log-probs join them if the
+                algorithm needs those before the update and nobody said them yet.
         """
-        logprobs, entropy = self.policy(batch)
-        mask = torch.ones_like(logprobs, dtype=torch.bool)
-        loss = losses.policy(
-            logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            mask,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            entropy=entropy,
-        )
+        kept = {} if kept is None else kept
+        if spec.entropy_bonus:
+            logprobs, entropy = self.module(batch, entropy_slope=True)
+        else:
+            logprobs, entropy = self.module(batch)
+        if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
+            kept.setdefault(PROXIMAL, logprobs.detach())
+        loss = policy_loss(spec, batch, logprobs, entropy, kept, version)
         if compare:
-            apart = losses.mismatch(logprobs, batch.old_logprobs, mask)
-            loss = LossSum(loss.total, loss.weight, {**loss.metrics, **apart})
-        self._gather(loss)
+            mask = torch.ones_like(logprobs, dtype=torch.bool)
+            loss = loss.watching(losses.mismatch(logprobs, batch.old_logprobs, mask))
+        self.add(loss)
 
     def learn_answers(self, batch: Packed) -> None:
         """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
-        logprobs, _ = self.policy(batch)
-        self._gather(losses.supervised(logprobs, torch.ones_like(logprobs, dtype=torch.bool)))
+        logprobs, _ = self.module(batch)
+        self.add(losses.supervised(logprobs, torch.ones_like(logprobs, dtype=torch.bool)))
+
+    def add(self, loss: LossSum) -> None:
+        """Add a micro-batch's loss to the gradient; each rank must, for the same micro-batches."""
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        part = loss.detach()
+        self._sum = part if self._sum is None else self._sum + part
 
     def step(self) -> tuple[LossSum, dict[str, float]]:
         """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
@@ -129,7 +136,7 @@ class Learner:
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
         gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        gathered, square = _over_ranks(self._sum, _square(gradients), self._mesh)
+        gathered, square = over_ranks(self._sum, _square(gradients), self._mesh)
         tokens = float(gathered.weight)
         if tokens == 0:
             self.begin()
@@ -148,11 +155,6 @@ class Learner:
         self.schedule.step()
         self.begin()
         return gathered, {"loss": loss, "grad_norm": norm, "lr": lr}
-
-    def _gather(self, loss: LossSum) -> None:
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        part = loss.detach()
-        self._sum = part if self._sum is None else self._sum + part
 
 
 def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
@@ -178,7 +180,7 @@ def _square(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
-def _over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
+def over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
     """The sums, and the squared norm, of all ranks together: two small collectives, in float64."""
     if mesh is None:
         return mine, float(square)

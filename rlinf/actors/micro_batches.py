@@ -6,14 +6,11 @@ as soon as it is full, so computing begins while other groups are still being ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 
-import torch
-
-from rlinf.algos.advantages import group_relative
 from rlinf.data.batch import Row, cut
-from rlinf.data.sample import Group, Sample
+from rlinf.data.iterate import each
+from rlinf.data.sample import Group
 
 Round = tuple[tuple[Row, ...], ...]
 """For each rank the rows that it computes on; none for a rank without work."""
@@ -67,6 +64,31 @@ class InOrder:
             yield from self._waiting.pop(number)
         self.first = self._next = began if began == self._began else after
         self._began = began
+
+
+async def lots(
+    groups: Iterable[Group] | AsyncIterable[Group], in_order: InOrder | None, budget: int
+) -> AsyncGenerator[Sequence[Group], None]:
+    """Groups in the order of computing, in lots that fill a micro-batch, so that small ones cost little each.
+
+    Args:
+        groups: as they come.
+        in_order: the order; None takes them as they come.
+        budget: tokens of a micro-batch.
+    """
+    lot: list[Group] = []
+    held = 0
+    if in_order is not None:
+        in_order.begin()
+    async for group in each(groups):
+        for ready in in_order.push(group) if in_order is not None else (group,):
+            lot.append(ready)
+            held += sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in ready.samples)
+        if held >= budget:
+            yield lot
+            lot, held = [], 0
+    lot += in_order.close() if in_order is not None else ()
+    yield lot
 
 
 class Rounds:
@@ -134,28 +156,3 @@ def _runs(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _size(rows: Sequence[Row]) -> int:
     return sum(row.size for row in rows)
-
-
-def scored_rows(groups: Sequence[Group], scale: Literal["std", "none"]) -> list[Row]:
-    """Rows of all scored samples, with advantages relative to their groups.
-
-    Args:
-        groups: judged.
-        scale: see `advantages.group_relative`.
-
-    Raises:
-        ValueError: a group was not judged, or its prompt has no token.
-    """
-    samples: list[Sample] = []
-    rewards: list[float] = []
-    members: list[int] = []
-    for number, group in enumerate(groups):
-        if len(group.prompt.token_ids) == 0:
-            raise ValueError(f"train: prompt {group.prompt.id} has no token; a response needs one to follow")
-        samples += group.scored
-        rewards += group.rewards
-        members += [number] * len(group.rewards)
-    if not samples:
-        return []
-    advantages: list[float] = group_relative(torch.tensor(rewards), torch.tensor(members), scale=scale).tolist()
-    return [Row.of(sample, advantage) for sample, advantage in zip(samples, advantages, strict=True)]

@@ -9,6 +9,8 @@ are whole. Whether a model can be run like this is not guessed from its name: it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,19 +56,31 @@ class PolicyModel(nn.Module):
             for module in blocks(model):
                 module.training = True  # asked for by checkpointing; its parts stay in evaluation mode
 
-    def forward(self, batch: Packed) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token, under softmax(logits / temperature).
 
+        Args:
+            batch: the sequences.
+            entropy_slope: entropies are differentiable, too.
+
         Returns:
-            Log-probs, differentiable, and entropies, not; nats, float32 [response tokens].
+            Log-probs, differentiable, and entropies; nats, float32 [response tokens].
         """
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits")
-            return logprobs_of_logits(logits, batch.targets, batch.temperature)
+            return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
         head: Any = self.model.get_output_embeddings()
         hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
         bias = getattr(head, "bias", None)
-        return token_logprobs(hidden, head.weight, bias, batch.targets, batch.temperature, chunk=self._chunk)
+        return token_logprobs(
+            hidden,
+            head.weight,
+            bias,
+            batch.targets,
+            batch.temperature,
+            chunk=self._chunk,
+            entropy_slope=entropy_slope,
+        )
 
     def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
         """What `part` of the model gives where response tokens are predicted, [response tokens, ...]."""
@@ -78,6 +92,18 @@ class PolicyModel(nn.Module):
         ids, places = _padded(batch)
         whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, places.index_select(0, batch.kept))
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model as it was before its LoRA adapters were added."""
+        layers: list[Any] = [module for module in self.modules() if hasattr(module, "_disable_adapters")]
+        for layer in layers:
+            layer._disable_adapters = True  # peft's own switch would also stop the adapters' gradients for good
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     def settle(self) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there."""

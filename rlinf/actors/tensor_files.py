@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlinf.runtime.flat_bytes import flat_bytes
+
 CHUNK = 32 << 20
 """Bytes per write: between two a stop takes effect."""
 
@@ -67,7 +69,7 @@ def write_tensors(
     with explained(path, size), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = flat_bytes(tensor).numpy().data
             for start in range(0, len(data), CHUNK):
                 if stop is not None and stop.is_set():
                     raise WritingStopped(f"{path} was not finished")

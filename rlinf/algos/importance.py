@@ -6,6 +6,7 @@ them. The inference engine and the trainer never agree exactly on the same weigh
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 from rlinf.algos.masks import LOG_RATIO, Kept, indicator, keep, largest, log_ratio, wide
 from rlinf.algos.naming import one_of, same_shape
 from rlinf.algos.sequences import sequences_in
-from rlinf.algos.sums import Metric
+from rlinf.algos.sums import Mean, Metric
 
 Level = Literal["token", "sequence"]
 LEVELS = ("token", "sequence")
 Outside = Literal["truncate", "mask"]
 OUTSIDES = ("truncate", "mask")
+
+_LOG2_E = math.log2(math.e)
 
 
 def weights(
@@ -68,26 +71,36 @@ def weights(
     difference = log_ratio(logprobs, behavior_logprobs, kept)
     if level == "sequence":
         grouped = sequences_in("importance.weights", logprobs, sequences)
-        difference = grouped.spread(grouped.sum(difference)).expand_as(difference)
-    cut, ratio, beyond = cut_weights(difference, kept, cap, floor, outside)
-    return cut, {"is/mean": kept.mean(ratio), "is/max": largest(ratio), "is/outside": kept.mean(beyond)}
+        summed = grouped.sum(difference).clamp_(-LOG_RATIO, LOG_RATIO)
+        difference = grouped.spread(summed).expand_as(difference)
+    cut, ratio, inside = cut_weights(exponential(difference), kept, cap, floor, outside)
+    beyond = Mean(kept.count - kept.only_(inside).sum(), kept.count)
+    return cut, {"is/mean": kept.mean(ratio), "is/max": largest(ratio), "is/outside": beyond}
 
 
-def cut_weights(
-    difference: Tensor, kept: Kept, cap: float, floor: float, outside: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights within bounds, weights as they are, and which were beyond a bound: all 0 outside the mask.
+def cut_weights(ratio: Tensor, kept: Kept, cap: float, floor: float, outside: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights within bounds and weights as they are, both 0 outside the mask, and which were within bounds.
 
     Args:
-        difference: log-ratios, in the mask's shape.
+        ratio: weights before the cut, finite, in the mask's shape; used up.
         kept: which tokens count.
         cap, floor, outside: see `weights`.
     """
-    ratio = kept.only(difference.clamp(-LOG_RATIO, LOG_RATIO).exp_())
-    beyond = kept.only_(indicator(torch.ne, ratio.clamp(floor, cap), ratio))
+    ratio = kept.only_(ratio)
+    cut = ratio.clamp(floor, cap)
+    inside = indicator(torch.eq, cut, ratio)
     if outside == "mask":
-        return torch.addcmul(ratio, ratio, beyond, value=-1.0), ratio, beyond  # ratio x (1 - beyond)
-    return kept.only_(ratio.clamp(floor, cap)), ratio, beyond
+        torch.mul(ratio, inside, out=cut)
+    return kept.only_(cut), ratio, inside
+
+
+def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x) as 2^(x log2 e), which takes a third of the time on a CPU; into `out`, which may be `x`, or a new tensor.
+
+    Rounding the exponent shifts the result by up to 1e-6 of it at |x| = 20 and less nearer to 0: as much as rounding
+    two float32 log-probs shifts their difference.
+    """
+    return torch.mul(x, _LOG2_E, out=out).exp2_()
 
 
 def check_bounds(where: str, cap: float, floor: float, outside: str) -> None:

@@ -48,12 +48,6 @@ class Kept:
         """`only` in place, for a tensor in the mask's shape."""
         return x if self.number is None else x.mul_(self.number)
 
-    def numbers(self) -> Tensor:
-        """The mask as 0 and 1."""
-        if self.number is not None:
-            return self.number
-        return torch.ones(self.mask.shape, dtype=self.dtype, device=self.mask.device)
-
     def clean(self, x: Tensor) -> Tensor:
         """`x` detached and wide, with something finite under the mask and for -inf; a NaN that counts stays one."""
         x = wide(x.detach())
@@ -66,10 +60,6 @@ class Kept:
         """The metric that averages `x`, which is 0 outside the mask."""
         return Mean(x.sum().double(), self.count)
 
-    def part(self, block: slice) -> Kept:
-        """The same for a slice of the first axis; `count` stays that of the whole."""
-        return Kept(self.mask[block], None if self.number is None else self.number[block], self.count, self.dtype)
-
 
 def keep(mask: Tensor, dtype: torch.dtype) -> Kept:
     """Read a mask, bool or 0/1; numbers in `dtype`."""
@@ -77,7 +67,8 @@ def keep(mask: Tensor, dtype: torch.dtype) -> Kept:
     bytes_ = mask.view(torch.uint8)  # bytes convert, and tell their minimum, in a quarter of the time of bool
     if mask.device.type == "cpu" and (mask.numel() == 0 or bytes_.amin().item() == 1):
         return Kept(mask, None, torch.tensor(float(mask.numel()), dtype=torch.float64), dtype)
-    return Kept(mask, bytes_.to(dtype), bytes_.sum().double(), dtype)
+    number = bytes_.to(dtype)
+    return Kept(mask, number, number.sum(-1).double().sum(), dtype)  # exact up to 2^24 tokens in a row
 
 
 def known_finite(x: Tensor) -> bool:

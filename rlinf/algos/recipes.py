@@ -46,6 +46,8 @@ _ALL = (
         shaping=Overlong(longest=20480, cache=4096),
         sampling=DynamicSampling(max_rounds=10),
     ),
+    # GRPO with nothing of DAPO but its wider upper bound, which keeps rare tokens alive.
+    replace(_GRPO, name="grpo_clip_higher", loss=Clipped(clip_low=0.2, clip_high=0.28)),
     # arXiv:2507.18071, section 5.1.
     AlgorithmSpec("gspo", loss=Clipped(clip_low=3e-4, clip_high=4e-4, ratio="sequence"), aggregation=_PER_ANSWER),
     # arXiv:2506.13585; the upper bound of ScaleRL (arXiv:2510.13786).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -28,15 +28,18 @@ class Row:
     """What is learned, int64 [response]."""
     old_logprobs: np.ndarray | None = None
     """Of the policy that sampled, nats, float32 [response]; None for an example."""
-    advantage: float = 0.0
-    """How much better than expected it was."""
+    advantage: float | np.ndarray = 0.0
+    """How much better than expected it was, or each of its tokens, float32 [response]."""
     temperature: float = 1.0
     """At which its log-probs are meant."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What else is to be known of each token, by name, [response] each; rows of a micro-batch have the same."""
 
     @staticmethod
-    def of(sample: Sample, advantage: float) -> Row:
+    def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
         """A sample; a greedy one counts as drawn at temperature 1, which is what its log-probs say."""
-        return Row(sample.prompt.token_ids, sample.response_ids, sample.logprobs, advantage, sample.temperature or 1.0)
+        temperature = sample.temperature or 1.0
+        return Row(sample.prompt.token_ids, sample.response_ids, sample.logprobs, advantage, temperature, columns or {})
 
     @staticmethod
     def made_up(prompt: int, response: int) -> Row:
@@ -75,6 +78,10 @@ class Packed:
     """float32 [responses]"""
     temperature: Tensor | None
     """float32 [responses]; None if all are 1."""
+    sequences: Tensor
+    """Which sequence each response token belongs to, from 0, int64 [responses]."""
+    columns: Mapping[str, Tensor]
+    """What else is known of the response tokens, by name, [responses] each."""
 
     def predicting(self) -> Tensor:
         """Which of `ids` predicts each response token, int64 [responses]; a prompt's last predicts the first of every
@@ -90,7 +97,8 @@ class Packed:
             for name in self.__slots__
             if isinstance(value := getattr(self, name), Tensor)
         }
-        return replace(self, **moved)  # type: ignore[arg-type]  # none of them is `lengths`
+        columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
+        return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # none of them is `lengths`
 
 
 def pack(rows: Sequence[Row]) -> Packed:
@@ -127,9 +135,21 @@ def pack(rows: Sequence[Row]) -> Packed:
         kept=torch.from_numpy(kept),
         targets=torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64)),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
-        advantages=torch.from_numpy(np.repeat(np.array([row.advantage for row in rows], np.float32), responses)),
+        advantages=torch.from_numpy(_per_token([row.advantage for row in rows], responses)),
         temperature=None if (temperature == 1.0).all() else torch.from_numpy(np.repeat(temperature, responses)),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), responses)),
+        columns={
+            name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
+        },
     )
+
+
+def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.ndarray:
+    """Numbers of sequences, or of their tokens, as one per token, float32."""
+    if any(isinstance(value, np.ndarray) for value in values):
+        whole = [np.broadcast_to(np.float32(value), (n,)) for value, n in zip(values, lengths, strict=True)]
+        return np.concatenate(whole)
+    return np.repeat(np.array(values, np.float32), lengths)
 
 
 def _shared(

@@ -209,7 +209,7 @@ def _group_arrived(
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, per_token=_of(parts, i))  # type: ignore[call-arg]  # *others: the eight of _REST
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, per_token=_of(parts, i))  # type: ignore[call-arg, misc]  # *others: the eight of _REST
         for i, (index, *others) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))

@@ -1,24 +1,41 @@
-"""GRPO (arXiv:2402.03300): sample a group of answers per prompt, and learn from those better than their group."""
+"""GRPO (arXiv:2402.03300) and all else that needs no critic: sample a group of answers per prompt, and learn from those
+better than their group. Which of them it is (DAPO, GSPO, RLOO, distillation …), the trainer's algorithm says."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rlinf.flows.refill import filled
 from rlinf.flows.step import Step
 
 
-async def grpo(step: Step, rollout: Any, judge: Any, trainer: Any) -> dict[str, float]:
+async def grpo(
+    step: Step, rollout: Any, judge: Any, trainer: Any, reference: Any = None, teacher: Any = None
+) -> dict[str, float]:
     """One step: groups are scored and learned from while others are still being generated.
 
     Args:
-        step: prompts and group size.
+        step: prompts, group size, and whether more prompts are drawn in place of those that teach nothing.
         rollout, judge, trainer: the roles.
+        reference: the policy from which not to stray, where it has a model of its own.
+        teacher: the policy to come close to, where the algorithm distils one.
 
     Returns:
-        The trainer's metrics.
+        The trainer's metrics, and those of dynamic sampling.
     """
-    samples = rollout.generate(step.prompts, n=step.group_size)
-    scored = judge.score.map(samples)
-    metrics: dict[str, float] = await trainer.train(scored)
-    await rollout.load(trainer.weights())  # the one barrier; the weights do not pass through here
-    return metrics
+
+    def answers(prompts: Any) -> Any:
+        return judge.score.map(rollout.generate(prompts, n=step.group_size))
+
+    batch = filled(step, answers)
+    groups = batch.groups
+    if reference is not None:
+        groups = reference.logprobs(groups)
+    if teacher is not None:
+        groups = teacher.logprobs(groups)
+    metrics: dict[str, float] = await trainer.train(groups)
+    weights = trainer.weights()  # they do not pass through here
+    await rollout.load(weights)  # the one barrier
+    if step.moving_reference:
+        await reference.follow(weights)
+    return {**metrics, **batch.metrics}

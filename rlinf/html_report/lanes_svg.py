@@ -29,15 +29,16 @@ _TICKS = 6
 
 STYLE = """
 .lanes{--ink:#1c2330;--soft:#667085;--line:#e4e7ec;--row:#f5f6f8;--card:#ffffff;--edge:#e4e7ec;--idle:#cfd4dc;
---generation:#3b7ddd;--scoring:#e0972b;--training:#2a9d74;--sync:#8e5bd0;--else:#d1557f;--both:#667085;
+--generation:#3b7ddd;--simulation:#c2577a;--acting:#3aa3b8;--scoring:#e0972b;--training:#2a9d74;--sync:#8e5bd0;--else:#d1557f;--both:#667085;
 font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
 @media (prefers-color-scheme:dark){.lanes{--ink:#e6e9ef;--soft:#98a2b3;--line:#2b323d;--row:#1b212a;--card:#141920;
---edge:#2b323d;--idle:#3a434f;--generation:#5b9bf3;--scoring:#f0b04f;--training:#3fbf8f;--sync:#ab83e6;--else:#ea7aa0;
+--edge:#2b323d;--idle:#3a434f;--generation:#5b9bf3;--simulation:#e07c9c;--acting:#5cc3d6;--scoring:#f0b04f;--training:#3fbf8f;--sync:#ab83e6;--else:#ea7aa0;
 --both:#98a2b3}}
 .lanes text{fill:var(--ink);font-size:12px}.lanes .soft{fill:var(--soft);font-size:11px}
 .lanes .name{font-weight:600;font-size:13px}.lanes .card{fill:var(--card);stroke:var(--edge)}
 .lanes .row{fill:var(--row)}.lanes .tick{stroke:var(--line)}
-.lanes .generation{fill:var(--generation)}.lanes .scoring{fill:var(--scoring)}.lanes .training{fill:var(--training)}
+.lanes .generation{fill:var(--generation)}.lanes .simulation{fill:var(--simulation)}
+.lanes .acting{fill:var(--acting)}.lanes .scoring{fill:var(--scoring)}.lanes .training{fill:var(--training)}
 .lanes .sync{fill:var(--sync)}.lanes .else{fill:var(--else)}.lanes .waiting{fill:var(--idle)}
 .lanes .both{fill:var(--both)}
 """

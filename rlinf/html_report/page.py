@@ -29,6 +29,9 @@ SECTIONS = (
         (
             "reward/mean",
             "evaluation/accuracy",
+            "success_once",
+            "evaluation/success_once",
+            "episodes/length",
             "response_length/mean",
             "truncated",
             "groups/uniform",
@@ -39,7 +42,19 @@ SECTIONS = (
     ),
     ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
     ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean")),
-    ("Speed", ("tokens_per_s", "timing/step", "timing/generation", "timing/training", "timing/sync", "timing/other")),
+    (
+        "Speed",
+        (
+            "tokens_per_s",
+            "env_steps_per_s",
+            "timing/step",
+            "timing/generation",
+            "timing/simulation",
+            "timing/training",
+            "timing/sync",
+            "timing/other",
+        ),
+    ),
 )
 """Charts that are shown at once, by heading; those of all other metrics unfold."""
 EDGE = 5

@@ -51,15 +51,16 @@ class Recorder:
             returned: what the flow returned.
 
         Returns:
-            The same with `timing/...`, seconds; with `tokens_per_s` if it tells `response_tokens`; and with `kl`, from
-            the policy that sampled, if no reference model gave one.
+            The same with `timing/...`, seconds; with `tokens_per_s` if it tells `response_tokens`, `env_steps_per_s` if
+            it tells `env_steps`; and with `kl`, from the policy that sampled, if no reference model gave one.
         """
         lap = await self._watch.ends(f"step {step}")
         metrics = {**returned, "timing/step": lap.end - lap.start, "timing/elapsed": self._watch.now() - self._began}
         if lap.busy:
             metrics |= timing(lap)
-        if "response_tokens" in metrics:
-            metrics["tokens_per_s"] = metrics["response_tokens"] / max(metrics["timing/step"], 1e-9)
+        for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):
+            if counted in metrics:
+                metrics[speed] = metrics[counted] / max(metrics["timing/step"], 1e-9)
         if "approx_kl" in metrics and "kl" not in metrics:
             metrics["kl"] = metrics.pop("approx_kl")
         return metrics

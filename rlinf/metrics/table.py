@@ -12,10 +12,13 @@ class ProgressTable:
     COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
         ("accuracy", "evaluation/accuracy", "{:.1%}"),
+        ("success", "success_once", "{:.1%}"),
+        ("in trials", "evaluation/success_once", "{:.1%}"),
         ("length", "response_length/mean", "{:.1f}"),
         ("clipped", "clip_frac", "{:.1%}"),
         ("grad norm", "grad_norm", "{:.2f}"),
         ("tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("steps/s", "env_steps_per_s", "{:,.0f}"),
         ("s/step", "timing/step", "{:.2f}"),
     )
     """(heading, metric, format); a column is there if the metric was announced, or the first line has it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from rlinf.runtime.observer import UNKNOWN, Interval, Lap, union
 
-ACTIVITIES = ("generation", "scoring", "training", "sync")
+ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""
 
 _BY_ENDPOINT = {
@@ -25,6 +25,11 @@ _BY_ENDPOINT = {
     "load": "sync",
     "load_switch": "sync",
     "save": "saving",
+    "act": "acting",
+    "trajectory": "acting",
+    "reset": "simulation",
+    "observe": "simulation",
+    "step": "simulation",
 }
 _BY_ROLE = {
     "rollout": "generation",
@@ -32,6 +37,10 @@ _BY_ROLE = {
     "reference": "scoring",
     "critic": "training",
     "trainer": "training",
+    "teacher": "scoring",
+    "env": "simulation",
+    "trials": "simulation",
+    "policy": "acting",
 }
 """For what a role computes in calls that go on beyond the step, whose endpoint is not known yet."""
 

@@ -29,6 +29,7 @@ import torch
 
 from .arena import Arena
 from .culprit import unpicklable
+from .flat_bytes import flat_bytes
 from .resolve import holds_promise, resolve, together
 from .slots import ArenaReader, SlotRef
 
@@ -313,7 +314,7 @@ class _Pickler(pickle.Pickler):
             route = codec.route(tensor, host)
         codec._record(route, tensor.nbytes)
         if route == "inline":
-            raw = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            raw = flat_bytes(tensor).cpu().numpy().tobytes()
             return _from_bytes, (raw, tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
         if route == "ipc":
             from torch.multiprocessing.reductions import reduce_tensor

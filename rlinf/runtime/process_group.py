@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from .compute import ComputeThread
 from .errors import RuntimeFault, UserError
+from .flat_bytes import flat_bytes
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class Group:
             CollectiveError: the connection to a member broke, or the group is broken or closed.
         """
         root = self._position(src)
-        data = _bytes(tensor)
+        data = flat_bytes(tensor)
 
         def post(backend: Any) -> Any:
             options = dist.BroadcastOptions()
@@ -113,14 +114,14 @@ class Group:
             CollectiveTimeout, CollectiveError: see `broadcast`.
         """
         gathered = torch.empty((len(self.ranks), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        data = _bytes(tensor)
+        data = flat_bytes(tensor)
         if self._backend is None:
             gathered[0].copy_(tensor.detach())
 
         def post(backend: Any) -> Any:
             options = AllgatherOptions()
             options.timeout = self._limit
-            return backend._allgather_base(_bytes(gathered), data, options)
+            return backend._allgather_base(flat_bytes(gathered), data, options)
 
         await self._run("all_gather", post)
         return gathered
@@ -132,7 +133,7 @@ class Group:
             CollectiveTimeout, CollectiveError: see `broadcast`.
         """
         peer = self._peer(dst)
-        data = _bytes(tensor)
+        data = flat_bytes(tensor)
         await self._run(f"send to host {dst} with tag {tag}", lambda backend: backend.send([data], peer, tag))
 
     async def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
@@ -147,7 +148,7 @@ class Group:
             CollectiveTimeout, CollectiveError: see `broadcast`.
         """
         peer = self._peer(src)
-        data = _bytes(tensor)
+        data = flat_bytes(tensor)
         await self._run(f"recv from host {src} with tag {tag}", lambda backend: backend.recv([data], peer, tag))
         return _into(tensor, data)
 
@@ -215,11 +216,6 @@ class Group:
         if rank == self._rank:
             raise UserError(f"host {rank} cannot send to itself in {self}")
         return self._position(rank)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, or a copy if it is not contiguous: backends move bytes of every dtype."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _into(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The learner against a plain loop, and its independence of how a batch is cut."""
 
+import functools
 import itertools
 import math
 
@@ -10,9 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.actors.learner import Learner, lr_factor
+from rlinf.actors.lesson import lesson_of
 from rlinf.actors.policy_model import PolicyModel
 from rlinf.data.batch import Row, cut, pack
-from tests.actors.toys import CLIP, advantages, by_a_plain_loop, furthest, gradients, groups, model
+from tests.actors.toys import (
+    ALGORITHMS,
+    CLIP,
+    advantages,
+    by_a_plain_loop,
+    furthest,
+    gradients,
+    groups,
+    model,
+    sample_by_sample,
+    told,
+)
 
 BATCH = groups(6)
 ROWS = [Row.of(s, gain) for judged in BATCH for s, gain in zip(judged.scored, advantages(judged), strict=True)]
@@ -60,6 +73,42 @@ def test_gradients_are_those_of_a_plain_loop_however_the_batch_is_cut(
     assert float(gathered.weight) == TOKENS
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in plain.values()))
     assert numbers["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+TOLD = told(groups(5))
+
+
+@functools.cache
+def plainly(name):
+    """Gradients of an algorithm, sample by sample."""
+    plain = model()
+    sample_by_sample(plain, ALGORITHMS[name], TOLD).backward()
+    return gradients(plain)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(budget=st.integers(1, 150), random=st.randoms())
+@settings(max_examples=3, deadline=None)
+def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_cut(name, budget, random):
+    ours, algorithm = model(), ALGORITHMS[name]
+    learner = Learner(PolicyModel(ours, chunk=7), **WITHOUT_CLIPPING)
+    lesson = lesson_of(algorithm, TOLD, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in lesson.rows for row in some]
+    random.shuffle(rows)
+    for piece in cut(rows, [row.size for row in rows], budget):
+        learner.learn_policy(pack(piece), algorithm, version=0)
+    weight = float(learner._sum.weight)
+    assert furthest({name: found / weight for name, found in gradients(ours).items()}, plainly(name)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_rank_without_work_knows_no_column_and_adds_nothing(name):
+    ours = model()
+    learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
+    learner.learn_policy(pack([]), ALGORITHMS[name], version=0, compare=True)
+    assert all(not gradient.any() for gradient in gradients(ours).values())
+    assert len(gradients(ours)) == len(list(ours.parameters()))
+    assert float(learner._sum.weight) == 0
 
 
 def test_a_rank_without_work_adds_nothing_to_any_gradient():

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.actors.micro_batches import InOrder, Rounds, scored_rows
-from rlinf.actors.orders import Learn, PolicyOrders, Step
+from rlinf.actors.lesson import lesson_of
+from rlinf.actors.micro_batches import InOrder, Rounds
+from rlinf.actors.orders import Again, Learn, Step
+from rlinf.actors.policy_orders import PolicyOrders
 from rlinf.data.batch import Row
 from rlinf.data.sample import Group, Prompt
 from tests.actors import toys
@@ -112,17 +114,23 @@ def test_no_rank_has_more_than_a_row_beyond_another(sizes, ranks):
 
 def test_advantages_are_relative_to_the_group():
     batch = toys.groups(4)
-    found = scored_rows(batch, "std")
-    assert len(found) == sum(len(judged.scored) for judged in batch)
+    found = lesson_of(toys.SPEC, batch)
+    assert [len(rows) for rows in found.rows] == [len(judged.scored) for judged in batch]
     expected = [gain for judged in batch for gain in toys.advantages(judged)]
-    assert [row.advantage for row in found] == pytest.approx(expected, abs=1e-5)
+    assert found.advantages == pytest.approx(expected, abs=1e-5)
+    assert [row.advantage for rows in found.rows for row in rows] == found.advantages
+
+
+async def at_once(fn, *arguments, **more):
+    return fn(*arguments, **more)
 
 
 async def orders_of(batch, **more):
     settings = {
-        "ranks": 2, "in_order": InOrder(), "budget": 25, "epochs": 1, "minibatches": 1, "scale": "std", "seed": (1, 0),
+        "ranks": 2, "in_order": InOrder(), "budget": 25, "epochs": 1, "minibatches": 1, "seed": (1, 0),
+        "compute": at_once,
     }  # fmt: skip
-    made = PolicyOrders(**{**settings, **more})
+    made = PolicyOrders(toys.SPEC, **{**settings, **more})
     return made, [order async for order in made.orders(batch)]
 
 
@@ -134,11 +142,11 @@ async def test_each_epoch_goes_over_the_same_rows_and_ends_in_a_step():
         *learn, (one, other) = epoch
         assert isinstance(one, Step)
         assert isinstance(other, Step)
-        assert [[part.rows for part in order] for order in learn] == [
-            [part.rows for part in order] for order in epochs[0][:-1]
-        ]
-        assert all(part.compare == (number == 0) for order in learn for part in order)
-    assert sum(len(part.rows) for order in epochs[0][:-1] for part in order) == len(made.rows)
+        if number:
+            assert learn == [(Again(i), Again(i)) for i in range(per_epoch - 1)]
+        else:
+            assert all(part.compare and part.keep for order in learn for part in order)
+    assert sum(len(part.rows) for order in epochs[0][:-1] for part in order) == sum(map(len, made.lesson.rows))
 
 
 async def test_minibatches_split_the_groups_anew_in_each_epoch():
@@ -151,7 +159,7 @@ async def test_minibatches_split_the_groups_anew_in_each_epoch():
             parts.append(current)
             current = []
     assert len(parts) == 6
-    everything = sorted(map(id, made.rows))
+    everything = sorted(id(row) for rows in made.lesson.rows for row in rows)
     assert sorted(parts[0] + parts[1] + parts[2]) == sorted(parts[3] + parts[4] + parts[5]) == everything
     assert {frozenset(part) for part in parts[:3]} != {frozenset(part) for part in parts[3:]}
     fresh = [order.compare for (order,) in orders if isinstance(order, Learn)]

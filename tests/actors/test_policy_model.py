@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.actors.attention import ARGUMENT, Layout, packed_attention
-from rlinf.actors.head import token_logprobs
+from rlinf.actors.head import logprobs_of_logits, token_logprobs
+from rlinf.actors.lora import add_adapters, start_adapters
 from rlinf.actors.policy_model import PolicyModel
 from rlinf.data.batch import Row, pack
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
@@ -127,6 +128,64 @@ def test_log_probs_in_chunks_have_the_gradient_of_all_at_once(count, chunk, with
     torch.testing.assert_close(entropy, -(spread.exp() * spread).sum(-1).float(), atol=1e-5, rtol=1e-5)
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@given(
+    count=st.integers(0, 5),
+    chunk=st.integers(1, 6),
+    with_bias=st.booleans(),
+    with_temperature=st.booleans(),
+    impossible=st.booleans(),
+)
+@settings(deadline=None, max_examples=15)
+def test_log_probs_and_entropies_have_the_slopes_of_their_differences(
+    count, chunk, with_bias, with_temperature, impossible
+):
+    generator = torch.Generator().manual_seed(count)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((count, 3), (7, 3), (7,))
+    )
+    targets = torch.randint(0, 6, (count,), generator=generator)
+    temperature = torch.rand(count, generator=generator, dtype=torch.float64) + 0.5 if with_temperature else None
+    never = torch.zeros(7, dtype=torch.float64)
+    never[6] = -torch.inf if impossible else 0.0
+
+    def by_chunks(hidden, weight, bias):
+        shift = bias + never if with_bias or impossible else None
+        return token_logprobs(hidden, weight, shift, targets, temperature, chunk=chunk, entropy_slope=True)
+
+    def by_logits(hidden, weight, bias):
+        logits = hidden @ weight.T + (bias + never if with_bias or impossible else 0.0)
+        return logprobs_of_logits(logits, targets, temperature, entropy_slope=True)
+
+    assert torch.autograd.gradcheck(by_chunks, (hidden, weight, bias), atol=1e-6)
+    assert torch.autograd.gradcheck(by_logits, (hidden, weight, bias), atol=1e-6)
+    for one, other in zip(by_chunks(hidden, weight, bias), by_logits(hidden, weight, bias), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_entropies_have_no_slope_unless_asked_for():
+    policy = PolicyModel(model())
+    assert not policy(pack(ROWS))[1].requires_grad
+    assert policy(pack(ROWS), entropy_slope=True)[1].requires_grad
+
+
+def test_without_its_adapters_a_model_is_what_it_was_and_they_still_learn():
+    net = model()
+    expected = PolicyModel(net)(pack(ROWS))[0].detach()
+    add_adapters(net, {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]})
+    for parameter, _ in start_adapters(net, 0):
+        torch.nn.init.normal_(parameter)
+    policy = PolicyModel(net)
+    learning = [parameter.requires_grad for parameter in policy.parameters()]
+    with torch.no_grad(), policy.without_adapters():
+        assert torch.equal(policy(pack(ROWS))[0], expected)
+    adapted = policy(pack(ROWS))[0]
+    assert float((adapted.detach() - expected).abs().max()) > 0.01
+    assert [parameter.requires_grad for parameter in policy.parameters()] == learning
+    adapted.sum().backward()
+    assert all(parameter.grad is not None for name, parameter in policy.named_parameters() if ".lora_" in name)
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):

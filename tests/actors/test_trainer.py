@@ -131,9 +131,17 @@ async def test_streams_and_lists_and_micro_batches_train_alike(trainer):
         assert metrics == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("how", [{}, {"epochs": 2, "minibatches": 3}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"epochs": 2, "minibatches": 3},
+        {"algorithm": "reinforce_pp"},
+        {"algorithm": "grpo_tis", "minibatches": 2},
+    ],
+)
 async def test_by_prompt_the_order_of_arrival_changes_not_one_bit(trainer, how):
-    batch = toys.groups(8)
+    batch = toys.told(toys.groups(8))
     found = []
     for number, order in enumerate([range(8), (7, 3, 0, 1, 5, 2, 6, 4), reversed(range(8))]):
         learning = await trainer(f"t{number}", micro_batch_tokens=40, **how)
@@ -151,15 +159,22 @@ async def slowly(groups, pauses):
         yield group
 
 
-@pytest.mark.parametrize("order", ["prompt", "arrival"])
-async def test_it_computes_while_groups_are_still_to_come(trainer, order):
-    learning = await trainer(micro_batch_tokens=30, order=order)
+@pytest.mark.parametrize(
+    ("how", "first"),
+    [
+        ({"order": "prompt"}, "_learn"),
+        ({"order": "arrival"}, "_learn"),
+        ({"algorithm": "grpo_tis", "minibatches": 2}, "_scored"),
+    ],
+)
+async def test_it_computes_while_groups_are_still_to_come(trainer, how, first):
+    learning = await trainer(micro_batch_tokens=30, **how)
     reached = asyncio.Event()
     inner = system_actor(learning)
     compute, computed = inner.compute, []
 
-    async def watched(fn, *arguments):
-        result = await compute(fn, *arguments)
+    async def watched(fn, *arguments, **more):
+        result = await compute(fn, *arguments, **more)
         computed.append(fn.__name__)
         reached.set()
         return result
@@ -174,7 +189,7 @@ async def test_it_computes_while_groups_are_still_to_come(trainer, order):
         yield scored(number=3)
 
     await learning.train(groups())
-    assert computed[0] == "_learn"
+    assert computed[0] == first
 
 
 def system_actor(group):
@@ -357,14 +372,17 @@ async def test_two_ranks_on_one_host_are_refused(system):
 # Checkpoints and devices --------------------------------------------------------------------------------------------
 
 
-async def test_training_goes_on_from_a_checkpoint_bit_for_bit(trainer, tmp_path):
-    settings = {"epochs": 2, "micro_batch_tokens": 40, "schedule": "linear", "total_steps": 20, "seed": 3}
-    one, other = await trainer("one", **settings), await trainer("two", **{**settings, "seed": 4})
-    await one.train(toys.groups(6))
+@pytest.mark.parametrize("how", [{}, {"algorithm": "grpo_tis", "minibatches": 2}, {"algorithm": "reinforce_pp"}])
+async def test_training_goes_on_from_a_checkpoint_bit_for_bit(trainer, tmp_path, how):
+    settings = {"epochs": 2, "micro_batch_tokens": 40, "schedule": "linear", "total_steps": 20, "seed": 3, **how}
+    first, second = toys.told(toys.groups(6)), toys.told(toys.groups(6, seed=1))
+    elsewhere = settings["seed"] if "minibatches" in how else 4  # which also draws the order of minibatches
+    one, other = await trainer("one", **settings), await trainer("two", **{**settings, "seed": elsewhere})
+    await one.train(first)
     assert await one.save(tmp_path / "saved") == str(tmp_path / "saved")
-    expected = await one.train(toys.groups(6, seed=1))
+    expected = await one.train(second)
     assert await other.restore(tmp_path / "saved") == 1
-    assert await other.train(toys.groups(6, seed=1)) == expected
+    assert await other.train(second) == expected
     assert torch.equal(await flat(other), await flat(one))
     assert (await other.weights()).version == 2
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,53 @@ def test_every_number_of_ranks_learns_the_same_and_says_the_same(results, world,
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", toys.ALGORITHMS)
+def test_every_algorithm_has_the_gradient_of_one_process_that_goes_sample_by_sample(results, world, name):
+    plain = build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval()
+    toys.sample_by_sample(plain, toys.ALGORITHMS[name], toys.told(toys.groups(7))).backward()
+    expected, found = toys.gradients(plain), results[world]["algorithms"][name]["gradient"]
+    assert sum(float(gradient.abs().sum()) for gradient in expected.values()) > 0.1
+    assert toys.furthest(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_log_probs_before_the_update_are_ours_whatever_the_engine_said(results, world):
+    """With several minibatches they are computed for the whole batch first."""
+    plain = build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval()
+    found = results[world]["proximal"]
+    assert_told(found["groups"], plain)
+    assert [group.prompt.id for group in found["groups"]] == list(range(7))
+    assert found["metrics"]["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert found["metrics"]["is/outside"] == 1.0
+    assert found["metrics"]["mismatch/mean"] > 4.0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_groups_come_back_with_what_all_ranks_together_said_of_them(results, world):
+    said = results[world]["said"]
+    assert_told(said, build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval())
+    assert [group.prompt.id for group in said] == list(range(7))
+
+
+def assert_told(groups, plain):
+    for group in groups:
+        for sample, expected in zip(group.samples, toys.logprobs_of(plain, group), strict=True):
+            told = sample.per_token["proximal_logprobs"]
+            assert np.isnan(told).all() if sample.reward is None else np.abs(told - expected).max(initial=0) < 1e-5
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_model_without_its_adapters_is_a_reference_like_any_other(results, world, place, minibatches):
+    one, other = (results[world]["adapters"][place, minibatches, off] for off in (True, False))
+    assert toys.furthest(one, other) < 1e-4
+    elsewhere = results[world]["adapters"]["reward" if place == "loss" else "loss", minibatches, True]
+    assert toys.furthest(one, elsewhere) > 0.01  # it makes a difference
+    assert toys.furthest(one, results[1]["adapters"][place, minibatches, True]) < 1e-3
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_in_bfloat16_the_gradient_points_the_same_way(results, world):
     exact, rounded = (results[world][name]["gradients"][0] for name in ("qwen2", "bfloat16"))
     flat = [torch.cat([part[name].flatten() for name in exact]) for part in (exact, rounded)]
@@ -93,7 +141,7 @@ def test_what_other_ranks_have_saved_is_resumed(results, world):
 def told(zygotes, tmp_path_factory):
     """What a job of three ranks that is disturbed in every way said, by the way; and its directory."""
     directory = tmp_path_factory.mktemp("disturbed")
-    names = ("cancelled", "misfed", "crossing", "collocated")
+    names = ("cancelled", "cancelled_scoring", "unheard", "misfed", "crossing", "collocated")
     ranks = zygotes.run(PROGRAMS / "disturbed.py", 3, directory, *names)
     try:
         assert ranks.codes(PATIENCE) == [0, 0, 0], ranks.everything()
@@ -105,6 +153,14 @@ def told(zygotes, tmp_path_factory):
 
 def test_cancelled_at_any_moment_all_ranks_go_on_together(told):
     assert told[0]["cancelled"] == ["cancelled 14 times"]
+
+
+def test_cancelled_while_log_probs_are_computed_first_all_ranks_go_on_together(told):
+    assert told[0]["cancelled_scoring"] == ["cancelled 14 times"]
+
+
+def test_when_nobody_listens_to_what_they_say_all_ranks_go_on_together(told):
+    assert told[0]["unheard"] == ["OSError the judge's disk is full", "goes on"]
 
 
 def test_bad_input_is_told_once_and_all_ranks_go_on_together(told):
@@ -124,8 +180,9 @@ def test_on_devices_of_its_own_input_all_ranks_take_turns_with_it(told):
     assert told[0]["collocated"] == ["took turns"]
 
 
-def test_a_rank_that_fails_within_a_batch_ends_the_job_at_once(zygote, tmp_path):
-    ranks = zygote.run(PROGRAMS / "disturbed.py", 3, tmp_path, "failing")
+@pytest.mark.parametrize("when", ["failing", "failing_to_score"])
+def test_a_rank_that_fails_within_a_batch_ends_the_job_at_once(zygote, tmp_path, when):
+    ranks = zygote.run(PROGRAMS / "disturbed.py", 3, tmp_path, when)
     ranks.await_line("begins", seconds=PATIENCE)
     start = time.monotonic()
     codes = ranks.codes(60.0)

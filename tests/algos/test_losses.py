@@ -187,6 +187,16 @@ def test_no_tokens_at_all(shape):
     assert found.values()["ratio/max"] == 0.0
 
 
+@given(st.floats(-20, 20, width=32), st.floats(-20, 0, width=32))
+@settings(max_examples=60, deadline=None)
+def test_a_ratio_in_float32_is_as_exact_as_the_log_probs_are(difference, old):
+    leaf, old = torch.tensor([old + difference]), torch.tensor([old])
+    ratio = losses.policy(leaf, old, torch.ones(1), torch.ones(1), **CLIP).values()["ratio/max"]
+    exact = math.exp(min(max(leaf.double().item() - old.double().item(), -20.0), 20.0))
+    rounding = max(leaf.abs().item(), old.abs().item(), 1.0) * 2.0**-23  # of the log-probs and of their difference
+    assert ratio == pytest.approx(exact, rel=2 * rounding)
+
+
 @pytest.mark.parametrize("new", [-1000.0, 0.0, -math.inf])
 @pytest.mark.parametrize("old", [-1000.0, 0.0, -math.inf])
 @pytest.mark.parametrize("gain", [-1.0, 1.0])

@@ -186,3 +186,25 @@ def test_a_large_micro_batch_is_computed_in_blocks_and_comes_out_the_same(monkey
             found = case.loss(b)
         torch.testing.assert_close(torch.autograd.grad(found.total, b["new"])[0], expected)
         assert found.values() == pytest.approx(whole.values())
+
+
+@every_case
+def test_what_is_given_stays_as_it_was(case):
+    arrays = batch(14)
+    b = tensors(arrays)
+    case.loss(b).total.backward()
+    for name, x in tensors(arrays).items():
+        assert torch.equal(b[name].detach(), x.detach())
+
+
+@every_case
+def test_a_gradient_taken_twice_or_scaled_is_the_same_gradient(case):
+    b = tensors(batch(15))
+    found = case.loss(b)
+    found.total.backward(retain_graph=True)
+    expected = b["new"].grad.clone()
+    b["new"].grad.mul_(0.0)  # as an optimizer does with what it owns
+    found.total.backward(retain_graph=True)
+    torch.testing.assert_close(b["new"].grad, expected)
+    (scaled,) = torch.autograd.grad(3.0 * found.total, b["new"])
+    torch.testing.assert_close(scaled, 3.0 * expected)

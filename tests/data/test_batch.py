@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,20 @@ def test_what_a_sample_says_stands_where_its_tokens_are_predicted():
     assert packed.advantages.tolist() == [1, 1, -2, -2, -2]
     assert packed.temperature.tolist() == [1, 1, 0.5, 0.5, 0.5]
     assert pack(rows[:1]).temperature is None
+
+
+def test_advantages_of_tokens_and_further_columns_stand_there_too():
+    versions = {"versions": np.array([3, 4], np.int32)}, {"versions": np.array([5, 6, 7], np.int32)}
+    packed = pack([
+        Row.of(sample([5, 6], [7, 8]), np.array([0.5, -0.5], np.float32), versions[0]),
+        Row.of(sample([1, 2, 3], [4, 9, 9]), 2.0, versions[1]),
+    ])  # fmt: skip
+    assert packed.advantages.tolist() == [0.5, -0.5, 2, 2, 2]
+    assert packed.sequences.tolist() == [0, 0, 1, 1, 1]
+    assert packed.columns["versions"].tolist() == [3, 4, 5, 6, 7]
+    elsewhere = packed.to(torch.device("meta"))
+    assert elsewhere.columns["versions"].device == elsewhere.sequences.device == torch.device("meta")
+    assert elsewhere.lengths == packed.lengths
 
 
 def test_greedy_logprobs_are_at_temperature_one():

@@ -38,7 +38,7 @@ class Run:
         self.rollout = await system.spawn(Rollout, name="rollout", **shared, max_new_tokens=max_new_tokens)
         self.judge = await system.spawn(Judge, name="judge")
         trainers = await system.spawn(
-            Trainer, name="trainer", **shared, lr=lr, warmup_steps=5, epochs=2, clip_low=0.2, clip_high=0.28
+            Trainer, name="trainer", **shared, lr=lr, warmup_steps=5, epochs=2, algorithm="grpo_clip_higher"
         )
         self.trainer = trainers[0]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rlinf.algos.aggregate import How
+from rlinf.algos.importance import exponential
 from rlinf.algos.kl import KINDS, Kind, parts
-from rlinf.algos.losses.ground import Ground, Part
-from rlinf.algos.masks import Kept, known_finite, log_ratio
+from rlinf.algos.losses.ground import Ground, Part, log_ratio
+from rlinf.algos.masks import Kept
 from rlinf.algos.naming import one_of
 from rlinf.algos.sums import LossSum
 
@@ -31,12 +33,16 @@ def supervised(
         ValueError: shapes differ.
     """
     ground = Ground.of("supervised", logprobs, mask, how, norm_length, sequences)
+    return ground.sum(_negative)
 
-    def formula(kept: Kept, new: Tensor) -> Part:
-        slope = -kept.numbers()
-        return Part(slope * kept.clean(new), slope)
 
-    return ground.sum(formula, ground.read(logprobs))
+def _negative(kept: Kept, slope: Tensor, leaf: Tensor) -> Part:
+    """L_t = -leaf_t"""
+    if kept.number is None:
+        slope.fill_(-1.0)
+    else:
+        torch.neg(kept.number, out=slope)
+    return Part(leaf * slope)
 
 
 def kl(
@@ -71,27 +77,25 @@ def kl(
         ValueError: shapes differ, or a name is unknown.
     """
     one_of("kl", "kind", kind, KINDS)
-    others = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs}
-    ground = Ground.of("kl", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs}
+    ground = Ground.of("kl", logprobs, mask, how, norm_length, sequences, **given)
 
-    def formula(kept: Kept, new: Tensor, reference: Tensor, *old: Tensor) -> Part:
-        value, slope = (kept.only_(x) for x in parts(_apart(new, reference, kept), kind))
-        means = {"kl": value}
-        if old:
-            ratio = log_ratio(new, old[0], kept).exp()
-            value, slope = ratio * value, ratio * (slope + value)
-        return Part(value, slope, means)
+    def formula(
+        kept: Kept, slope: Tensor, leaf: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
+    ) -> Part:
+        # not clamped here, since beyond the clamp of `parts` there is no slope
+        value, change = (kept.only_(x) for x in parts(kept.only_(leaf - ref_logprobs), kind))
+        part = Part(value)
+        part.watch("kl", value)
+        if old_logprobs is None:
+            slope.copy_(change)
+        else:
+            ratio = exponential(log_ratio(kept, leaf, old_logprobs))
+            torch.add(change, value, out=slope).mul_(ratio)
+            part.value = ratio.mul_(value)
+        return part
 
-    given = [x for x in (logprobs, ref_logprobs, old_logprobs) if x is not None]
-    return ground.sum(formula, *map(ground.read, given))
-
-
-def _apart(new: Tensor, reference: Tensor, kept: Kept) -> Tensor:
-    """new - reference, 0 outside the mask; not clamped, since beyond the clamp of `kl.parts` there is no slope."""
-    difference = new - reference
-    if not known_finite(difference):
-        difference = kept.clean(new) - kept.clean(reference)
-    return kept.only_(difference)
+    return ground.sum(formula)
 
 
 def entropy_bonus(
@@ -115,10 +119,5 @@ def entropy_bonus(
     Raises:
         ValueError: shapes differ.
     """
-    ground = Ground.of("entropy_bonus", entropy, mask, how, norm_length, sequences)
-
-    def formula(kept: Kept, undecided: Tensor) -> Part:
-        slope = -kept.numbers()
-        return Part(slope * kept.clean(undecided), slope)
-
-    return ground.sum(formula, ground.read(entropy), entropy=entropy)
+    ground = Ground.of("entropy_bonus", entropy, mask, how, norm_length, sequences, entropy=entropy)
+    return ground.sum(_negative)

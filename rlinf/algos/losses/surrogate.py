@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlinf.algos import masks
 from rlinf.algos.aggregate import How
-from rlinf.algos.importance import Outside, check_bounds, cut_weights
-from rlinf.algos.losses.ground import HIGHEST_RATIO, Ground, Part, by_sign, check_clip, watch_ratio
-from rlinf.algos.masks import Kept, indicator, log_ratio
+from rlinf.algos.importance import Outside, check_bounds, cut_weights, exponential
+from rlinf.algos.losses.ground import HIGHEST_RATIO, Ground, Part, check_clip, log_ratio, watch_ratio
+from rlinf.algos.masks import Kept
 from rlinf.algos.naming import one_of
 from rlinf.algos.sequences import sequences_in
 from rlinf.algos.sums import LossSum
@@ -92,65 +92,72 @@ def policy(
         raise ValueError(
             "policy: behavior_logprobs and is_cap need each other: the weight is min(old/behavior, is_cap)"
         )
-    others = {"old_logprobs": old_logprobs, "entropy": entropy, "behavior_logprobs": behavior_logprobs}
-    ground = Ground.of("policy", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"old_logprobs": old_logprobs, "behavior_logprobs": behavior_logprobs, "entropy": entropy}
+    ground = Ground.of("policy", logprobs, mask, how, norm_length, sequences, weights, **given)
     clip = Clip(clip_low, clip_high, dual_clip)
-    formula = partial(_surrogate, clip=clip, cap=is_cap or 0.0, outside="truncate")
-    tensors = [ground.read(logprobs), ground.read(old_logprobs)]
-    weighing = [] if behavior_logprobs is None else [tensors[1], ground.read(behavior_logprobs)]
-    if ratio == "sequence":
-        mean = _mean_of_sequence(tensors[0], tensors[1], ground)
-        tensors = [mean, torch.zeros_like(mean)]
-    tensors += weighing
-    return ground.sum(formula, ground.cost(advantages), *tensors, factors=(weights,), entropy=entropy)
+    more = {"mean": _mean_of_sequence(logprobs, old_logprobs, ground)} if ratio == "sequence" else {}
+
+    def formula(
+        kept: Kept,
+        slope: Tensor,
+        leaf: Tensor,
+        old_logprobs: Tensor,
+        cost: Tensor,
+        mean: Tensor | None = None,
+        behavior_logprobs: Tensor | None = None,
+    ) -> Part:
+        if mean is None:
+            difference = log_ratio(kept, leaf, old_logprobs)
+        else:
+            difference = kept.only_(mean.expand(leaf.shape).clone(memory_format=torch.contiguous_format))
+        part = _clipped(kept, slope, difference, cost, clip)
+        if behavior_logprobs is not None and is_cap is not None:
+            _weigh(part, slope, kept, log_ratio(kept, old_logprobs, behavior_logprobs), is_cap, "truncate")
+        return part
+
+    return ground.sum(formula, cost=ground.cost(advantages), **more)
 
 
 def _mean_of_sequence(new: Tensor, old: Tensor, ground: Ground) -> Tensor:
     """The mean log-ratio of its sequence, for each token."""
     grouped = sequences_in(ground.name, ground.leaf, ground.sequences)
-    mean = grouped.sum(log_ratio(new, old, ground.kept)) / grouped.lengths(ground.kept).clamp(min=1)
-    return grouped.spread(mean).expand_as(new)
+    mean = grouped.sum(masks.log_ratio(new, old, ground.kept)) / grouped.lengths(ground.kept).clamp(min=1)
+    return grouped.spread(mean)
 
 
-def _surrogate(
-    kept: Kept,
-    cost: Tensor,
-    new: Tensor,
-    start: Tensor,
-    *weighing: Tensor,
-    clip: Clip,
-    cap: float = 0.0,
-    outside: str = "truncate",
-) -> Part:
-    """The clipped surrogate of a block with the ratio new / start, weighted by the ratio of `weighing`, if given."""
-    part = _clipped(kept, log_ratio(new, start, kept), cost, clip)
-    if weighing:
-        weight, ratio, beyond = cut_weights(log_ratio(weighing[0], weighing[1], kept), kept, cap, 0.0, outside)
-        part.value, part.slope = part.value * weight, part.slope * weight
-        part.means |= {"is/mean": ratio, "is/outside": beyond}
-        part.peaks["is/max"] = ratio
-    return part
+def _clipped(kept: Kept, slope: Tensor, difference: Tensor, cost: Tensor, clip: Clip) -> Part:
+    """The clipped surrogate of a block, with the ratio exp(difference), 1 outside the mask; cost is -A.
 
-
-def _clipped(kept: Kept, difference: Tensor, cost: Tensor, clip: Clip) -> Part:
-    """The surrogate, token by token.
-
-    Where A > 0 the larger of both terms is -A min(r, 1 + clip_high); where A < 0 it is -A max(r, 1 - clip_low), and the
-    dual clip holds that r below dual_clip. So both are one ratio between two bounds, `lowest` and `highest`, which
-    depend on the sign of A (none where it is 0); a token at a bound has no slope, and the others' is cost r.
+    Where a bound decides, the larger or smaller term is another one than cost r, and the token has no slope. Without a
+    dual clip, the bound where A < 0 is that of all ratios, so that a clamped one has no slope either.
     """
-    far = HIGHEST_RATIO if clip.dual is None else clip.dual
-    lowest, highest = by_sign(cost, (0.0, 0.0, 1.0 - clip.low), (1.0 + clip.high, HIGHEST_RATIO, far))
-    ratio = difference.exp()
-    held = ratio.clamp(lowest, highest)
-    removed = indicator(torch.ne, held, ratio)
-    value = kept.only_(held.mul_(cost))
-    part = Part(value, torch.addcmul(value, value, removed, value=-1.0), {"clip_frac": removed})
-    if clip.dual is not None:
-        bounded = kept.only(indicator(torch.gt, ratio, highest) * (cost > 0))
-        part.means |= {"clip_frac": removed - bounded, "dual_clip_frac": bounded}
+    ratio = exponential(difference)
+    part = Part(difference)  # its memory is the loss's, as soon as it has been used
     watch_ratio(part, kept, ratio, difference)
+    ceiling = cost.clamp(min=0.0).mul_(HIGHEST_RATIO if clip.dual is None else clip.dual)
+    cost = kept.only(cost)
+    plain = torch.mul(ratio, cost, out=slope)
+    value = torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high, out=part.value).mul_(cost)
+    torch.maximum(value, plain, out=value)
+    bounds = None if clip.dual is None else torch.gt(value, ceiling, out=ratio).sum()
+    torch.minimum(value, ceiling, out=value)
+    free = torch.eq(value, plain, out=ratio)
+    part.watch_lack("clip_frac", free)
+    if bounds is not None:
+        part.sums["dual_clip_frac"] = bounds
+        part.sums["clip_frac"] -= bounds
+    slope.mul_(free)
     return part
+
+
+def _weigh(part: Part, slope: Tensor, kept: Kept, difference: Tensor, cap: float, outside: str) -> None:
+    """Multiply by the ratio exp(difference), cut as `importance.weights` does; `difference` is used up."""
+    weight, ratio, inside = cut_weights(exponential(difference, difference), kept, cap, 0.0, outside)
+    part.value.mul_(weight)
+    slope.mul_(weight)
+    part.watch("is/mean", ratio)
+    part.watch_top("is/max", ratio)
+    part.watch_lack("is/outside", inside)
 
 
 def decoupled(
@@ -197,11 +204,18 @@ def decoupled(
     """
     check_clip("decoupled", clip_low, clip_high, dual_clip)
     check_bounds("decoupled", cap, 0.0, outside)
-    others = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs, "entropy": entropy}
-    ground = Ground.of("decoupled", logprobs, mask, how, norm_length, sequences, **others)
-    formula = partial(_surrogate, clip=Clip(clip_low, clip_high, dual_clip), cap=cap, outside=outside)
-    tensors = [ground.read(x) for x in (logprobs, proximal_logprobs, proximal_logprobs, behavior_logprobs)]
-    return ground.sum(formula, ground.cost(advantages), *tensors, factors=(weights,), entropy=entropy)
+    given = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs, "entropy": entropy}
+    ground = Ground.of("decoupled", logprobs, mask, how, norm_length, sequences, weights, **given)
+    clip = Clip(clip_low, clip_high, dual_clip)
+
+    def formula(
+        kept: Kept, slope: Tensor, leaf: Tensor, proximal_logprobs: Tensor, behavior_logprobs: Tensor, cost: Tensor
+    ) -> Part:
+        part = _clipped(kept, slope, log_ratio(kept, leaf, proximal_logprobs), cost, clip)
+        _weigh(part, slope, kept, log_ratio(kept, proximal_logprobs, behavior_logprobs), cap, outside)
+        return part
+
+    return ground.sum(formula, cost=ground.cost(advantages))
 
 
 def distill(
@@ -239,15 +253,14 @@ def distill(
         ValueError: as `policy`.
     """
     check_clip("distill", clip_low, clip_high, dual_clip)
-    others = {"old_logprobs": old_logprobs, "teacher_logprobs": teacher_logprobs, "entropy": entropy}
-    ground = Ground.of("distill", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"old_logprobs": old_logprobs, "teacher_logprobs": teacher_logprobs, "entropy": entropy}
+    ground = Ground.of("distill", logprobs, mask, how, norm_length, sequences, weights, **given)
     clip = Clip(clip_low, clip_high, dual_clip)
 
-    def formula(kept: Kept, new: Tensor, old: Tensor, teacher: Tensor) -> Part:
-        cost = -log_ratio(teacher, old, kept)
-        part = _surrogate(kept, cost, new, old, clip=clip)
-        part.means["teacher_kl"] = cost
+    def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor) -> Part:
+        cost = log_ratio(kept, old_logprobs, teacher_logprobs)
+        part = _clipped(kept, slope, log_ratio(kept, leaf, old_logprobs), cost, clip)
+        part.watch("teacher_kl", cost)
         return part
 
-    tensors = [ground.read(x) for x in (logprobs, old_logprobs, teacher_logprobs)]
-    return ground.sum(formula, *tensors, factors=(weights,), entropy=entropy)
+    return ground.sum(formula)

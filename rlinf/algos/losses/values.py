@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rlinf.algos.aggregate import How
 from rlinf.algos.losses.ground import Ground, Part
-from rlinf.algos.masks import Kept, indicator
+from rlinf.algos.masks import Kept
 from rlinf.algos.naming import one_of
-from rlinf.algos.sums import Explained, LossSum
+from rlinf.algos.sums import Explained, LossSum, Mean
 
 Error = Literal["huber", "square"]
 ERRORS = ("huber", "square")
@@ -60,34 +60,41 @@ def value(
     if not delta > 0 or (clip is not None and not clip > 0):
         raise ValueError(f"value: clip={clip} and delta={delta} must be more than 0")
     ground = Ground.of("value", values, mask, how, norm_length, sequences, old_values=old_values, returns=returns)
-    new, old, target = (ground.kept.clean(ground.read(x)) for x in (values, old_values, returns))
 
-    def formula(kept: Kept, new: Tensor, old: Tensor, target: Tensor) -> Part:
-        new, old, target = kept.only(new), kept.only(old), kept.only(target)
-        part = Part(*_penalty(new - target, error, delta), {"value/mean": new, "return/mean": target})
-        if clip is not None:
-            moved = new - old
-            held, _ = _penalty(moved.clamp(-clip, clip).add_(old).sub_(target), error, delta)
-            # The unclipped prediction is asked: the clipped one is never beyond the bound.
-            part.means["value_clip_frac"] = indicator(torch.gt, moved.abs_(), clip)
-            taken = indicator(torch.gt, held, part.value)
-            part.value = torch.maximum(part.value, held)
-            part.slope = torch.addcmul(part.slope, part.slope, taken, value=-1.0)
+    def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_values: Tensor, returns: Tensor) -> Part:
+        new, target = kept.only(leaf), kept.only(returns)
+        apart = new - target
+        part = Part(torch.empty_like(apart))
+        for name, x in {"value/mean": new, "return/mean": target, "apart": apart}.items():
+            part.watch(name, x)
+        for name, x in {"apart^2": apart, "return^2": target}.items():
+            part.sums[name] = torch.linalg.vector_norm(x).square()
+        _penalty(apart, error, delta, part.value, slope)
+        if clip is None:
+            return part
+        moved = new - kept.only(old_values)
+        held = torch.clamp(moved, -clip, clip)
+        excess = moved.sub_(held)
+        change = torch.sub(apart, excess, out=apart)
+        part.watch("value_clip_frac", torch.ne(excess, 0.0, out=excess))
+        _penalty(change, error, delta, held, excess)
+        slope.mul_(torch.le(held, part.value, out=excess))
+        torch.maximum(part.value, held, out=part.value)
         return part
 
-    loss = ground.sum(formula, new, old, target)
-    return loss.watching({"explained_variance": _explained(target, new, ground.kept)})
+    loss = ground.sum(formula)
+    sums = {name: metric.total for name, metric in loss.metrics.items() if isinstance(metric, Mean)}
+    moments = [sums[name] for name in ("return/mean", "return^2", "apart", "apart^2")]
+    metrics = {name: metric for name, metric in loss.metrics.items() if not name.startswith(("apart", "return^2"))}
+    explained = Explained(torch.stack([ground.kept.count, *moments]))
+    return LossSum(loss.total, loss.weight, {**metrics, "explained_variance": explained})
 
 
-def _penalty(e: Tensor, error: str, delta: float) -> tuple[Tensor, Tensor]:
-    """h(e) and its derivative."""
+def _penalty(e: Tensor, error: str, delta: float, value: Tensor, slope: Tensor) -> None:
+    """h(e) into `value` and its derivative into `slope`."""
     if error == "square":
-        return e.square(), 2.0 * e
-    slope = e.clamp(-delta, delta)
-    return slope * (e - slope / 2.0), slope  # with s = clamp(e): s (e - s/2) is both branches
-
-
-def _explained(target: Tensor, new: Tensor, kept: Kept) -> Explained:
-    target, error = kept.only(target), kept.only(target - new)
-    sums = (target.sum(), torch.linalg.vector_norm(target) ** 2, error.sum(), torch.linalg.vector_norm(error) ** 2)
-    return Explained(torch.stack([kept.count, *(x.double() for x in sums)]))
+        torch.square(e, out=value)
+        torch.mul(e, 2.0, out=slope)
+        return
+    torch.clamp(e, -delta, delta, out=slope)
+    torch.sub(e, slope, alpha=0.5, out=value).mul_(slope)  # with s = clamp(e): s (e - s/2) is both branches

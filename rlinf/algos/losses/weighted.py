@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.aggregate import How
-from rlinf.algos.losses.ground import Ground, Part, by_sign, check_clip, watch_ratio
-from rlinf.algos.masks import Kept, indicator, log_ratio
+from rlinf.algos.importance import exponential
+from rlinf.algos.losses.ground import Ground, Part, check_clip, log_ratio, watch_ratio
+from rlinf.algos.masks import Kept, indicator
 from rlinf.algos.naming import within
 from rlinf.algos.sums import LossSum
 
@@ -51,20 +52,22 @@ def cispo(
         ValueError: shapes do not fit, or a bound is out of range.
     """
     check_clip("cispo", clip_low, clip_high)
-    others = {"old_logprobs": old_logprobs, "entropy": entropy}
-    ground = Ground.of("cispo", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"old_logprobs": old_logprobs, "entropy": entropy}
+    ground = Ground.of("cispo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
-    def formula(kept: Kept, new: Tensor, old: Tensor, cost: Tensor) -> Part:
-        difference, ratio = _ratio(kept, new, old)
-        clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-        cut = indicator(torch.ne, clipped, ratio)  # 1 is never cut, so nothing outside the mask is
-        slope = kept.only_(clipped.mul_(cost))
-        part = Part(slope * kept.clean(new).clamp(min=_LEAST), slope, {"clip_frac": cut})
+    def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor) -> Part:
+        difference = log_ratio(kept, leaf, old_logprobs)
+        ratio = exponential(difference)
+        part = Part(difference)  # its memory is the loss's, as soon as it has been used
         watch_ratio(part, kept, ratio, difference)
+        clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high, out=slope)
+        # 1 is never cut, so nothing outside the mask is
+        part.watch_lack("clip_frac", torch.eq(clipped, ratio, out=ratio))
+        kept.only_(slope.mul_(cost))
+        torch.clamp(leaf, min=_LEAST, out=part.value).mul_(slope)
         return part
 
-    tensors = (ground.read(logprobs), ground.read(old_logprobs), ground.cost(advantages))
-    return ground.sum(formula, *tensors, factors=(weights,), entropy=entropy)
+    return ground.sum(formula, cost=ground.cost(advantages))
 
 
 def aipo(
@@ -113,28 +116,29 @@ def aipo(
     limit_low, limit_high = (1.0 if limit is None else limit for limit in (mask_low, mask_high))
     within("aipo", "mask_low", limit_low, 0.0, 1.0)
     within("aipo", "mask_high", limit_high, 0.0, 1.0)
-    others = {"behavior_logprobs": behavior_logprobs, "entropy": entropy}
-    ground = Ground.of("aipo", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy}
+    ground = Ground.of("aipo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
-    def formula(kept: Kept, new: Tensor, behavior: Tensor, cost: Tensor) -> Part:
-        difference, ratio = _ratio(kept, new, behavior)
-        new, behavior = kept.clean(new), kept.clean(behavior)
-        slope = kept.only_(ratio.clamp(max=cap).mul_(cost))
-        part = Part(slope, slope, {"clip_frac": kept.only(indicator(torch.gt, ratio, cap))})
+    def formula(kept: Kept, slope: Tensor, leaf: Tensor, behavior_logprobs: Tensor, cost: Tensor) -> Part:
+        difference = log_ratio(kept, leaf, behavior_logprobs)
+        ratio = exponential(difference)
+        kept.only_(torch.clamp(ratio, max=cap, out=slope).mul_(cost))
+        dropped: Tensor | None = None
         if mask_low is not None or mask_high is not None:
-            further = new.exp() - behavior.exp()
+            further = leaf.exp() - behavior_logprobs.exp()
             dropped = ((slope < 0) & (further > limit_high)) | ((slope > 0) & (further < -limit_low))
             slope.masked_fill_(dropped, 0.0)
-            part.means["drop_frac"] = dropped.to(slope.dtype)
-        part.value = slope * new.clamp(min=_LEAST)
+        part = Part(leaf.clamp(min=_LEAST).mul_(slope))
+        part.watch("clip_frac", kept.only_(indicator(torch.gt, ratio, cap)))
+        if dropped is not None:
+            part.watch("drop_frac", dropped.to(slope.dtype))
         if drift:
             part.value.addcmul_(difference, difference, value=drift)
-            part.slope = slope + 2.0 * drift * difference
+            slope.add_(difference, alpha=2.0 * drift)
         watch_ratio(part, kept, ratio, difference)
         return part
 
-    tensors = (ground.read(logprobs), ground.read(behavior_logprobs), ground.cost(advantages))
-    return ground.sum(formula, *tensors, factors=(weights,), entropy=entropy)
+    return ground.sum(formula, cost=ground.cost(advantages))
 
 
 def sapo(
@@ -173,25 +177,22 @@ def sapo(
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"sapo: tau_pos={tau_pos} and tau_neg={tau_neg} must be more than 0")
-    others = {"old_logprobs": old_logprobs, "entropy": entropy}
-    ground = Ground.of("sapo", logprobs, mask, how, norm_length, sequences, **others)
+    given = {"old_logprobs": old_logprobs, "entropy": entropy}
+    ground = Ground.of("sapo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
-    def formula(kept: Kept, new: Tensor, old: Tensor, cost: Tensor, tau: Tensor) -> Part:
-        difference, ratio = _ratio(kept, new, old)
-        gate = (ratio - 1.0).mul_(tau).sigmoid_()
-        value = kept.only_((gate * cost).mul_(4.0 / tau))
-        fall = torch.addcmul(gate, gate, gate, value=-1.0).mul_(4.0)  # 4 gate (1 - gate)
-        part = Part(value, kept.only_((fall * ratio).mul_(cost)), {"gate": kept.only(fall)})
+    def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor) -> Part:
+        difference = log_ratio(kept, leaf, old_logprobs)
+        ratio = exponential(difference)
+        # by arithmetic, which is exact with 0 and 1: `where` is slow
+        good = indicator(torch.lt, cost, 0.0)
+        tau = good * tau_pos + (1.0 - good) * tau_neg
+        part = Part(difference)  # its memory is the loss's, as soon as it has been used
         watch_ratio(part, kept, ratio, difference)
+        gate = torch.sub(ratio, 1.0, out=part.value).mul_(tau).sigmoid_()
+        fall = kept.only_(torch.addcmul(gate, gate, gate, value=-1.0, out=slope).mul_(4.0))  # 4 gate (1 - gate)
+        part.watch("gate", fall)
+        slope.mul_(ratio).mul_(cost)
+        kept.only_(part.value.mul_(cost * (4.0 / tau)))
         return part
 
-    cost = ground.cost(advantages)
-    (tau,) = by_sign(cost, (tau_pos, tau_neg, tau_neg))
-    tensors = (ground.read(logprobs), ground.read(old_logprobs), cost, tau)
-    return ground.sum(formula, *tensors, factors=(weights,), entropy=entropy)
-
-
-def _ratio(kept: Kept, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """log(new / old), clamped and 0 outside the mask, and new / old."""
-    difference = log_ratio(new, old, kept)
-    return difference, difference.exp()
+    return ground.sum(formula, cost=ground.cost(advantages))

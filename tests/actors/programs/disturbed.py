@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.actors import toys
 SETTINGS: dict[str, Any] = {
     "model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 20,
 }  # fmt: skip
+SCORES_FIRST: dict[str, Any] = {**SETTINGS, "algorithm": "grpo_tis", "minibatches": 2}
 BATCH = toys.groups(12)
 
 
@@ -27,19 +29,31 @@ class FailsOnOneRank(Trainer):
 
     count = 0
 
-    def _learn(self, *order: Any) -> None:
+    def _learn(self, *order: Any, **more: Any) -> None:
         self.count += 1
         if self.count == 3 and self.rank == self.world_size - 1:
             raise MemoryError("no memory on the last rank")
-        super()._learn(*order)
+        super()._learn(*order, **more)
+
+
+class FailsToScoreOnOneRank(Trainer):
+    """Cannot say what the log-probs of its second micro-batch are on the last rank."""
+
+    count = 0
+
+    def _score(self, *order: Any) -> Any:
+        self.count += 1
+        if self.count == 2 and self.rank == self.world_size - 1:
+            raise MemoryError("no memory on the last rank")
+        return super()._score(*order)
 
 
 async def flat(trainer: Any) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for _, tensor in (await trainer.weights()).named()])
 
 
-async def cancelled(system: rlinf.ActorSystem) -> None:
-    trainer = await system.spawn(Trainer, name="trainer", **SETTINGS)
+async def cancelled(system: rlinf.ActorSystem, settings: dict[str, Any] = SETTINGS) -> None:
+    trainer = await system.spawn(Trainer, name="trainer", **settings)
     before = await flat(trainer)
     moments = iter(range(1000))
 
@@ -59,10 +73,56 @@ async def cancelled(system: rlinf.ActorSystem) -> None:
             next(moments)
         assert torch.equal(await flat(trainer), before), "a batch that was cancelled changed the weights"
     await trainer.train(Stream.of(BATCH))
-    other = await system.spawn(Trainer, name="untouched", **SETTINGS)
+    other = await system.spawn(Trainer, name="untouched", **settings)
     await other.train(Stream.of(BATCH))
     assert torch.equal(await flat(trainer), await flat(other))
     print("cancelled", next(moments), "times", flush=True)
+
+
+async def cancelled_scoring(system: rlinf.ActorSystem) -> None:
+    await cancelled(system, SCORES_FIRST)
+
+
+class Says(Trainer):
+    """Gives groups back with its log-probs."""
+
+    @endpoint(device=True, gang=True)
+    async def say(self, groups: Any) -> AsyncIterator[Group]:
+        async with aclosing(self._told(groups, ("proximal_logprobs",), 20)) as told:
+            async for group in told:
+                yield group
+
+
+async def unheard(system: rlinf.ActorSystem) -> None:
+    """Its listener goes away after some groups, or its input fails; then it learns as if nothing had happened."""
+    trainer = await system.spawn(Says, name="trainer", **SETTINGS)
+
+    async def endless() -> AsyncIterator[Group]:
+        for group in BATCH:
+            yield group
+        await asyncio.Event().wait()
+
+    async def broken() -> AsyncIterator[Group]:
+        for group in BATCH[:7]:
+            yield group
+        raise OSError("the judge's disk is full")
+
+    for wanted in range(6):
+        said, heard = trainer.say(Stream.of(endless())), 0
+        async for group in said:
+            heard += 1
+            assert all("proximal_logprobs" in sample.per_token for sample in group.samples)
+            if heard > wanted:
+                break
+        await said.close()
+    try:
+        await trainer.say(Stream.of(broken())).collect()
+    except OSError as error:
+        print("OSError", str(error)[:40], flush=True)
+    other = await system.spawn(Trainer, name="untouched", **SETTINGS)
+    assert await trainer.train(Stream.of(BATCH)) == await other.train(Stream.of(BATCH))
+    assert torch.equal(await flat(trainer), await flat(other))
+    print("goes on", flush=True)
 
 
 async def misfed(system: rlinf.ActorSystem) -> None:
@@ -93,6 +153,12 @@ async def misfed(system: rlinf.ActorSystem) -> None:
 
 async def failing(system: rlinf.ActorSystem) -> None:
     trainer = await system.spawn(FailsOnOneRank, name="trainer", **SETTINGS)
+    print("begins", flush=True)
+    await trainer.train(Stream.of(BATCH))
+
+
+async def failing_to_score(system: rlinf.ActorSystem) -> None:
+    trainer = await system.spawn(FailsToScoreOnOneRank, name="trainer", **SCORES_FIRST)
     print("begins", flush=True)
     await trainer.train(Stream.of(BATCH))
 
@@ -131,7 +197,19 @@ async def collocated(system: rlinf.ActorSystem) -> None:
     print("took turns", flush=True)
 
 
-SCENARIOS = {f.__name__: f for f in (cancelled, misfed, failing, crossing, collocated)}
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        cancelled,
+        cancelled_scoring,
+        unheard,
+        misfed,
+        failing,
+        failing_to_score,
+        crossing,
+        collocated,
+    )
+}
 
 
 async def main(system: rlinf.ActorSystem) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import torch
 
 import rlinf
 from rlinf import Stream, endpoint
+from rlinf.actors.asking import asked_beside
 from rlinf.actors.lora import merged_named_parameters
+from rlinf.actors.modeling import build_model
 from rlinf.actors.sharding import local
 from rlinf.actors.trainer import Trainer
-from rlinf.data.sample import Example
+from rlinf.algos import spec
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.data.sample import Example, Group
+from rlinf.data.tokenizer import load_tokenizer
 from tests.actors import toys
 
 
@@ -43,6 +50,25 @@ class Watched(Trainer):
 
         return await self.jointly(look)
 
+    @endpoint(device=True, joint=True)
+    async def become(self, algorithm: AlgorithmSpec, minibatches: int = 1, adapters_off: bool = False) -> None:
+        """Learn by another algorithm from now on, as if for the first time."""
+        self._spec, self._minibatches, self._adapters_off = algorithm, minibatches, adapters_off
+        self._beside = asked_beside(algorithm, minibatches=minibatches, adapters_off=adapters_off)
+        self.version = 0
+        self.seen.clear()
+
+    @endpoint(device=True, gang=True)
+    async def say(self, groups: Any) -> AsyncIterator[Group]:
+        """Our log-probs."""
+        async for group in self._told(groups, ("proximal_logprobs",), 25):
+            yield group
+
+    @endpoint(joint=True)
+    async def batch(self) -> list[Group]:
+        """The last one."""
+        return self._batch.groups if self._batch is not None else []
+
     def _inspect(self) -> dict[str, Any]:
         named = {name: whole(tensor) for name, tensor in merged_named_parameters(self.model)}
         mine = sum(local(parameter).numel() for parameter in self.model.parameters())
@@ -60,6 +86,13 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
     },
     "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
+    "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis"},
+    "own reference": {
+        "model": toys.configuration("qwen2"),
+        "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+        "algorithm": {"name": "deepseek_grpo", "overrides": {"kl.beta": 0.5}},
+        "reference": "adapters_off",
+    },
     "padded": {"model": toys.configuration("gemma2", head_dim=8)},
 }
 
@@ -71,7 +104,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     for name in names:
         settings = {
             "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
-            "logprob_chunk": 5, **toys.CLIP, **cases[name],
+            "logprob_chunk": 5, "algorithm": toys.SPEC, **cases[name],
         }  # fmt: skip
         trainer = await system.spawn(Watched, name=name, **settings)
         batch = toys.groups(7)
@@ -83,8 +116,53 @@ async def main(system: rlinf.ActorSystem) -> None:
         examples = [Example(s.prompt.token_ids, s.response_ids) for g in batch for s in g.samples]
         results[name]["sft"] = await trainer.sft([examples[:9], examples[9:10]])
         results[name]["after"] = await trainer.inspect()
+    results |= await by_algorithm(system)
+    results |= await with_adapters(system)
     results |= await resumed(system, Path(out).parent / "checkpoint", begun)
     torch.save(results, out)
+
+
+STILL: dict[str, Any] = {
+    "model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.0, "grad_clip": 1e9, "micro_batch_tokens": 30,
+}  # fmt: skip
+"""Gradients are looked at, and weights stay."""
+
+
+async def by_algorithm(system: rlinf.ActorSystem) -> dict[str, Any]:
+    """The gradient of every algorithm; and what those that ask for log-probs before the update are told."""
+    trainer = await system.spawn(Watched, name="algorithms", **STILL)
+    batch, found = toys.told(toys.groups(7)), {}
+    for name, algorithm in toys.ALGORITHMS.items():
+        await trainer.become(algorithm)
+        metrics = await trainer.train(Stream.of(batch[::-1]))
+        found[name] = {"gradient": (await trainer.inspect())["gradients"][0], "metrics": metrics}
+    wrong = [Group(g.prompt, tuple(replace(s, logprobs=s.logprobs - 5.0) for s in g.samples)) for g in batch]
+    await trainer.become(toys.ALGORITHMS["grpo_tis"], 3)
+    metrics = await trainer.train(Stream.of(wrong))
+    said = [group async for group in trainer.say(Stream.of(batch[::-1]))]
+    return {"said": said, "algorithms": found, "proximal": {"groups": await trainer.batch(), "metrics": metrics}}
+
+
+async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
+    """Gradients of adapters towards a reference: the model without them, or a role that says the same."""
+    lora = {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    trainer = await system.spawn(Watched, name="adapters", **{**STILL, "lr": 0.05}, lora=lora)
+    batch = toys.told(toys.groups(7))
+    for _ in range(2):
+        await trainer.train(batch)  # so that they have an effect
+    found = {}
+    plain = build_model(STILL["model"], load_tokenizer(STILL["tokenizer"]))
+    said = [group.told("ref_logprobs", toys.logprobs_of(plain, group)) for group in batch]
+    await trainer.save(Path(sys.argv[1]).parent / "adapted")
+    for place in ("loss", "reward"):
+        algorithm = spec.get("grpo", {"kl": {"place": place, "beta": 0.5}})
+        for off, groups in ((True, batch), (False, said)):
+            for minibatches in (1, 2):
+                await trainer.restore(Path(sys.argv[1]).parent / "adapted")
+                await trainer.become(algorithm, minibatches, off)
+                await trainer.train(Stream.of(groups))
+                found[place, minibatches, off] = (await trainer.inspect())["gradients"][0]
+    return {"adapters": found}
 
 
 async def resumed(system: rlinf.ActorSystem, checkpoint: Path, begun: str) -> dict[str, Any]:

@@ -1,0 +1,202 @@
+"""The learning of a policy that acts: minibatches of decisions in, optimizer steps out. Blocking code, no actor.
+
+Every rank has the whole policy and computes on its share of a minibatch. Gradients of un-normalised sums are added over
+ranks, one collective after the other, and divided once: it does not matter how many ranks share a minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlinf.actors.learner import over_ranks
+from rlinf.algos.apply import MicroBatch, loss_of, value_loss_of
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.sums import LossSum
+from rlinf.models.base import Policy, Stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lesson:
+    """What there is to learn from: D decisions, whichever environments and times they are from."""
+
+    stored: Stored
+    """Of the policy, D rows."""
+    logprobs: Tensor
+    """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own."""
+    advantages: Tensor
+    """[D, tokens]"""
+    mask: Tensor
+    """Which tokens count, bool [D, tokens]."""
+    sequences: Tensor | None
+    """Episode of each token, for losses that average over episodes, [D, tokens]."""
+    values: Tensor | None
+    """What the critic expected, [D, values]; None without one."""
+    returns: Tensor | None
+    """What it is to expect, [D, values]."""
+    value_mask: Tensor | None
+    """Which values count, bool [D, values]."""
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def rows(self, chosen: Tensor) -> Lesson:
+        """Some of the decisions.
+
+        Args:
+            chosen: which, int64 [d].
+        """
+
+        def of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[chosen]
+
+        return Lesson(
+            {name: tensor[chosen] for name, tensor in self.stored.items()},
+            self.logprobs[chosen],
+            self.advantages[chosen],
+            self.mask[chosen],
+            of(self.sequences),
+            of(self.values),
+            of(self.returns),
+            of(self.value_mask),
+        )
+
+    def silent(self) -> Lesson:
+        """The same decisions, of which none counts."""
+        value_mask = None if self.value_mask is None else torch.zeros_like(self.value_mask)
+        return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
+
+
+class ControlLearner:
+    """Trains a policy with AdamW and a bound on the gradient's norm.
+
+    Args:
+        policy: trained in place.
+        mesh: ranks that each have a copy; None for one.
+        lr: learning rate.
+        critic_lr: of what only values need; None: `lr`.
+        betas: decay of the running means of the gradient and of its square.
+        weight_decay: decoupled weight decay.
+        grad_clip: a gradient with a larger global norm is scaled down to it.
+        value_coef: weight of the critic's loss beside the policy's.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        mesh: DeviceMesh | None = None,
+        lr: float,
+        critic_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        grad_clip: float = 0.5,
+        value_coef: float = 0.5,
+    ):
+        self.policy = policy
+        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
+        self._grad_clip, self._value_coef = grad_clip, value_coef
+        groups = [
+            {"params": [each for each in parameters if each.requires_grad], "lr": rate}
+            for parameters, rate in ((policy.without_critic(), lr), (policy.of_critic(), critic_lr or lr))
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=lr, betas=betas, weight_decay=weight_decay
+        )
+
+    def learn(self, mine: Lesson, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:
+        """One optimizer step on a minibatch; each rank must, with its share of the same one.
+
+        Args:
+            mine: this rank's share, at least one decision; one that is `silent` where there is no work for it.
+            spec: the algorithm.
+
+        Returns:
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping), `lr`.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
+        """
+        self.optimizer.zero_grad()
+        policy_loss, value_loss = self._losses(mine, spec)
+        weights = torch.stack([policy_loss.weight, value_loss.weight if value_loss is not None else policy_loss.weight])
+        weights = self.added(weights.double())
+        if float(weights[0]) == 0:
+            return policy_loss.detach(), {}
+        loss = policy_loss
+        if value_loss is not None and float(weights[1]) > 0:  # each is divided by its own count
+            loss = policy_loss.plus(value_loss, self._value_coef * float(weights[0] / weights[1]))
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        gradients = list(self._gradients())
+        self._add_gradients(gradients)
+        square = _square(gradients) if self._leads else torch.zeros((), dtype=torch.float64)
+        gathered, total = over_ranks(loss.detach(), square, self._mesh)
+        return gathered, self._step(gathered, gradients, total)
+
+    def added(self, sums: Tensor) -> Tensor:
+        """Sums of all ranks, float64."""
+        if self._mesh is not None:
+            dist.all_reduce(sums, group=self._mesh.get_group())
+        return sums
+
+    def _losses(self, mine: Lesson, spec: AlgorithmSpec) -> tuple[LossSum, LossSum | None]:
+        found = self.policy.evaluate(mine.stored)
+        loss = loss_of(
+            spec,
+            MicroBatch(
+                logprobs=found.logprobs.reshape(mine.mask.shape),
+                mask=mine.mask,
+                old_logprobs=mine.logprobs,
+                advantages=mine.advantages,
+                sequences=mine.sequences,
+                entropy=found.entropy.reshape(mine.mask.shape),
+            ),
+        )
+        if found.values is None or mine.returns is None or mine.values is None or mine.value_mask is None:
+            return loss, None
+        values = found.values.reshape(mine.returns.shape)
+        return loss, value_loss_of(spec, values, mine.values, mine.returns, mine.value_mask)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:  # this rank's share had no use for it; another's may
+                    parameter.grad = torch.zeros_like(parameter)
+                yield parameter.grad
+
+    def _add_gradients(self, gradients: list[Tensor]) -> None:
+        if self._mesh is None:
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=self._mesh.get_group())
+        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    @property
+    def _leads(self) -> bool:
+        """Gradients are the same on all ranks by now, so one of them says how long they are."""
+        return self._mesh is None or self._mesh.get_local_rank() == 0
+
+    def _step(self, gathered: LossSum, gradients: list[Tensor], square: float) -> dict[str, float]:
+        count = float(gathered.weight)
+        norm = math.sqrt(square) / count
+        loss = float(gathered.mean())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"loss {loss} and gradient norm {norm} are not both finite: the step was not taken. A smaller learning "
+                "rate is the usual cure"
+            )
+        torch._foreach_mul_(gradients, min(1.0, self._grad_clip / (norm + 1e-6)) / count)
+        self.optimizer.step()
+        return {"loss": loss, "grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

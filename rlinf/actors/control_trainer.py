@@ -1,0 +1,229 @@
+"""The trainer of policies that act: turns trajectories into a better policy, on one rank or on many.
+
+Consumes the trajectories of a step, produces metrics, versioned weights and checkpoints; unblocked by the last
+trajectory. Every rank has the whole policy and all trajectories, and computes on its share of each minibatch; all of
+them take the same optimizer steps (`control_learner.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.actors.asking import Algorithm, algorithm_of
+from rlinf.actors.control_learner import ControlLearner, Lesson
+from rlinf.actors.control_lesson import check, described, lesson
+from rlinf.actors.deciding import made
+from rlinf.actors.joint import JointActor
+from rlinf.actors.snapshot import STATE, copy_state, load_state
+from rlinf.actors.trajectory import Trajectory, joined
+from rlinf.algos.sums import LossSum
+from rlinf.data.seeds import permutation
+from rlinf.data.weights import Weights
+from rlinf.models.base import Policy
+from rlinf.models.building import save_policy
+from rlinf.runtime.actor import endpoint
+
+POLICY = "policy"
+"""Directory of a checkpoint with the policy for everybody else."""
+
+
+class ControlTrainer(JointActor):
+    """Owns the weights of a policy that learns by acting."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        algorithm: Algorithm = "ppo",
+        seed: int = 0,
+        lr: float = 3e-4,
+        critic_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        grad_clip: float = 0.5,
+        value_coef: float = 0.5,
+        epochs: int = 8,
+        minibatch: int = 100,
+        kl_stop: float | None = None,
+        group_size: int = 1,
+    ) -> None:
+        """Make the policy and its optimizer.
+
+        Args:
+            policy: its configuration, see `models.building`.
+            path: directory of a saved one that is taken instead.
+            algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
+                critic, grpo and its like without.
+            seed: of the order of decisions.
+            lr, critic_lr, betas, weight_decay, grad_clip, value_coef: see `ControlLearner`.
+            epochs: passes over each step's decisions.
+            minibatch: decisions per optimizer step, over all ranks.
+            kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
+                token, is larger; None never stops.
+            group_size: neighbouring environments that began their episodes alike.
+
+        Raises:
+            ValueError: a policy or an algorithm that cannot be had, or two ranks on a host.
+        """
+        self._spec = algorithm_of(algorithm)
+        for name, count in (("epochs", epochs), ("minibatch", minibatch)):
+            if count < 1:
+                raise ValueError(f"trainer: {name}={count} must be at least 1")
+        await self._open_mesh()
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.policy: Policy = await self.compute(made, policy, path, self.device)
+        check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
+        self._learner = ControlLearner(
+            self.policy,
+            mesh=self.mesh,
+            lr=lr,
+            critic_lr=critic_lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            grad_clip=grad_clip,
+            value_coef=value_coef,
+        )
+        self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
+        self._kl_stop, self._group_size = kl_stop, group_size
+        self.version = 0
+
+    @endpoint(device=True, joint=True)
+    async def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Learn from the trajectories of one step: `epochs` x minibatches optimizer steps.
+
+        Args:
+            trajectories: of all slices of all environments, in any order.
+
+        Returns:
+            Metrics; the weights' version has gone up by one.
+
+        Raises:
+            ValueError: there is nothing to learn from, or the trajectories do not fit together.
+            FloatingPointError: the loss or its gradient is not finite; that step was not taken.
+        """
+
+        async def learn(_: None) -> dict[str, float]:
+            return await self.computed(self._learn, list(trajectories))
+
+        return await self.jointly(learn)
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        whole = joined(trajectories)
+        batch = lesson(whole, self._spec, self._group_size)
+        if not bool(batch.mask.any()):
+            raise ValueError(
+                "train: there is nothing to learn from: no action was done, or no group had both good and bad episodes"
+            )
+        gathered, last, steps, stopped = self._update(batch)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
+        self.version += 1
+        return {
+            **described(whole, batch),
+            **gathered.values(),
+            **last,
+            "optimizer_steps": float(steps),
+            "stopped_early": float(stopped),
+            "staleness/mean": float(self.version - 1 - whole.version),
+        }
+
+    def _update(self, batch: Lesson) -> tuple[LossSum, dict[str, float], int, bool]:
+        """All steps on a batch: what gathered, the last one's numbers, how many, and whether `kl_stop` ended them."""
+        parts: list[LossSum] = []
+        last: dict[str, float] = {}
+        for epoch in range(self._epochs):
+            order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
+            for chosen in order.split(self._minibatch):
+                share = chosen[self.rank :: self.world_size]
+                mine = batch.rows(share) if len(share) else batch.rows(chosen[:1]).silent()
+                gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
+                if not numbers:  # a minibatch of decisions that count for nothing
+                    continue
+                parts.append(gathered)
+                last = numbers
+                moved = gathered.values().get("approx_kl", 0.0)
+                if self._kl_stop is not None and moved > self._kl_stop:
+                    return sum(parts[1:], parts[0]), last, len(parts), True
+        return sum(parts[1:], parts[0]), last, len(parts), False
+
+    @endpoint(device=True, joint=True)
+    async def weights(self) -> Weights | None:
+        """The weights as they are between two batches, with running statistics; a copy. None but on rank 0."""
+
+        async def published(_: None) -> Weights | None:
+            if self.rank:
+                return None
+            named = self.policy.state_dict().items()
+            on_cpu = self.device.type == "cpu"
+            return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if on_cpu else None)
+
+        return await self.jointly(published)
+
+    @endpoint(device=True, joint=True)
+    async def save(self, path: str | Path) -> str:
+        """Write a checkpoint: `path`/state to go on from, `path`/policy for `models.building.load_policy`.
+
+        Raises:
+            OSError: it cannot be written; the text says what is missing.
+        """
+
+        async def written(_: None) -> None:
+            await self.computed(self._write, Path(path))
+
+        await self.jointly(written)
+        return str(path)
+
+    def _write(self, path: Path) -> None:
+        state = copy_state(
+            self.policy, self._learner.optimizer, None, self.version, rank=self.rank, ranks=self.world_size
+        )
+        state.write(path / STATE)
+        if self.rank == 0:
+            save_policy(self.policy, path / POLICY)
+
+    @endpoint(device=True, joint=True)
+    async def restore(self, path: str | Path) -> int:
+        """Go on from a checkpoint; returns the weights' version.
+
+        Args:
+            path: as given to `save`, or its `state`.
+
+        Raises:
+            FileNotFoundError: there is no complete state.
+            ValueError: it does not fit this policy, or is damaged.
+        """
+        state = Path(path) if Path(path).name == STATE else Path(path) / STATE
+
+        async def read(_: None) -> int:
+            found = await self.computed(load_state, self.policy, self._learner.optimizer, None, state, rank=self.rank)
+            self.version = found.version
+            return found.version
+
+        return await self.jointly(read)
+
+    async def _open_mesh(self) -> None:
+        hosts = self.group.hosts
+        if len(set(hosts)) < len(hosts):
+            raise ValueError(f"trainer: two ranks on one host, {hosts}: each needs a process of its own")
+        if self.world_size > 1:
+            name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            self.mesh = await self.system.collectives.mesh(name, hosts, kind)
+
+
+def _on(batch: Lesson, device: torch.device) -> Lesson:
+    if device.type == "cpu":
+        return batch
+
+    def of(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device)
+
+    return Lesson(
+        {name: rows.to(device) for name, rows in batch.stored.items()},
+        *(of(getattr(batch, name)) for name in Lesson.__slots__[1:]),
+    )

@@ -1,0 +1,337 @@
+"""The reference: what a policy that does not learn says of the tokens of another's answers.
+
+Consumes groups, as a list or as a stream that its ranks share; produces the same groups with a log-prob per token in
+`per_token`, computed as soon as they come; unblocked by the next group. It stands for the policy that a KL penalty
+holds on to, and for the teacher of a distillation. Every rank has the whole model, whose weights change only when told:
+they are replaced (`load`), or move towards others (`follow`), on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.actors.policy_model import PolicyModel
+from rlinf.actors.receiving import DEADLINE, Receiver
+from rlinf.actors.sharding import dtype_of
+from rlinf.actors.tensor_files import make_room, write_tensors
+from rlinf.data.batch import Row, cut, pack
+from rlinf.data.iterate import each
+from rlinf.data.sample import Group
+from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
+from rlinf.data.weights import Weights
+from rlinf.engines.transformers import InThreads
+from rlinf.runtime.actor import endpoint
+
+FILE = "reference.safetensors"
+"""In the directory that `save` writes."""
+
+
+class Reference(Receiver):
+    """Log-probs by a policy that does not learn."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        model: ModelSource,
+        tokenizer: TokenizerSource,
+        seed: int = 0,
+        column: str = "ref_logprobs",
+        decay: float | None = None,
+        micro_batch_tokens: int = 8192,
+        order: Literal["prompt", "arrival"] = "prompt",
+        dtype: str = "float32",
+        logprob_chunk: int = 1024,
+    ) -> None:
+        """Make the model.
+
+        Args:
+            model: a Hugging Face directory, or the configuration of a new model.
+            tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; a new model has its vocabulary.
+            seed: of a new model's weights: with the trainer's, it is the policy that the trainer began with.
+            column: key of `Sample.per_token` that is filled: `ref_logprobs`, or `teacher_logprobs` for a teacher.
+            decay: how much of the weights stays as it is when they `follow` others, in (0, 1); None: they follow none.
+            micro_batch_tokens: tokens (prompts included) computed at once, and groups held beyond those that are being
+                computed; a longer sample stands alone.
+            order: the trainer's. "prompt" computes each group by itself, so that a run can be repeated bit for bit: the
+                last bits of a log-prob depend on what is computed beside it. "arrival" computes together whatever has
+                come, which is faster where answers are short.
+            dtype: of the weights and to compute in, "float32" or "bfloat16". With `decay` they are kept in float32
+                besides, since bfloat16 rounds small moves away.
+            logprob_chunk: response tokens whose logits exist at a time.
+
+        Raises:
+            ValueError: a model or tokenizer that cannot be made, or a setting out of range.
+        """
+        if decay is not None and not 0 < decay < 1:
+            raise ValueError(f"reference: decay={decay} must be between 0 and 1, or None for weights that stay")
+        if micro_batch_tokens < 1 or logprob_chunk < 1:
+            raise ValueError(f"reference: {micro_batch_tokens=} and {logprob_chunk=} must be at least 1")
+        if order not in ("prompt", "arrival"):
+            raise ValueError(f"reference: order={order!r} is neither 'prompt' nor 'arrival'")
+        computes_in = dtype_of(dtype)
+        self._column, self._decay, self._budget, self._alone = column, decay, micro_batch_tokens, order == "prompt"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        read = await self.compute(load_tokenizer, tokenizer)
+        self.policy = await self.compute(_policy, model, read, seed, computes_in, self.device, logprob_chunk)
+        self._exact: nn.Module = self.policy.model
+        """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
+        if decay is not None and computes_in != torch.float32:
+            exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
+            self._exact = exact.requires_grad_(False).to(self.device)
+        self.version = 0
+        self._writer = InThreads()
+
+    @endpoint(device=True)
+    async def logprobs(self, groups: Iterable[Group] | AsyncIterable[Group]) -> AsyncIterator[Group]:
+        """Say how likely every token of these answers is, under softmax(logits / temperature of the sample).
+
+        Args:
+            groups: a list or a stream of them. Called on several ranks, they share a stream between them; a list is
+                answered by each.
+
+        Yields:
+            Every group, with the log-probs (nats) in `per_token[column]`, in order of completion.
+
+        Raises:
+            ValueError: a group has an empty prompt.
+        """
+        arrivals = _Arrivals(groups, self._budget)
+        try:
+            while taken := await arrivals.take():
+                for group in await self.compute(self._told, taken):
+                    yield group
+        finally:
+            await arrivals.close()
+
+    @torch.no_grad()
+    def _told(self, groups: Sequence[Group]) -> list[Group]:
+        together = [[group] for group in groups] if self._alone else [groups]
+        return [told for some in together for told in self._told_together(some)]
+
+    def _told_together(self, groups: Sequence[Group]) -> Iterable[Group]:
+        rows = [Row.of(sample) for group in groups for sample in group.samples]
+        found = [np.empty(0, np.float32)]
+        for some in cut(rows, [row.size for row in rows], self._budget):
+            logprobs, _ = self.policy(pack(some).to(self.device))
+            found.append(logprobs.cpu().numpy())
+        ends = np.cumsum([len(row.response_ids) for row in rows], dtype=np.int64)
+        each_sample = iter(np.split(np.concatenate(found), ends[:-1]))
+        return [group.told(self._column, list(islice(each_sample, len(group.samples)))) for group in groups]
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    @endpoint(joint=True)
+    async def follow(self, weights: Weights, *, deadline: float = DEADLINE) -> int:
+        """Move towards other weights, on all ranks or, with an error, on none: own ← decay own + (1 - decay) other.
+
+        The exponential mean of the policies so far. All else is as in `load`.
+
+        Raises:
+            ValueError: this reference has no `decay`.
+            LoadError: see `load`.
+        """
+        if self._decay is None:
+            raise ValueError(f"{self._cell.name} follows no weights: it was made without decay (reference.kind: ema)")
+        return await self.load(_Towards.of(weights), deadline=deadline)
+
+    async def check_weights(self, weights: Weights) -> None:
+        self._check({name: tuple(tensor.shape) for name, tensor in weights.named()}, f"version {weights.version}")
+
+    async def switch_weights(self, weights: Weights) -> None:
+        share = 1.0
+        if isinstance(weights, _Towards):
+            assert self._decay is not None
+            share = 1.0 - self._decay
+        await self.compute(self._move_towards, dict(weights.named()), share)
+        self.version = weights.version
+
+    @endpoint(joint=True)
+    async def save(self, path: str | Path) -> str:
+        """Write the weights as they are now; they may change again while the file is still being written.
+
+        Args:
+            path: a directory, made if need be.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: it cannot be written; the text says what is missing.
+        """
+        if self.rank == 0:  # the others have the same
+            version, weights = self.version, await self.compute(_copies, self._exact)
+            await self._writer(_write, Path(path), weights, version)
+        return str(path)
+
+    @endpoint(joint=True)
+    async def restore(self, path: str | Path) -> int:
+        """Take over weights that `save` wrote; returns their version.
+
+        Args:
+            path: as given to `save`; every rank reads it.
+
+        Raises:
+            FileNotFoundError: there are none.
+            ValueError: they do not fit this model, or are damaged.
+        """
+        self.version = await self.compute(self._read, Path(path) / FILE)
+        return self.version
+
+    def _read(self, file: Path) -> int:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not there: no reference was saved, or its writing was not finished")
+        try:
+            with safe_open(file, framework="pt") as stored:
+                self._check({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, str(file))  # noqa: SIM118  # it is no mapping
+                self._move_towards({name: stored.get_tensor(name) for name in stored.keys()}, 1.0)  # noqa: SIM118
+                return int(stored.metadata()["version"])
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: resume from an earlier checkpoint ({error})") from error
+
+    def _check(self, arrived: Mapping[str, tuple[int, ...]], which: str) -> None:
+        """Raise ValueError if weights of these names and shapes are not this model's."""
+        own = {name: tuple(parameter.shape) for name, parameter in self._exact.named_parameters()}
+        problems = [
+            *(f"missing {name}" for name in own.keys() - arrived.keys()),
+            *(f"unknown {name}" for name in arrived.keys() - own.keys()),
+            *(
+                f"{name} is {list(arrived[name])} where the model has {list(own[name])}"
+                for name in own.keys() & arrived.keys()
+                if arrived[name] != own[name]
+            ),
+        ]
+        if problems:
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(
+                f"the weights of {which} do not fit {self._cell.name}: {'; '.join(sorted(problems)[:5])}{more}"
+            )
+
+    @torch.no_grad()
+    def _move_towards(self, others: Mapping[str, Tensor], share: float) -> None:
+        """Go this share of the way to other weights."""
+        computing = dict(self.policy.model.named_parameters())
+        for name, own in self._exact.named_parameters():
+            if share == 1.0:
+                own.copy_(others[name])
+            else:
+                own.lerp_(others[name].to(own), share)
+            if computing[name] is not own:
+                computing[name].copy_(own)
+
+    # Devices -----------------------------------------------------------------------------------------------------
+
+    async def offload(self) -> None:
+        """Keep the weights in host memory until `onload`; nothing happens on the CPU."""
+        await self.compute(self._move, _CPU)
+
+    async def onload(self) -> None:
+        """Bring the weights back to the device."""
+        await self.compute(self._move, self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device != _CPU:
+            self.policy.to(device)
+            self._exact.to(device)
+            torch.cuda.empty_cache()
+
+
+class _Towards(Weights):
+    """Weights to move towards; a rank must not take them for the same ones that are to be loaded."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(weights: Weights) -> _Towards:
+        return _Towards(weights.version, weights.layout, weights.buckets, weights.checksums)
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...]]:
+        return self.version, (*self.checksums, -1)
+
+
+class _Arrivals:
+    """Groups as they come: those that come while others are being computed are then taken together.
+
+    A task reads ahead, as far as one micro-batch: what it holds, other ranks cannot take. `take` is unblocked by a
+    group, or the end; the reader by `take`.
+    """
+
+    def __init__(self, groups: Iterable[Group] | AsyncIterable[Group], most: int):
+        self._most = most  # tokens
+        self._held: list[Group] = []
+        self._tokens = 0
+        self._come, self._room = asyncio.Event(), asyncio.Event()
+        self._reader = asyncio.create_task(self._read(groups))
+
+    async def take(self) -> list[Group]:
+        """All that have come, at least one; [] at the end. Raises why there are no more, if the source failed."""
+        await self._come.wait()
+        if not self._held:
+            await self._reader
+        taken, self._held, self._tokens = self._held, [], 0
+        self._room.set()
+        if not self._reader.done():
+            self._come.clear()
+        return taken
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        del self._reader  # what cancelled it has a traceback, which holds the source and this
+
+    async def _read(self, groups: Iterable[Group] | AsyncIterable[Group]) -> None:
+        # of a stream one item at a time: what iterating it would ask for ahead, other ranks could not begin with
+        source = groups if isinstance(groups, AsyncIterator) else each(groups)
+        try:
+            while (group := await anext(source, None)) is not None:
+                self._held.append(group)
+                self._tokens += sum(len(group.prompt.token_ids) + len(one.response_ids) for one in group.samples)
+                self._come.set()
+                if self._tokens >= self._most:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._come.set()
+
+
+_CPU = torch.device("cpu")
+
+
+def _policy(
+    model: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk: int,
+) -> PolicyModel:
+    """The model with weights that need no gradient, on its device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, in which all else is computed
+    with ONE_AT_A_TIME:
+        policy = PolicyModel(build_model(model, tokenizer, seed=seed, dtype=dtype), chunk=chunk)
+        policy.computes_in = dtype
+        policy.requires_grad_(False).to(device)
+        policy.settle()
+    return policy
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+def _write(directory: Path, weights: Mapping[str, Tensor], version: int) -> None:
+    make_room(directory, sum(tensor.nbytes for tensor in weights.values()))
+    write_tensors(directory / FILE, weights, {"version": str(version)})

@@ -1,0 +1,216 @@
+"""The keys of runs in which a policy acts in environments, and how such a configuration is read.
+
+A file with a section `env` is one of these; every other one is for text (`config_keys.py`, `config.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from rlinf.config_keys import CheckpointConfig, TrackingConfig
+from rlinf.config_loading import load
+from rlinf.dotted import mistake_in
+from rlinf.schema import number
+
+ROLES = ("env", "policy", "trainer")
+"""Keys of `placement`."""
+
+
+@dataclass
+class EnvConfig:
+    """Environments to act in."""
+
+    simulator: str = "rlinf.envs.gymnasium.Gymnasium"
+    """Dotted path of the simulator's class, such as rlinf.envs.maniskill.ManiSkill; your own works the same."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the simulator is made with, such as {env_id: PullCube-v1, control_mode: pd_ee_delta_pos}."""
+    num_envs: int = number(16, low=1)
+    """Environments on each host of placement.env."""
+    workers: int = number(2, low=0)
+    """Child processes that they are divided over, on each host; 0 simulates in a thread of the host's own process."""
+    slices: int = number(1, low=1)
+    """Parts that are acted on by turns: with 2, one is simulated while actions for the other are decided."""
+    group_size: int = number(1, low=1)
+    """So many neighbouring environments begin their episodes alike, to be compared with each other (GRPO)."""
+    max_steps: int | None = number(None, low=1)
+    """Steps after which an episode is cut off; null takes the simulator's own limit."""
+    ignore_terminations: bool = False
+    """Episodes go on when their task ends, so that all last until their limit."""
+    fresh: bool = True
+    """Every step of the flow begins new episodes; false goes on with those that are under way."""
+    step_timeout: float = number(60.0, above=0)
+    """Seconds that a worker has for one chunk; it is replaced after that, and its episodes are drawn anew."""
+    start_timeout: float = number(300.0, above=0)
+    """Seconds until a worker has made its simulators."""
+
+
+@dataclass
+class PolicyConfig:
+    """The policy that acts and learns."""
+
+    type: str = "mlp"
+    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), or the dotted path of a class of your own."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
+    path: str | None = None
+    """Directory of a saved policy to start from, instead of a new one."""
+    horizon: int = number(50, low=1)
+    """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
+
+
+@dataclass
+class ControlAlgorithmConfig:
+    """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
+    of which can be changed. `algorithm: ppo` is short for its name alone."""
+
+    __shorthand__: ClassVar[str] = "name"
+
+    name: str = "ppo"
+    """The recipe."""
+    epochs: int = number(8, low=1)
+    """How often the decisions of each step are learned from."""
+    minibatch: int = number(100, low=1)
+    """Decisions per optimizer step, over all ranks of the trainer."""
+    kl_stop: float | None = number(None, above=0)
+    """No more optimizer steps on a batch once the policy has moved so far from the one that acted, nats; null never
+    stops."""
+    value_coef: float = number(0.5, low=0)
+    """Weight of the critic's loss beside the policy's."""
+    advantage: Any = field(default_factory=dict)
+    """Changes what actions are compared with: {gamma: 0.8, lam: 0.9} for ppo."""
+    loss: Any = field(default_factory=dict)
+    """Changes the loss: {clip_low: 0.2, clip_high: 0.2}, or another one by name."""
+    aggregation: dict[str, Any] = field(default_factory=dict)
+    """Changes how losses of actions become one: {how: seq-mean-token-mean} averages over episodes."""
+    entropy_bonus: float | None = number(None, low=0)
+    """Weight of the reward for staying undecided; null as in the recipe."""
+    critic: Any = field(default_factory=dict)
+    """Changes the critic's loss: {clip: 0.2, error: huber}."""
+
+
+@dataclass
+class ControlOptimizerConfig:
+    """AdamW."""
+
+    lr: float = number(3e-4, above=0)
+    """Learning rate."""
+    critic_lr: float | None = number(None, above=0)
+    """Of the part that only values need; null takes lr."""
+    betas: tuple[float, float] = number((0.9, 0.999), low=0, below=1)
+    """Decay of the running means of the gradient and of its square."""
+    weight_decay: float = number(0.0, low=0)
+    """Decoupled weight decay."""
+    grad_clip: float = number(0.5, above=0)
+    """Gradients with a larger global norm are scaled down to it."""
+
+
+@dataclass
+class TrialsConfig:
+    """Evaluation: whole episodes by the likeliest actions, in environments of their own, the same starts each time."""
+
+    episodes: int = number(64, low=0)
+    """How many, before the first step and after the last; 0 evaluates nothing."""
+    every: int = number(0, low=0)
+    """Evaluate after every this many steps too; 0 does not."""
+    videos: int = number(0, low=0)
+    """Of how many of them a video is kept in the run directory; the simulator must be able to render."""
+
+
+@dataclass
+class EmbodiedPlacementConfig:
+    """Which hosts (processes of `torchrun`, numbered from 0) each role runs on; in one process all share it."""
+
+    env: list[int] = number([0], low=0)
+    """Hosts that simulate, each env.num_envs environments."""
+    policy: list[int] = number([0], low=0)
+    """Hosts that act."""
+    trainer: list[int] = number([0], low=0)
+    """Hosts that train, each with a whole policy."""
+
+
+@dataclass
+class EmbodiedConfig:
+    """One training run of a policy that acts."""
+
+    name: str = "run"
+    """Names the run directory, `<output_dir>/<name>`."""
+    output_dir: str = "outputs"
+    """Where run directories are made."""
+    seed: int = number(0, low=0)
+    """Seed of the policy, the episodes and the actions."""
+    steps: int = number(100, low=0)
+    """Steps of the flow; 0 only evaluates."""
+    flow: str = "rlinf.flows.embodied"
+    """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
+    `trainer`. Your own file works the same."""
+    log_every: int = number(10, low=1)
+    """A progress line is printed every this many steps; metrics.jsonl has every step."""
+    trace: bool = True
+    """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
+    optimizer: ControlOptimizerConfig = field(default_factory=ControlOptimizerConfig)
+    trials: TrialsConfig = field(default_factory=TrialsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: TrackingConfig = field(default_factory=TrackingConfig)
+    placement: EmbodiedPlacementConfig = field(default_factory=EmbodiedPlacementConfig)
+
+
+def is_embodied(path: str | Path | None) -> bool:
+    """Whether a file is a configuration of this kind; one that cannot be read is not."""
+    if path is None:
+        return False
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # reading it as any configuration tells what is wrong
+    return isinstance(content, dict) and "env" in content
+
+
+def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None) -> EmbodiedConfig:
+    """Read a configuration.
+
+    Args:
+        path: YAML file; None takes the defaults alone.
+        overrides: `a.b=value`; they win over the file, later ones over earlier ones.
+        hosts: number of processes of this job; given, the placement is checked against it too.
+
+    Raises:
+        ConfigError: with every mistake, before anything is started.
+        InputError: if the file cannot be read as YAML at all.
+    """
+    return load(EmbodiedConfig, path, overrides, lambda config: _mistakes(config, hosts))
+
+
+def _mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
+    if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
+        yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
+    if (flow := mistake_in(config.flow, must_be_async=True)) is not None:
+        yield "flow", flow
+    if (simulator := mistake_in(config.env.simulator)) is not None:
+        yield "env.simulator", simulator
+    env = config.env
+    parts = max(env.workers, 1) * env.slices * env.group_size
+    if env.num_envs % parts:
+        yield (
+            "env.num_envs",
+            f"it must be a multiple of workers x slices x group_size = {parts}, so that shares are equal; take "
+            f"{max(parts, env.num_envs // parts * parts)}, or fewer workers or slices",
+        )
+    if config.policy.path is not None and not Path(config.policy.path).expanduser().is_dir():
+        yield "policy.path", "there is no such directory; name the `policy` directory of a checkpoint"
+    if config.trials.videos > config.trials.episodes:
+        yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
+    for role in ROLES:
+        wanted = getattr(config.placement, role)
+        if not wanted or len(set(wanted)) < len(wanted):
+            yield f"placement.{role}", "name at least one host, and each once, such as [0]"
+        elif hosts is not None and 1 < hosts <= max(wanted):
+            count = max(wanted) + 1
+            yield f"placement.{role}", f"this job has {hosts} hosts, 0 to {hosts - 1}; start {count} processes"

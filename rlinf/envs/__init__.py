@@ -1,0 +1,1 @@
+"""Simulators behind one protocol, and what every environment needs around them once: chunks, resets, seeds, metrics."""

@@ -1,0 +1,166 @@
+"""What an adapter supplies: N environments of one task, stepped together by blocking code that knows no actor.
+
+In: seeds and actions. Out: observations, rewards, and how episodes end. Nobody is woken: whoever calls waits. All the
+rest is written once, in `environment.py`: action chunks, time limits, resets, groups, seeds, success and returns,
+videos; `workers.py` runs it in child processes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Observation: TypeAlias = dict[str, Tensor]
+"""What the policy sees, one row per environment: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras;
+"depth" float32 [N, H, W, k] in metres. An adapter may add names; the policy takes those that it knows."""
+
+State: TypeAlias = Any
+"""All of one environment between two steps: tensors, numbers, texts and bytes in dicts and lists. It pickles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of an observation."""
+
+    shape: tuple[int, ...]
+    """Of one environment's row, without the leading N."""
+    dtype: torch.dtype
+    """Of its elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionSpec:
+    """What a simulator takes as one action."""
+
+    low: Tensor
+    """Least value of each number, float32 [A]; -inf where there is none."""
+    high: Tensor
+    """Greatest value of each number, float32 [A]; inf where there is none."""
+
+    def __post_init__(self) -> None:
+        if self.low.ndim != 1 or self.low.shape != self.high.shape:
+            raise ValueError(f"bounds of an action must both be [A], not {self.low.shape} and {self.high.shape}")
+
+    @property
+    def size(self) -> int:
+        """Numbers in one action, A."""
+        return self.low.numel()
+
+    def scaled(self, actions: Tensor) -> Tensor:
+        """Map actions from [-1, 1], where policies act, to the simulator's bounds.
+
+            middle + half * clip(a, -1, 1)         with middle = (low + high) / 2 and half = (high - low) / 2
+
+        Bounds of -1 and 1 change nothing but the clipping, to the last bit; a number without bounds passes as it is.
+
+        Args:
+            actions: float32 [..., A].
+        """
+        low, high = self.low.to(actions.device), self.high.to(actions.device)
+        bounded = torch.isfinite(low) & torch.isfinite(high)
+        inside = (low + high) / 2 + (high - low) / 2 * actions.clamp(-1.0, 1.0)
+        return torch.where(bounded, inside, actions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transition:
+    """What one step did, one row per environment; rows that were not active may hold anything."""
+
+    observation: Observation
+    """After the step, also where the episode ended: the simulator never resets by itself."""
+    reward: Tensor
+    """Of the step, float32 [N]."""
+    terminated: Tensor
+    """The task ended, well or badly: nothing can be earned after it, bool [N]."""
+    truncated: Tensor
+    """The simulator stopped for a reason outside the task, bool [N]; `max_steps` is seen to by the environment."""
+    success: Tensor | None = None
+    """Whether the task is solved at this moment, bool [N]; None where the simulator does not say."""
+
+
+class Simulator(ABC):
+    """N environments of one task. An adapter derives from it and fills in the abstract methods.
+
+    It is made as `Adapter(num_envs=N, **options)` by its dotted path, in the process where it runs. What it returns it
+    does not write again later: observations are kept. Everything in an episode follows from the seed of its reset and
+    from its actions; what is drawn during the episode is drawn from generators that the reset seeded.
+
+    Attributes:
+        num_envs: how many environments, N.
+        observation_spec: arrays of an observation by name.
+        action_spec: bounds of an action.
+        max_steps: steps after which an episode is cut off; None for no limit.
+        device: where its tensors are.
+    """
+
+    num_envs: int
+    observation_spec: Mapping[str, ArraySpec]
+    action_spec: ActionSpec
+    max_steps: int | None = None
+    device: torch.device = torch.device("cpu")
+
+    @abstractmethod
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        """Begin a new episode in some environments; the others do not notice.
+
+        Args:
+            seeds: one per environment, from 0 to 2^31 - 1, int64 [n] on the CPU. Equal seeds give equal starts, bit for
+                bit, in any environment and at any time.
+            env_ids: which environments, ascending, int64 [n] on the CPU.
+
+        Returns:
+            First observation of those environments, n rows in the order of `env_ids`.
+        """
+
+    @abstractmethod
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        """Do one step in every active environment.
+
+        Args:
+            actions: within the bounds of `action_spec`, float32 [N, A].
+            active: bool [N]. The others have ended and wait for their reset: they need not be simulated, and must not
+                fail if they are; their rows of the result are not looked at.
+        """
+
+    def instructions(self) -> Sequence[str] | None:
+        """What each environment is to do, in words, N texts; None if the task has none. May change with a reset."""
+        return None
+
+    def render(self, env_ids: Tensor) -> Tensor:
+        """Pictures for people, uint8 [n, H, W, 3].
+
+        Args:
+            env_ids: which environments, int64 [n] on the CPU.
+
+        Raises:
+            NotImplementedError: this simulator draws nothing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} renders no pictures: record no videos with it")
+
+    @abstractmethod
+    def save(self) -> list[State]:
+        """The state of each environment, N of them. Steps from a restored state equal those from the saved one, bit
+        for bit."""
+
+    @abstractmethod
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        """Put environments back to saved states.
+
+        Args:
+            states: n of those that `save` returned, from this simulator or from one made alike.
+            env_ids: which environments take them, int64 [n] on the CPU.
+        """
+
+    def offload(self) -> None:  # noqa: B027  (most hold none)
+        """Give device memory back, keeping all states; nothing to do where none is held."""
+
+    def onload(self) -> None:  # noqa: B027
+        """Be ready again after `offload`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give everything back; the simulator is not used again."""

@@ -1,0 +1,311 @@
+"""Everything around a simulator that does not depend on which one it is.
+
+In: chunks of actions from -1 to 1, [N, C, A]. Out: `Chunk`s. An environment does the actions of a chunk one after the
+other, stops each row at the end of its episode, cuts episodes off at their time limit, keeps final observations, begins
+the next episodes, and keeps the accounts of each.
+
+Where randomness comes from: the start of an episode is a function of (seed, epoch, group, number), where the group is
+the environment's own, or shared by `group_size` neighbours, and the number counts the episodes that this environment
+began in the epoch. So a run repeats, whatever workers and slices it is divided into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.data.seeds import mix
+from rlinf.envs import observations
+from rlinf.envs.base import Observation, Simulator, Transition
+from rlinf.envs.episodes import Chunk, Episode, Start
+from rlinf.envs.video import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How episodes begin and end."""
+
+    seed: int = 0
+    """Of all starts."""
+    group_size: int = 1
+    """So many neighbouring environments begin their episodes of equal number alike."""
+    auto_reset: bool = True
+    """After a chunk in which an episode ended, the next one begins; otherwise the environment waits for `reset`."""
+    ignore_terminations: bool = False
+    """Episodes go on when their task ends, so that all last until their time limit."""
+    max_steps: int | None = None
+    """Steps after which an episode is cut off; None for the simulator's own limit."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size} must be at least 1")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps={self.max_steps} must be at least 1")
+
+
+class Environment:
+    """N environments that are acted on in chunks. Its calls block; `workers.py` makes them awaitable.
+
+    Args:
+        simulator: what is acted on; the environment owns it from now on.
+        rules: how episodes begin and end.
+        first: number of the first environment among those of all workers and slices; a multiple of the group's size.
+        recorder: keeps videos of episodes; None for none.
+
+    Raises:
+        ValueError: a group would be divided, or nothing would ever end an episode.
+    """
+
+    def __init__(
+        self, simulator: Simulator, rules: Rules | None = None, *, first: int = 0, recorder: Recorder | None = None
+    ):
+        self.simulator = simulator
+        self.rules = rules if rules is not None else Rules()
+        self.num_envs = simulator.num_envs
+        self.first = first
+        self._recorder = recorder
+        self.max_steps = self.rules.max_steps or simulator.max_steps
+        group = self.rules.group_size
+        if first % group or self.num_envs % group:
+            raise ValueError(
+                f"groups of {group} do not fit {self.num_envs} environments from number {first}: "
+                f"both must be multiples of group_size, so that no group is divided between workers or slices"
+            )
+        if self.max_steps is None and self.rules.ignore_terminations:
+            raise ValueError("ignore_terminations needs max_steps: nothing else would end an episode")
+        self._everyone = torch.arange(self.num_envs)
+        self._epoch: int | None = None
+
+    def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
+        """Begin new episodes everywhere.
+
+        Args:
+            epoch: part of what the starts follow from, together with the rules' seed.
+            episode: numbers of the episodes to begin, int64 [N]; 0 if None.
+        """
+        device = self.simulator.device
+        self._epoch = epoch
+        self._episode = torch.zeros(self.num_envs, dtype=torch.int64) if episode is None else episode.clone()
+        self._steps = torch.zeros(self.num_envs, dtype=torch.int64, device=device)
+        self._total = torch.zeros(self.num_envs, dtype=torch.float64, device=device)
+        self._once = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        self._solved = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        self._tells_success = False
+        self._running = torch.ones(self.num_envs, dtype=torch.bool, device=device)
+        self._observation = self._begin(self._everyone)
+        wrong = observations.mistake(self._observation, self.simulator.observation_spec, self.num_envs)
+        if wrong is not None:
+            raise ValueError(f"{type(self.simulator).__name__}.reset() returned a wrong observation: {wrong}")
+        return Start(self._observation, self._episode.clone(), self._instructions())
+
+    def step(self, actions: Tensor) -> Chunk:
+        """Do a chunk of actions.
+
+        Args:
+            actions: from -1 to 1 (clipped), float32 [N, C, A].
+
+        Raises:
+            RuntimeError: `reset` was not called before.
+            ValueError: the actions have another shape.
+        """
+        self._check(actions)
+        actions = self.simulator.action_spec.scaled(actions.to(self.simulator.device))
+        shape = actions.shape[:2]
+        rewards = torch.zeros(shape, device=actions.device)
+        terminated, truncated, valid = (torch.zeros(shape, dtype=torch.bool, device=actions.device) for _ in range(3))
+        active = self._running.clone()
+        for index in range(shape[1]):
+            if not active.any():
+                break
+            moved = self.simulator.step(actions[:, index], active)
+            rewards[:, index] = torch.where(active, moved.reward, 0.0)
+            valid[:, index] = active
+            terminated[:, index], truncated[:, index] = self._account(moved, active)
+            active &= ~(terminated[:, index] | truncated[:, index])
+        return self._close_chunk(rewards, terminated, truncated, valid)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on; steps after `load_state_dict` equal those after this, bit for bit.
+
+        A video that is being recorded is not part of it.
+        """
+        self._check_begun()
+        return {
+            "rules": self._fingerprint(),
+            "simulator": self.simulator.save(),
+            "epoch": self._epoch,
+            "observation": {name: array.clone() for name, array in self._observation.items()},
+            "tells_success": self._tells_success,
+            **{name: getattr(self, f"_{name}").clone() for name in _COUNTERS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> Start:
+        """Go on from a saved state, which may come from another process.
+
+        Returns:
+            What to act on next, as `reset` does.
+
+        Raises:
+            ValueError: it belongs to other environments, or to other rules.
+        """
+        if state["rules"] != self._fingerprint():
+            raise ValueError(
+                f"saved environments differ from these: {state['rules']} was saved, and here it is "
+                f"{self._fingerprint()}; resume with the same settings, or begin anew with reset()"
+            )
+        device = self.simulator.device
+        self.simulator.restore(state["simulator"], self._everyone)
+        self._epoch = state["epoch"]
+        self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
+        self._tells_success = state["tells_success"]
+        for name in _COUNTERS:
+            place = torch.device("cpu") if name == "episode" else device
+            setattr(self, f"_{name}", state[name].to(place, copy=True))
+        return Start(self._observation, self._episode.clone(), self._instructions())
+
+    def offload(self) -> None:
+        """Give device memory back; `onload` before the next step."""
+        self.simulator.offload()
+
+    def onload(self) -> None:
+        """Be ready again after `offload`."""
+        self.simulator.onload()
+
+    def close(self) -> None:
+        """Close the simulator."""
+        self.simulator.close()
+
+    def seed_of(self, env: int, episode: int) -> int:
+        """Seed of an episode's start, from 0 to 2^31 - 1, which is what every simulator takes.
+
+        Args:
+            env: environment, from 0 to N - 1.
+            episode: its number in the epoch.
+        """
+        assert self._epoch is not None
+        return mix(self.rules.seed, self._epoch, (self.first + env) // self.rules.group_size, episode) >> 32
+
+    def _begin(self, envs: Tensor) -> Observation:
+        """Begin the episodes whose numbers `_episode` says, in some environments; their first observations."""
+        seeds = [self.seed_of(env, int(self._episode[env])) for env in envs.tolist()]
+        observation = self.simulator.reset(torch.tensor(seeds, dtype=torch.int64), envs)
+        if self._recorder is not None:
+            names = [(self.first + env, self._epoch or 0, int(self._episode[env])) for env in envs.tolist()]
+            self._recorder.begin(self.simulator, envs.tolist(), names)
+        return observation
+
+    def _account(self, moved: Transition, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Enter one step of the active environments; says where it ended the task and where it was cut off."""
+        self._observation = (
+            dict(moved.observation)
+            if bool(active.all())
+            else observations.where(active, moved.observation, self._observation)
+        )
+        self._steps += active
+        self._total += torch.where(active, moved.reward, 0.0)
+        if moved.success is not None:
+            self._tells_success = True
+            self._solved = torch.where(active, moved.success, self._solved)
+            self._once |= active & moved.success
+        late = moved.truncated if self.max_steps is None else moved.truncated | (self._steps >= self.max_steps)
+        ended = active & moved.terminated if not self.rules.ignore_terminations else torch.zeros_like(active)
+        if self._recorder is not None:
+            self._recorder.add(self.simulator, active)
+        return ended, active & late & ~ended
+
+    def _close_chunk(self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor) -> Chunk:
+        """What remains to do after the last action: end episodes and begin others."""
+        over = (terminated | truncated).any(1)
+        ended = over.nonzero().squeeze(1).cpu()
+        final = observations.take(self._observation, ended)
+        episode = self._episode.clone()
+        episodes: tuple[Episode, ...] = ()
+        if len(ended):
+            episodes = self._finished(ended, truncated.any(1))
+            self._running &= ~over
+            if self.rules.auto_reset:
+                self._next(ended)
+        return Chunk(
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            valid=valid,
+            observation=self._observation,
+            ended=ended,
+            final=final,
+            episode=episode,
+            next_episode=self._episode.clone(),
+            running=self._running.clone(),
+            lost=torch.zeros_like(self._running),
+            episodes=episodes,
+            instructions=self._instructions(),
+        )
+
+    def _finished(self, ended: Tensor, truncated: Tensor) -> tuple[Episode, ...]:
+        """The accounts of episodes that are over; their videos are written."""
+        columns = [
+            array.tolist() for array in (self._steps, self._total, self._once, self._solved, truncated, self._episode)
+        ]
+        episodes = []
+        for env in ended.tolist():
+            length, total, once, solved, cut, number = (column[env] for column in columns)
+            episodes.append(
+                Episode(
+                    env=self.first + env,
+                    epoch=self._epoch or 0,
+                    number=number,
+                    seed=self.seed_of(env, number),
+                    length=length,
+                    total=total,
+                    success_once=once if self._tells_success else None,
+                    success_at_end=solved if self._tells_success else None,
+                    truncated=cut,
+                )
+            )
+            if self._recorder is not None:
+                self._recorder.end(env, episodes[-1].success_once)
+        return tuple(episodes)
+
+    def _next(self, ended: Tensor) -> None:
+        """Begin the next episode where one is over."""
+        self._episode[ended] += 1
+        rows = ended.to(self.simulator.device)
+        for counter in (self._steps, self._total, self._once, self._solved):
+            counter[rows] = 0
+        self._running[rows] = True
+        self._observation = observations.placed(self._observation, ended, self._begin(ended))
+
+    def _instructions(self) -> tuple[str, ...] | None:
+        texts = self.simulator.instructions()
+        return None if texts is None else tuple(texts)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a saved state to mean the same here."""
+        rules = self.rules
+        return {
+            "simulator": type(self.simulator).__name__,
+            "num_envs": self.num_envs,
+            "first": self.first,
+            "max_steps": self.max_steps,
+            **{name: getattr(rules, name) for name in ("seed", "group_size", "auto_reset", "ignore_terminations")},
+        }
+
+    def _check(self, actions: Tensor) -> None:
+        self._check_begun()
+        size = self.simulator.action_spec.size
+        if actions.ndim != 3 or actions.shape[0] != self.num_envs or actions.shape[2] != size:
+            raise ValueError(
+                f"actions must be [environments, chunk, numbers] = [{self.num_envs}, C, {size}], "
+                f"not {list(actions.shape)}"
+            )
+
+    def _check_begun(self) -> None:
+        if self._epoch is None:
+            raise RuntimeError("the environment has no episodes yet: call reset() first")
+
+
+_COUNTERS = ("episode", "steps", "total", "once", "solved", "running")
+"""Tensors that count per environment, [N], by the name of their attribute."""

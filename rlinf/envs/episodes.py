@@ -1,0 +1,182 @@
+"""What an environment says: how episodes begin, what a chunk of actions did, and how finished episodes went.
+
+In: the results of single steps. Out: `Start`, `Chunk`, `Episode`; and chunks of several environments set one below the
+other, as if they were one environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlinf.envs.base import Observation
+from rlinf.envs.observations import joined
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode."""
+
+    env: int
+    """Environment that it ran in, counted over all workers and slices."""
+    epoch: int
+    """The one that `reset` was called with."""
+    number: int
+    """How many this environment began before it in the epoch. Members of a group share starts of equal numbers."""
+    seed: int
+    """Of its reset."""
+    length: int
+    """Steps done."""
+    total: float
+    """The return: the sum of its rewards, undiscounted."""
+    success_once: bool | None
+    """The task was solved after some step; None if the simulator does not say."""
+    success_at_end: bool | None
+    """The task was solved after the last step."""
+    truncated: bool
+    """It was cut off; otherwise the task ended it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """The beginning of episodes in all environments."""
+
+    observation: Observation
+    """First of each episode, N rows."""
+    episode: Tensor
+    """Number of each episode, int64 [N]; see `Episode.number`."""
+    instructions: tuple[str, ...] | None
+    """What each environment is to do, in words, N texts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """What C actions in a row did in each of N environments.
+
+    A row stops at the end of its episode: what remains of the chunk is not done, and not valid.
+    """
+
+    rewards: Tensor
+    """Of each step, float32 [N, C]; 0 where not valid."""
+    terminated: Tensor
+    """This step ended the task, bool [N, C]: nothing can be earned after it, so its value is its reward."""
+    truncated: Tensor
+    """This step was the last because the episode was cut off, bool [N, C]; never together with `terminated`. More could
+    have been earned: bootstrap with the value of the final observation."""
+    valid: Tensor
+    """This step was done, bool [N, C]; the one that ended the episode included."""
+    observation: Observation
+    """What to act on next, N rows. Where an episode ended and the next was begun, the first one of the next; where
+    it ended and none was begun, the last one of the old."""
+    ended: Tensor
+    """Environments whose episode ended in this chunk, ascending, int64 [m]."""
+    final: Observation
+    """Last observation of those episodes, m rows in the order of `ended`."""
+    episode: Tensor
+    """Number of the episode that the row's steps belong to, int64 [N]."""
+    next_episode: Tensor
+    """Number of the episode that `observation` belongs to, int64 [N]."""
+    running: Tensor
+    """An episode is under way after the chunk, bool [N]; always, unless `auto_reset` is off."""
+    lost: Tensor
+    """The row's episode died with its simulator, bool [N]: no step of it is valid, its earlier chunks have no end and
+    are not to be learned from (`kept` says which steps are), and another one was begun in its place."""
+    episodes: tuple[Episode, ...]
+    """Those that ended in this chunk, in the order of `ended`."""
+    instructions: tuple[str, ...] | None
+    """What each environment is to do next, in words, N texts."""
+
+    @property
+    def cut(self) -> Tensor:
+        """Rows of `ended` and `final` whose episode was truncated, int64: their final values are needed."""
+        return self.truncated[self.ended].any(1).nonzero().squeeze(1)
+
+
+def kept(chunks: Sequence[Chunk]) -> Tensor:
+    """Steps to learn from: those that were done in episodes which were not lost later.
+
+    Args:
+        chunks: T of them in a row, all of one epoch.
+
+    Returns:
+        bool [T, N, C].
+    """
+    valid = torch.stack([chunk.valid for chunk in chunks])
+    episode = torch.stack([chunk.episode for chunk in chunks])
+    for chunk in chunks:
+        if chunk.lost.any():
+            valid &= ~(chunk.lost & (episode == chunk.episode))[..., None]
+    return valid
+
+
+def joined_starts(parts: Sequence[Start]) -> Start:
+    """Starts of several environments as those of one, in their order."""
+    return Start(
+        joined([part.observation for part in parts]),
+        torch.cat([part.episode for part in parts]),
+        _texts([part.instructions for part in parts]),
+    )
+
+
+def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
+    """Chunks of several environments as that of one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    ended, offset = [], 0
+    for part in parts:
+        ended.append(part.ended + offset)
+        offset += len(part.running)
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    return Chunk(
+        rewards=rows("rewards"),
+        terminated=rows("terminated"),
+        truncated=rows("truncated"),
+        valid=rows("valid"),
+        observation=joined([part.observation for part in parts]),
+        ended=torch.cat(ended),
+        final=joined([part.final for part in parts]),
+        episode=rows("episode"),
+        next_episode=rows("next_episode"),
+        running=rows("running"),
+        lost=rows("lost"),
+        episodes=tuple(episode for part in parts for episode in part.episodes),
+        instructions=_texts([part.instructions for part in parts]),
+    )
+
+
+def lost_chunk(start: Start, episode: Tensor, running: Tensor, actions: int) -> Chunk:
+    """The chunk of environments whose simulator died while it ran, or before.
+
+    Args:
+        start: the episodes that were begun in the place of those that were under way.
+        episode: numbers of those, int64 [N].
+        running: where one was under way, bool [N].
+        actions: C.
+    """
+    count = len(episode)
+    nothing = torch.zeros(count, actions, dtype=torch.bool)
+    return Chunk(
+        rewards=torch.zeros(count, actions),
+        terminated=nothing,
+        truncated=nothing,
+        valid=nothing,
+        observation=start.observation,
+        ended=torch.zeros(0, dtype=torch.int64),
+        final={name: array[:0] for name, array in start.observation.items()},
+        episode=episode,
+        next_episode=start.episode,
+        running=torch.ones(count, dtype=torch.bool),
+        lost=running,
+        episodes=(),
+        instructions=start.instructions,
+    )
+
+
+def _texts(parts: Sequence[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    return None if parts[0] is None else tuple(text for part in parts for text in part or ())

@@ -1,0 +1,221 @@
+"""LIBERO's suites of manipulation tasks: N simulations, one after the other in one process.
+
+In and out: what `Simulator` says; "rgb" has the camera before the table and the one on the wrist, "state" where the
+gripper is. Nothing of LIBERO is imported before a simulator is made. Its pins exclude ours, so its parts are installed
+one by one (`INSTALL`), and its meshes come apart from its package; what is missing is said with the command, and the
+question that LIBERO asks on the terminal when it is first imported never comes up.
+
+States are saved as the seed of the episode and the actions since, and restored by doing them again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
+
+MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""The suites, and steps of an episode as in OpenVLA's evaluation: a little more than the longest demonstration."""
+INSTALL = (
+    "pip install --no-deps hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1 && pip install mujoco==3.3.0 numba scipy "
+    "easydict opencv-python-headless future gymnasium cloudpickle pyyaml termcolor matplotlib tqdm"
+)
+"""What brings LIBERO beside a numpy that its own pins exclude."""
+_ACTION = 7
+"""Numbers of an action: three of position, three of rotation, one of the gripper, each from -1 to 1."""
+_STATE = 8
+"""Numbers of the state: position, rotation as axis times angle, the gripper's two fingers."""
+_SETTLING = 10
+"""Steps without motion at the start of an episode, in which objects fall into place."""
+_STILL = [0.0] * 6 + [-1.0]
+"""No motion, with an open gripper."""
+_CAMERAS = ("agentview_image", "robot0_eye_in_hand_image")
+"""Pictures, in the order of their channels."""
+_HORIZON = 1_000_000
+"""Steps after which robosuite refuses to go on: never, since episodes are cut off by whoever owns the simulator."""
+
+_OWN: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders with a configuration for LIBERO, removed when the process ends."""
+
+
+class MissingLibero(RuntimeError):
+    """LIBERO or its meshes are not on this machine; the text names the commands that bring them."""
+
+
+class Libero(Simulator):
+    """Environments of one of LIBERO's suites.
+
+    The seed of an episode chooses the task, and which of the task's starts: seed modulo the number of tasks, and the
+    quotient modulo the number of starts. An environment whose task changes is built anew, which takes seconds.
+
+    Args:
+        num_envs: how many.
+        suite: one of `MAX_STEPS`.
+        tasks: numbers of the tasks that are drawn from; None for all of the suite.
+        image_size: height and width of the pictures.
+
+    Raises:
+        ValueError: there is no such suite or task.
+        MissingLibero: something must be installed or downloaded first.
+    """
+
+    def __init__(self, num_envs: int, *, suite: str, tasks: Sequence[int] | None = None, image_size: int = 224):
+        if suite not in MAX_STEPS:
+            raise ValueError(f"suite={suite!r} is none of {', '.join(MAX_STEPS)}")
+        _prepare()
+        from libero.libero import benchmark, get_libero_path
+
+        self._suite = benchmark.get_benchmark_dict()[suite]()
+        count = self._suite.n_tasks
+        self._tasks = list(range(count) if tasks is None else tasks)
+        if not self._tasks or not all(0 <= task < count for task in self._tasks):
+            raise ValueError(f"tasks={self._tasks} must be numbers from 0 to {count - 1}, the tasks of {suite}")
+        self._folder = Path(get_libero_path("bddl_files"))
+        self._size = image_size
+        self.num_envs = num_envs
+        self.max_steps = MAX_STEPS[suite]
+        self.observation_spec = {
+            "state": ArraySpec((_STATE,), torch.float32),
+            "rgb": ArraySpec((image_size, image_size, 3 * len(_CAMERAS)), torch.uint8),
+        }
+        self.action_spec = ActionSpec(-torch.ones(_ACTION), torch.ones(_ACTION))
+        self._envs: list[Any] = [None] * num_envs
+        self._chosen = [self._tasks[0]] * num_envs
+        self._rows: list[dict[str, np.ndarray]] = [
+            {"state": np.zeros(_STATE, np.float32), "rgb": np.zeros(self.observation_spec["rgb"].shape, np.uint8)}
+            for _ in range(num_envs)
+        ]
+        self._seeds = [0] * num_envs
+        self._history: list[list[Tensor]] = [[] for _ in range(num_envs)]
+
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
+            self._begin(env, seed)
+        return self._stacked(env_ids.tolist())
+
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        reward = torch.zeros(self.num_envs)
+        solved = torch.zeros(self.num_envs, dtype=torch.bool)
+        for env in active.nonzero().flatten().tolist():
+            reward[env], solved[env] = self._move(env, actions[env])
+        return Transition(
+            observation=self._stacked(range(self.num_envs)),
+            reward=reward,
+            terminated=solved.clone(),  # LIBERO's tasks end when they are solved and in no other way
+            truncated=torch.zeros_like(solved),
+            success=solved,
+        )
+
+    def instructions(self) -> list[str]:
+        return [str(self._suite.get_task(task).language) for task in self._chosen]
+
+    def render(self, env_ids: Tensor) -> Tensor:
+        return torch.from_numpy(np.stack([self._rows[env]["rgb"][..., :3] for env in env_ids.tolist()]))
+
+    def save(self) -> list[State]:
+        none = torch.empty(0, _ACTION)
+        return [
+            {"seed": seed, "actions": torch.stack(history) if history else none}
+            for seed, history in zip(self._seeds, self._history, strict=True)
+        ]
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        for env, state in zip(env_ids.tolist(), states, strict=True):
+            self._begin(env, state["seed"])
+            for action in state["actions"]:
+                self._move(env, action)
+
+    def close(self) -> None:
+        for env in self._envs:
+            if env is not None:
+                env.close()
+
+    def _begin(self, env: int, seed: int) -> None:
+        task = self._tasks[seed % len(self._tasks)]
+        if self._envs[env] is None or task != self._chosen[env]:
+            self._build(env, task)
+        simulation = self._envs[env]
+        starts = self._suite.get_task_init_states(task)
+        simulation.seed(seed)
+        simulation.reset()
+        simulation.set_init_state(starts[seed // len(self._tasks) % len(starts)])
+        for _ in range(_SETTLING):
+            observed, *_ = simulation.step(_STILL)
+        self._rows[env] = _read(observed)
+        self._seeds[env] = seed
+        self._history[env] = []
+
+    def _build(self, env: int, task: int) -> None:
+        from libero.libero.envs import OffScreenRenderEnv
+
+        if self._envs[env] is not None:
+            self._envs[env].close()
+        told = self._suite.get_task(task)
+        self._envs[env] = OffScreenRenderEnv(
+            bddl_file_name=str(self._folder / told.problem_folder / told.bddl_file),
+            camera_heights=self._size,
+            camera_widths=self._size,
+            horizon=_HORIZON,
+        )
+        self._chosen[env] = task
+
+    def _move(self, env: int, action: Tensor) -> tuple[float, bool]:
+        observed, reward, solved, _ = self._envs[env].step(action.numpy())
+        self._rows[env] = _read(observed)
+        self._history[env].append(action.clone())
+        return float(reward), bool(solved)
+
+    def _stacked(self, envs: Sequence[int]) -> Observation:
+        return {
+            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
+        }
+
+
+def _prepare() -> None:
+    """See that LIBERO can be imported without asking anything.
+
+    Raises:
+        MissingLibero: it is not installed, or its meshes are not where it looks for them.
+    """
+    package = importlib.util.find_spec("libero")
+    if package is None or not package.submodule_search_locations:
+        raise MissingLibero(f"LIBERO is not installed: run `{INSTALL}`")
+    root = Path(next(iter(package.submodule_search_locations))) / "libero"
+    if not (root / "assets" / "scenes").is_dir():
+        raise MissingLibero(
+            f"LIBERO's meshes are not in {root / 'assets'}: run `git clone --depth 1 "
+            f"https://github.com/Lifelong-Robot-Learning/LIBERO ~/LIBERO && ln -s ~/LIBERO/libero/libero/assets {root}`"
+        )
+    os.environ.setdefault("MUJOCO_GL", "egl")  # the only one that needs no display and uses a GPU where one is
+    config = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))
+    if not (config / "config.yaml").exists():  # without it, LIBERO asks on the terminal where data sets shall go
+        _OWN.append(tempfile.TemporaryDirectory(prefix="libero-"))
+        folder = Path(_OWN[-1].name)
+        places = {"benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files"}
+        places |= {"datasets": root.parent / "datasets", "assets": root / "assets"}
+        (folder / "config.yaml").write_text(yaml.safe_dump({name: str(place) for name, place in places.items()}))
+        os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+
+
+def _read(observed: dict[str, Any]) -> dict[str, np.ndarray]:
+    """One row of an observation."""
+    felt = [observed["robot0_eef_pos"], _axis_angle(observed["robot0_eef_quat"]), observed["robot0_gripper_qpos"]]
+    pictures = [observed[camera][::-1, ::-1] for camera in _CAMERAS]  # OpenGL's rows begin below; models saw them so
+    return {"state": np.concatenate(felt).astype(np.float32), "rgb": np.concatenate(pictures, axis=2)}
+
+
+def _axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """Axis times angle, [3], of a unit quaternion (x, y, z, w): angle = 2 acos w, axis = (x, y, z) / sin(angle / 2)."""
+    sine = np.linalg.norm(quaternion[:3])
+    angle = 2 * np.arctan2(sine, quaternion[3])
+    return np.zeros(3) if sine == 0 else quaternion[:3] / sine * angle

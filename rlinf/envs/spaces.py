@@ -1,0 +1,142 @@
+"""Spaces of gymnasium as ours: what becomes of observations and actions.
+
+In: a space. Out: the specification, and a function from its elements, or to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlinf.envs.base import ActionSpec, ArraySpec
+
+Read = Callable[[Any], dict[str, np.ndarray]]
+"""Makes one row of an observation from an element of an observation space."""
+Write = Callable[[np.ndarray], Any]
+"""Makes an element of an action space from numbers within the bounds of the `ActionSpec`, float32 [A]."""
+
+_FLAT = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+"""Spaces whose elements become numbers by `gymnasium.spaces.flatten`: choices become one-hot."""
+
+
+def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, ArraySpec], Read]:
+    """How observations are read.
+
+    Pictures (uint8, [H, W], [H, W, 1] or [H, W, 3 k]), wherever they are in the space, become "rgb", one behind the
+    other along the channels; all else becomes "state", flat, in the order of the space.
+
+    Args:
+        space: of the observations.
+        name: of the environment, for messages.
+
+    Raises:
+        ValueError: a part is neither a picture nor of fixed length, or pictures differ in size.
+    """
+    numbers: list[tuple[tuple[str | int, ...], spaces.Space[Any]]] = []
+    pictures: list[tuple[str | int, ...]] = []
+    sizes = []
+    for path, leaf in _leaves(space):
+        if _is_picture(leaf):
+            assert leaf.shape is not None
+            pictures.append(path)
+            sizes.append((*leaf.shape[:2], 3 if leaf.shape[2:] in ((), (1,)) else leaf.shape[2]))
+        elif isinstance(leaf, _FLAT):
+            numbers.append((path, leaf))
+        else:
+            raise ValueError(
+                f"{name} observes {'.'.join(map(str, path)) or 'it'} as {leaf}, which is neither a picture nor numbers "
+                f"of a fixed count: name a wrapper in `wrappers` that turns it into one"
+            )
+    if len({size[:2] for size in sizes}) > 1:
+        raise ValueError(f"{name} observes pictures of sizes {sizes}, not of one: name a wrapper in `wrappers`")
+    spec = {}
+    if numbers:
+        spec["state"] = ArraySpec((sum(spaces.flatdim(leaf) for _, leaf in numbers),), torch.float32)
+    if pictures:
+        spec["rgb"] = ArraySpec((*sizes[0][:2], sum(size[2] for size in sizes)), torch.uint8)
+
+    def read(observed: Any) -> dict[str, np.ndarray]:
+        row = {}
+        if numbers:
+            flat: list[Any] = [spaces.flatten(leaf, _at(observed, path)) for path, leaf in numbers]
+            row["state"] = np.concatenate(flat, dtype=np.float32, casting="same_kind")
+        if pictures:
+            row["rgb"] = np.concatenate([_coloured(_at(observed, path)) for path in pictures], axis=2)
+        return row
+
+    return spec, read
+
+
+def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
+    """How actions are written.
+
+    Each choice (Discrete, MultiDiscrete, MultiBinary) is one number from -1 to 1, whose range is cut into as many equal
+    parts, so that any policy can act.
+
+    Args:
+        space: of the actions.
+        name: of the environment, for messages.
+
+    Raises:
+        ValueError: it is another kind of space.
+    """
+    if isinstance(space, spaces.Box):
+        low, high = (torch.from_numpy(np.ravel(bound).astype(np.float32)) for bound in (space.low, space.high))
+        shape, dtype = space.shape, space.dtype
+        return ActionSpec(low, high), lambda numbers: numbers.reshape(shape).astype(dtype)
+    if isinstance(space, spaces.Discrete):
+        least, options = np.array(space.start), np.array(space.n)
+        shape = ()
+    elif isinstance(space, spaces.MultiDiscrete):
+        least, options, shape = np.ravel(space.start), np.ravel(space.nvec), space.shape
+    elif isinstance(space, spaces.MultiBinary):
+        shape = space.shape
+        least, options = np.array(0), np.full(int(np.prod(shape)), 2)
+    else:
+        raise ValueError(f"{name} acts by {space}, which is neither numbers nor choices: name a wrapper in `wrappers`")
+    ones = torch.ones(max(1, options.size))
+
+    def write(numbers: np.ndarray) -> Any:
+        part = np.floor((numbers.astype(np.float64) + 1) / 2 * options).astype(np.int64)
+        chosen = least + np.clip(part, 0, options - 1)
+        return np.int64(chosen.item()) if shape == () else chosen.reshape(shape).astype(space.dtype)
+
+    return ActionSpec(-ones, ones), write
+
+
+def _leaves(
+    space: gymnasium.Space[Any], path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], spaces.Space[Any]]]:
+    """Parts of a space that are no collections, each with the keys that lead to it."""
+    if isinstance(space, spaces.Dict):
+        for key, inner in space.spaces.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(space, spaces.Tuple):
+        for index, inner in enumerate(space.spaces):
+            yield from _leaves(inner, (*path, index))
+    else:
+        yield path, space
+
+
+def _at(observed: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        observed = observed[key]
+    return observed
+
+
+def _is_picture(space: spaces.Space[Any]) -> bool:
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
+        return False
+    return len(space.shape) == 2 or (len(space.shape) == 3 and (space.shape[2] == 1 or space.shape[2] % 3 == 0))
+
+
+def _coloured(picture: np.ndarray) -> np.ndarray:
+    """[H, W, 3 k] of a picture that may be grey."""
+    if picture.ndim == 2:
+        picture = picture[:, :, None]
+    return np.repeat(picture, 3, axis=2) if picture.shape[2] == 1 else picture

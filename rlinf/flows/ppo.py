@@ -1,0 +1,43 @@
+"""PPO (arXiv:1707.06347) for text: a critic says what to expect at every token, and both learn from what came."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlinf.flows.refill import filled
+from rlinf.flows.step import Step
+
+
+async def ppo(
+    step: Step, rollout: Any, judge: Any, critic: Any, trainer: Any, reference: Any = None
+) -> dict[str, float]:
+    """One step: groups are scored and valued while others are still being generated; then policy and critic learn, at
+    the same time where they have devices of their own.
+
+    Args:
+        step: prompts, group size, and whether only the critic learns yet.
+        rollout, judge, critic, trainer: the roles.
+        reference: the policy from which not to stray, where it has a model of its own.
+
+    Returns:
+        The metrics of critic and trainer, and those of dynamic sampling.
+    """
+
+    def answers(prompts: Any) -> Any:
+        return judge.score.map(rollout.generate(prompts, n=step.group_size))
+
+    batch = filled(step, answers)
+    groups = batch.groups
+    if reference is not None:
+        groups = reference.logprobs(groups)
+    valued = critic.values(groups)
+    if step.critic_only:
+        return {**await critic.train(valued), **batch.metrics}
+    for_critic, for_trainer = valued.tee()
+    learned = await asyncio.gather(critic.train(for_critic), trainer.train(for_trainer))
+    weights = trainer.weights()  # they do not pass through here
+    await rollout.load(weights)  # the one barrier
+    if step.moving_reference:
+        await reference.follow(weights)
+    return {**learned[0], **learned[1], **batch.metrics}

@@ -1,0 +1,297 @@
+"""A critic over all ranks of a job, alone and beside a trainer; and what a plain loop makes of the same samples."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForTokenClassification
+
+import rlinf
+from rlinf import Actor, Stream, endpoint
+from rlinf.actors.critic import Critic
+from rlinf.actors.sharding import local
+from rlinf.actors.trainer import Trainer
+from rlinf.data.sample import Group, Prompt
+from rlinf.data.weights import Weights
+from rlinf.flows.ppo import ppo
+from rlinf.flows.step import Step
+from tests.actors import toys
+
+GAMMA, LAM, CLIP, DELTA = 0.9, 0.8, 0.2, 0.3
+ALGORITHM = {
+    "name": "ppo",
+    "overrides": {"advantage": {"gamma": GAMMA, "lam": LAM}, "critic": {"clip": CLIP, "delta": DELTA}},
+}
+SETTINGS: dict[str, Any] = {
+    "tokenizer": toys.ALPHABET, "algorithm": ALGORITHM, "lr": 0.01, "grad_clip": 1e9, "micro_batch_tokens": 30,
+}  # fmt: skip
+SHUFFLED = (2, 0, 1, 5, 6, 3, 4)
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def plain_model(weights: dict[str, torch.Tensor], kind: str = "qwen2") -> Any:
+    """A model of transformers' own with these weights."""
+    settings = toys.configuration(kind, vocab_size=toys.VOCABULARY, pad_token_id=0, num_labels=1)
+    net = AutoModelForTokenClassification.from_config(AutoConfig.for_model(**settings), attn_implementation="eager")
+    net.load_state_dict(weights)
+    return net.eval()
+
+
+def plain_values(net: Any, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """Before each token of a response, [response]."""
+    whole = net(torch.tensor([[*prompt, *response]])).logits[0, :, 0]
+    return whole[len(prompt) - 1 : len(prompt) + len(response) - 1]
+
+
+def returns_by_hand(reward: float, values: Sequence[float]) -> list[float]:
+    """Token by token, from the last."""
+    found: list[float] = []
+    advantage = ahead = 0.0
+    for step, value in enumerate(reversed(values)):
+        surprise = (reward if step == 0 else 0.0) + GAMMA * ahead - value
+        advantage = surprise + GAMMA * LAM * advantage
+        found.insert(0, advantage + value)
+        ahead = value
+    return found
+
+
+def by_a_plain_loop(net: Any, batch: list[Group]) -> torch.Tensor:
+    """One sample after the other, one token after the other; the mean loss."""
+
+    def huber(error: torch.Tensor) -> torch.Tensor:
+        return error**2 / 2 if abs(error) <= DELTA else DELTA * (error.abs() - DELTA / 2)
+
+    total, count = torch.zeros(()), 0
+    for group in batch:
+        for sample in group.scored:
+            said = sample.per_token["values"].tolist()
+            came = returns_by_hand(float(sample.reward or 0.0), said)
+            for new, old, target in zip(
+                plain_values(net, sample.prompt.token_ids, sample.response_ids), said, came, strict=True
+            ):
+                held = old + (new - old).clamp(-CLIP, CLIP)
+                total = total + torch.maximum(huber(new - target), huber(held - target))
+                count += 1
+    return total / count
+
+
+def told(batch: Sequence[Group], seed: int = 0) -> list[Group]:
+    """The groups with made-up values, some far from what a critic would say."""
+    rng = np.random.default_rng(seed)
+    return [
+        group.told("values", [rng.normal(0.4, 0.4, len(s.response_ids)).astype(np.float32) for s in group.samples])
+        for group in batch
+    ]
+
+
+# Over ranks ----------------------------------------------------------------------------------------------------------
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor from all its slices."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class Watched(Critic):
+    """Keeps the gradients of every optimizer step, as the optimizer saw them."""
+
+    async def setup(self, **settings: Any) -> None:  # type: ignore[override]
+        await super().setup(**settings)
+        self.seen: list[dict[str, torch.Tensor]] = []
+        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+        def look(optimizer: Any, *_: Any) -> None:
+            parameters = optimizer.param_groups[0]["params"]
+            self.seen.append({named[id(p)]: whole(p.grad) for p in parameters if p.grad is not None})
+
+        self.optimizer.register_step_pre_hook(look)
+
+    @endpoint(device=True, joint=True)
+    async def inspect(self) -> dict[str, Any]:
+        async def look(_: None) -> dict[str, Any]:
+            return await self.compute(self._inspect)
+
+        return await self.jointly(look)
+
+    def _inspect(self) -> dict[str, Any]:
+        weights = {name: whole(tensor) for name, tensor in self.model.named_parameters()}
+        mine = sum(local(parameter).numel() for parameter in self.model.parameters())
+        return {"gradients": self.seen, "weights": weights, "slice": mine}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model": toys.configuration("qwen2")},
+    "llama": {"model": toys.configuration("llama"), "gradient_checkpointing": True},
+    "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
+    "bfloat16": {"model": toys.configuration("qwen2"), "dtype": "bfloat16"},
+}
+
+
+async def learned(system: rlinf.ActorSystem, out: str) -> None:
+    """What critics of all kinds say and learn, for a test to look at."""
+    results = {}
+    batch = toys.groups(7)
+    for name, case in CASES.items():
+        critic = await system.spawn(Watched, name=name, **{**SETTINGS, **case})
+        await critic.train(told(batch, seed=1))  # so that the head says something, and the layers have a gradient
+        began = await critic.inspect()
+        steps = len(began["gradients"])
+        valued = await critic.values(Stream.of([batch[i] for i in SHUFFLED])).collect()
+        metrics = await critic.train(told(batch))
+        results[name] = {
+            "began": began["weights"],
+            "order": [group.prompt.id for group in valued],
+            "values": [[sample.per_token["values"] for sample in group.samples] for group in valued],
+            "metrics": metrics,
+            "steps": steps,
+            **await critic.inspect(),
+        }
+    results["policy"] = await from_policy(system)
+    torch.save(results, out)
+
+
+async def from_policy(system: rlinf.ActorSystem) -> dict[str, Any]:
+    """A critic with the layers of a policy that has learned, which it saves and restores."""
+    trainer = await system.spawn(Trainer, name="policy", model=toys.configuration(), tokenizer=toys.ALPHABET, lr=0.01)
+    await trainer.train(toys.groups(7))
+    critic = await system.spawn(Watched, name="loaded", model=toys.configuration(), **SETTINGS)
+    version = await critic.load(trainer.weights())
+    published = await trainer.weights()
+    taken = await critic.inspect()
+    return {"version": version, "policy": {n: t.clone() for n, t in published.named()}, "taken": taken["weights"]}
+
+
+async def flat(actor: Any) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in (await actor.inspect())["weights"].values()])
+
+
+# Beside a trainer ----------------------------------------------------------------------------------------------------
+
+STEPS = 3
+PER_STEP = 10
+ANSWERS = toys.groups(PER_STEP * STEPS, seed=3)
+EACH = {"tokenizer": toys.ALPHABET, "model": toys.configuration(), "lr": 0.01, "micro_batch_tokens": 40}
+
+
+class Rollout(Actor):
+    """Answers prompts by heart, on the learners' own devices where they share them."""
+
+    @endpoint(device=True)
+    async def generate(self, prompts: Any, n: int) -> AsyncIterator[Group]:
+        async for prompt in prompts:
+            await self.compute(torch.randn(100, 100).mm, torch.randn(100, 100))
+            yield ANSWERS[prompt.id]
+
+    @endpoint(joint=True)
+    async def load(self, weights: Weights) -> int:
+        return weights.version
+
+
+class Judge(Actor):
+    """Finds every answer judged."""
+
+    @endpoint
+    async def score(self, group: Group) -> Group:
+        return group
+
+
+def prompts(step: int) -> list[Prompt]:
+    return [group.prompt for group in ANSWERS[step * PER_STEP : (step + 1) * PER_STEP]]
+
+
+def placed(hosts: Sequence[int]) -> dict[str, Any]:
+    return {"hosts": list(hosts), "devices": [[host] for host in hosts]}
+
+
+def alike(where: dict[str, Any]) -> dict[str, Any]:
+    return {role: where for role in ("rollout", "critic", "trainer")}  # noqa: C420  # shared and never changed
+
+
+async def spawned(system: rlinf.ActorSystem, where: dict[str, Any]) -> dict[str, Any]:
+    """The roles of a PPO run."""
+    return {
+        "rollout": await system.spawn(Rollout, name="rollout", **where["rollout"]),
+        "judge": await system.spawn(Judge, name="judge", hosts=[0]),
+        "critic": await system.spawn(Watched, name="critic", algorithm=ALGORITHM, **EACH, **where["critic"]),
+        "trainer": await system.spawn(Trainer, name="trainer", algorithm=ALGORITHM, **EACH, **where["trainer"]),
+    }
+
+
+async def run(roles: dict[str, Any]) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """All steps, of which the first warms the critic up; their metrics, and the critic's weights afterwards."""
+    metrics = []
+    for index in range(STEPS):
+        step = Step(index, Stream.of(prompts(index)), 4, critic_only=index == 0)
+        metrics.append(await ppo(step, **roles))
+    return metrics, await flat(roles["critic"])
+
+
+async def flows(system: rlinf.ActorSystem, out: str) -> None:
+    """The same run with all roles on the same devices, on devices of their own, and where nobody has any."""
+    layouts = {"together": alike(placed(range(system.hosts))), "without devices": alike({})}
+    if system.hosts == 4:
+        layouts["apart"] = {"rollout": placed([0, 1]), "critic": placed([0, 1]), "trainer": placed([2, 3])}
+        layouts["two hosts"] = alike(placed([1, 2]))
+    results = {}
+    for name, where in layouts.items():
+        async with system.scope():
+            results[name] = await run(await spawned(system, where))
+            print("ran", name, flush=True)
+    torch.save(results, out)
+
+
+async def cancelled(system: rlinf.ActorSystem, out: str) -> None:
+    """A step of PPO that is cancelled at any moment leaves critic and trainer as they were, and able to go on."""
+    async with system.scope():
+        roles = await spawned(system, alike(placed(range(system.hosts))))
+        times = await disturbed(roles)
+        results = await run(roles)
+    async with system.scope():
+        other = await run(await spawned(system, alike({})))
+    torch.save({"times": times, "disturbed": results, "undisturbed": other}, out)
+
+
+async def disturbed(roles: dict[str, Any]) -> int:
+    """Cancels a step at one moment after the other, then gives the critic what it cannot learn from; how often."""
+    before, times = await flat(roles["critic"]), 0
+
+    async def endless() -> AsyncIterator[Prompt]:
+        for prompt in prompts(0):
+            yield prompt
+            await asyncio.sleep(0.002)
+        await asyncio.Event().wait()
+
+    for moment in range(10):
+        stepping = asyncio.ensure_future(ppo(Step(0, Stream.of(endless()), 4), **roles))
+        await asyncio.sleep(0.01 * moment)
+        stepping.cancel()
+        try:
+            await stepping
+        except asyncio.CancelledError:
+            times += 1
+        assert torch.equal(await flat(roles["critic"]), before), "a step that was cancelled changed the critic"
+    for bad in ([], ANSWERS[:2]):
+        try:
+            await roles["critic"].train(bad)
+        except ValueError:
+            times += 1
+    return times
+
+
+SCENARIOS = {f.__name__: f for f in (learned, flows, cancelled)}
+
+
+async def main(system: rlinf.ActorSystem) -> None:
+    """The scenario named on the command line."""
+    out, name = sys.argv[1:]
+    await SCENARIOS[name](system, out)
+
+
+if __name__ == "__main__":
+    rlinf.run(main, stall_after=60.0)

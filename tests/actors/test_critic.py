@@ -1,0 +1,326 @@
+"""The critic in one process: what it predicts, what it learns from, and how it goes on."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForTokenClassification
+
+from rlinf import ActorSystem, Stream
+from rlinf.actors.trainer import Trainer
+from rlinf.actors.value_orders import ValueOrders, value_rows
+from rlinf.algos import spec
+from rlinf.data.sample import Group, Prompt, Sample
+from tests.actors import toys
+from tests.actors.programs import critics
+
+SHARED = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
+PPO = spec.get("ppo")
+
+
+@pytest.fixture
+async def system():
+    async with ActorSystem.local() as system:
+        yield system
+
+
+@pytest.fixture
+def critic(system):
+    """Starts critics with settings of their own."""
+
+    async def spawn(name="critic", **settings):
+        return (await system.spawn(critics.Watched, name=name, **{**SHARED, **settings}))[0]
+
+    return spawn
+
+
+def answered(values, reward=1.0, number=0, truncated=False, outcome=None):
+    """A group of one answer, each token of which has been valued."""
+    prompt = Prompt(number, np.array([4, 5]))
+    length = len(values)
+    sample = Sample(
+        prompt, 0, np.arange(3, 3 + length), np.full(length, -2.0, np.float32), np.zeros(length, np.int32), "",
+        truncated, reward=reward, outcome=outcome, per_token={"values": np.array(values, np.float32)},
+    )  # fmt: skip
+    return Group(prompt, (sample,))
+
+
+async def weights(actor):
+    return (await actor.inspect())["weights"]
+
+
+# What there is to learn ----------------------------------------------------------------------------------------------
+
+
+def test_returns_are_those_of_an_episode_reckoned_by_hand():
+    discounted = spec.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.5}})
+    ((row,),) = value_rows([answered([0.5, 0.25])], discounted)
+    # last token: 1 - 0.25 = 0.75; first: 0.9 x 0.25 - 0.5 = -0.275, and 0.9 x 0.5 x 0.75 of what follows
+    np.testing.assert_allclose(row.columns["returns"], [0.5 - 0.275 + 0.3375, 1.0], rtol=1e-6)
+    ((row,),) = value_rows([answered([0.5, 0.25])], PPO)  # neither discount nor trust in the critic
+    np.testing.assert_allclose(row.columns["returns"], [1.0, 1.0], rtol=1e-6)
+
+
+@given(st.lists(st.lists(st.floats(-2, 2, width=32), max_size=9), min_size=1, max_size=6), st.floats(-2, 2, width=32))
+def test_returns_do_not_depend_on_what_else_is_in_the_batch(said, reward):
+    groups = [answered(values, reward, number) for number, values in enumerate(said)]
+    algorithm = spec.get("ppo", critics.ALGORITHM["overrides"])
+    for values, rows in zip(said, value_rows(groups, algorithm), strict=True):
+        assert len(rows) == bool(values)  # an empty answer teaches nothing
+        for row in rows:
+            np.testing.assert_allclose(row.columns["returns"], critics.returns_by_hand(reward, values), atol=1e-4)
+
+
+def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
+    penalised = spec.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}})
+    group = answered([0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match=r"no ref_logprobs: put reference\.logprobs"):
+        value_rows([group], penalised)
+    ((row,),) = value_rows([group.told("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])], penalised)
+    np.testing.assert_allclose(row.columns["returns"], [0.9, 0.9, 1.0], rtol=1e-6)
+
+
+def test_answers_that_were_cut_are_left_out_where_the_algorithm_says_so():
+    groups = [answered([0.0] * 3, truncated=True), answered([0.0] * 2, number=1)]
+    assert [len(rows) for rows in value_rows(groups, PPO)] == [1, 1]
+    assert [len(rows) for rows in value_rows(groups, spec.get("ppo", {"truncated": "mask"}))] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([], "among 0 groups there is not one answer"),
+        ([answered([])], "among 1 groups there is not one answer"),
+        ([answered([0.0], reward=None, outcome="timeout")], "not one answer with a reward"),
+        ([answered([0.0], reward=None)], "has not been judged|without a reward"),
+        (toys.groups(2), "no values: put critic.values between judge.score and critic.train"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_said(groups, text):
+    with pytest.raises(ValueError, match=text):
+        ValueOrders(groups, PPO)
+
+
+def test_explained_variance_is_of_the_values_that_came():
+    groups = [answered([value] * 3, reward, number) for number, (value, reward) in enumerate([(0.1, 0), (0.9, 1)])]
+    found = ValueOrders(groups, PPO).metrics
+    assert found["critic/explained_variance"] == pytest.approx(1 - 0.1**2 / 0.5**2)
+    assert (found["values/mean"], found["returns/mean"], found["reward/mean"]) == pytest.approx((0.5, 0.5, 0.5))
+
+
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=5), st.sampled_from([0.0, 1.0, -0.3]))
+def test_of_equal_rewards_there_is_no_variance_to_explain(said, reward):
+    groups = [answered([value] * 4, reward, number) for number, value in enumerate(said)]
+    assert ValueOrders(groups, PPO).metrics["critic/explained_variance"] == 0.0
+
+
+# Predicting and learning ---------------------------------------------------------------------------------------------
+
+
+async def test_groups_are_valued_while_others_are_still_to_come(critic):
+    learner = await critic()
+    batch, rest = toys.groups(12), asyncio.Event()
+
+    async def slow():
+        for group in batch[:11]:
+            yield group
+        await rest.wait()
+        yield batch[11]
+
+    seen = []
+    async for group in learner.values(Stream.of(slow())):
+        seen.append(group.prompt.id)
+        rest.set()  # at the first: it came although the last had not
+    assert seen == list(range(12))
+
+
+async def test_by_arrival_nobody_waits_for_the_first_prompt(critic):
+    learner, batch = await critic(order="arrival", micro_batch_tokens=8), toys.groups(7)
+    valued = await learner.values(Stream.of([batch[i] for i in critics.SHUFFLED])).collect()
+    assert [group.prompt.id for group in valued] == list(critics.SHUFFLED)
+
+
+async def test_training_that_is_asked_for_first_waits_for_the_values_it_needs(critic):
+    learner, ready = await critic(), asyncio.Event()
+
+    async def valued():
+        await ready.wait()
+        async for group in learner.values(toys.groups(5)):
+            yield group
+
+    training = asyncio.ensure_future(learner.train(Stream.of(valued())))
+    await asyncio.sleep(0)
+    assert len(await learner.values(toys.groups(5)).collect()) == 5  # training has not taken the turn
+    ready.set()
+    assert (await training)["values/mean"] == 0.0
+
+
+async def test_it_learns_which_answers_are_good(critic):
+    rng = np.random.default_rng(0)
+
+    def batch(start):
+        """Answers are worth what their second token says."""
+        for number in range(start, start + 16):
+            prompt = Prompt(number, rng.integers(2, toys.VOCABULARY, 2))
+            ids = [rng.integers(3, toys.VOCABULARY, 3) for _ in range(4)]
+            yield Group(
+                prompt,
+                tuple(
+                    Sample(prompt, i, tokens, np.zeros(3, np.float32), np.zeros(3, np.int32), "", False,
+                           reward=float(tokens[1] > 8))
+                    for i, tokens in enumerate(ids)
+                ),
+            )  # fmt: skip
+
+    learner = await critic(lr=5e-3, micro_batch_tokens=400, epochs=4, minibatches=2, algorithm={
+        "name": "ppo", "overrides": {"critic": {"clip": None}},
+    })  # fmt: skip
+    explained = []
+    for step in range(25):
+        metrics = await learner.train(learner.values(list(batch(16 * step))))
+        explained.append(metrics["critic/explained_variance"])
+    assert explained[0] == 0.0
+    assert 0.2 < np.mean(explained[-3:]) < 1 / 3 + 0.05  # only the third token is predicted after the one that tells
+    (last,) = await learner.values(list(batch(400))[:1]).collect()
+    for sample in last.samples:
+        assert abs(sample.per_token["values"][2] - sample.reward) < 0.35
+
+
+@pytest.mark.parametrize("settings", [{}, {"epochs": 2, "minibatches": 3}])
+async def test_how_a_batch_is_cut_and_ordered_changes_nothing_but_rounding(critic, settings):
+    batch = critics.told(toys.groups(7))
+    found = []
+    for number, budget in enumerate((8, 30, 10_000)):
+        learner = await critic(f"critic{number}", micro_batch_tokens=budget, **settings)
+        metrics = await learner.train(batch if number else Stream.of(batch))
+        found.append((await weights(learner), metrics))
+    for other, metrics in found[1:]:
+        assert toys.furthest(other, found[0][0]) < 1e-4
+        assert metrics == pytest.approx(found[0][1], rel=1e-4, abs=1e-6)
+
+
+async def test_by_prompt_the_order_of_arrival_changes_not_one_bit(critic):
+    found = []
+    for number, order in enumerate([range(7), critics.SHUFFLED]):
+        learner = await critic(f"critic{number}", epochs=2, minibatches=2)
+        batch = toys.groups(7)
+        for _ in range(2):
+            await learner.train(learner.values(Stream.of([batch[i] for i in order])))
+        found.append(await weights(learner))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+async def test_advantages_are_whitened_over_the_whole_batch_however_it_is_cut(system):
+    batch, found = critics.told(toys.groups(9)), []
+    for number, budget in enumerate((8, 10_000)):
+        settings = {**SHARED, "micro_batch_tokens": budget, "algorithm": critics.ALGORITHM}
+        trainer = await system.spawn(Trainer, name=f"trainer{number}", **settings)
+        metrics = await trainer.train(Stream.of(batch))
+        shown = await trainer.samples(100)
+        found.append((metrics["loss"], metrics["grad_norm"], [sample["advantage"] for sample in shown]))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-6)
+    assert found[0][2] == found[1][2]
+    lengths = [sample["length"] for sample in shown if sample["advantage"] is not None]
+    means = [sample["advantage"] for sample in shown if sample["advantage"] is not None]
+    assert np.average(means, weights=lengths) == pytest.approx(0.0, abs=1e-5)
+
+
+# Going on ------------------------------------------------------------------------------------------------------------
+
+
+async def test_training_goes_on_from_a_checkpoint_bit_for_bit(critic, tmp_path):
+    learner, batches = await critic(epochs=2, minibatches=2), [toys.groups(7, seed) for seed in range(3)]
+    for batch in batches[:2]:
+        await learner.train(learner.values(Stream.of(batch)))
+    await learner.save(tmp_path / "saved")
+    other = await critic("other", epochs=2, minibatches=2)
+    assert await other.restore(tmp_path / "saved") == 2
+    results = []
+    for one in (learner, other):
+        metrics = await one.train(one.values(Stream.of(batches[2])))
+        results.append((metrics, await weights(one)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
+
+
+async def test_a_checkpoint_is_what_transformers_loads_for_token_classification(critic, tmp_path):
+    learner = await critic()
+    await learner.train(critics.told(toys.groups(7)))
+    await learner.save(tmp_path / "saved")
+    net = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved" / "hf", num_labels=1)
+    valued = await learner.values(toys.groups(3)).collect()
+    for group in valued:
+        for sample in group.scored:
+            with torch.no_grad():
+                expected = critics.plain_values(net, sample.prompt.token_ids, sample.response_ids)
+            np.testing.assert_allclose(sample.per_token["values"], expected, atol=2e-6, rtol=1e-5)
+
+
+async def test_weights_of_a_policy_become_the_layers_and_others_are_refused(critic, system):
+    learner = await critic()
+    await learner.train(critics.told(toys.groups(7)))
+    before = await weights(learner)
+    wider = {**SHARED, "model": toys.configuration(hidden_size=64)}
+    stranger = await system.spawn(Trainer, name="stranger", **wider)
+    with pytest.raises(ValueError, match=r"critic.load: \d+ of the policy's \d+ tensors do not fit .*critic.model"):
+        await learner.load(stranger.weights())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in (await weights(learner)).items())
+    policy = await system.spawn(Trainer, name="policy", **{**SHARED, "seed": 3})
+    assert await learner.load(policy.weights()) == 0
+    taken, given_ = await weights(learner), dict((await policy.weights()).named())
+    assert all(torch.equal(taken[name], tensor) for name, tensor in given_.items())
+    assert torch.equal(taken["score.weight"], before["score.weight"])
+
+
+async def test_a_loss_that_is_no_number_is_told_and_nothing_changes(critic):
+    learner, batch = await critic(), critics.told(toys.groups(4))
+    spoilt = replace(batch[2].samples[0], reward=float("nan"))
+    before = await weights(learner)
+    with pytest.raises(FloatingPointError, match="critic, version 0: loss nan"):
+        await learner.train([*batch[:2], replace(batch[2], samples=(spoilt, *batch[2].samples[1:]))])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in (await weights(learner)).items())
+    await learner.train(batch)
+
+
+async def test_input_that_fails_or_is_cancelled_leaves_nothing_behind(critic):
+    learner, batch = await critic(), toys.groups(6)
+
+    async def broken():
+        for group in batch[:4]:
+            yield group
+        raise OSError("the judge is gone")
+
+    async def endless():
+        for group in batch[:4]:
+            yield group
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="the judge is gone"):
+        await learner.train(learner.values(Stream.of(broken())))
+    training = asyncio.ensure_future(learner.train(learner.values(Stream.of(endless()))))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+    metrics = await learner.train(learner.values(Stream.of(batch)))
+    assert metrics == await (other := await critic("other")).train(other.values(Stream.of(batch)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"algorithm": "grpo"}, "algorithm 'grpo' has none: take 'ppo'"),
+        ({"algorithm": "pop"}, "ppo"),
+        ({"epochs": 0, "minibatches": 0}, "epochs=0, minibatches=0 must be at least 1"),
+        ({"order": "random"}, "neither 'prompt' nor 'arrival'"),
+        ({"dtype": "float16"}, "float16"),
+    ],
+)
+async def test_settings_that_cannot_be_are_refused(critic, settings, text):
+    with pytest.raises(ValueError, match=text):
+        await critic(**settings)

@@ -1,0 +1,110 @@
+"""The critic over several processes: the same values and gradients, alone and beside a trainer, wherever they are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.actors import toys
+from tests.actors.programs import critics
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]
+PROGRAM = Path(__file__).parent / "programs" / "critics.py"
+WORLDS = (1, 2)
+PATIENCE = 150.0
+"""Seconds for a job; generous, since tests share their cores."""
+
+
+def ran(zygotes, world, out, scenario):
+    """What a scenario wrote."""
+    ranks = zygotes.run(PROGRAM, world, out, scenario)
+    try:
+        assert ranks.codes(PATIENCE) == [0] * world, ranks.everything()
+    finally:
+        ranks.end()
+    return torch.load(out, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def results(zygotes, tmp_path_factory):
+    """What every number of ranks made of every case."""
+    return {world: ran(zygotes, world, tmp_path_factory.mktemp("critic") / "out.pt", "learned") for world in WORLDS}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_gradients_are_those_of_one_process_that_goes_token_by_token(results, world, name):
+    found = results[world][name]
+    plain = critics.plain_model(found["began"], name)
+    critics.by_a_plain_loop(plain, critics.told(toys.groups(7))).backward()
+    assert toys.furthest(found["gradients"][-1], toys.gradients(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_values_are_those_of_a_plain_model_and_come_in_the_order_of_prompts(results, world, name):
+    found = results[world][name]
+    plain = critics.plain_model(found["began"], name)
+    assert found["order"] == list(range(7))
+    for group, said in zip(toys.groups(7), found["values"], strict=True):
+        for sample, values in zip(group.samples, said, strict=True):
+            if sample.reward is None:
+                assert np.isnan(values).all()
+                continue
+            with torch.no_grad():
+                expected = critics.plain_values(plain, sample.prompt.token_ids, sample.response_ids)
+            np.testing.assert_allclose(values, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in critics.CASES if name != "bfloat16"])
+def test_two_ranks_learn_what_one_does_and_each_holds_its_part(results, name):
+    one, two = results[1][name], results[2][name]
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
+    assert len(two["gradients"]) == len(one["gradients"]) == 2 * one["steps"]
+    for first, second in zip(one["gradients"], two["gradients"], strict=True):
+        assert toys.furthest(second, first) < 1e-3
+    assert toys.furthest(two["weights"], one["weights"]) < 1e-3
+    assert abs(two["slice"] * 2 - one["slice"]) < 0.1 * one["slice"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_in_bfloat16_the_gradient_points_the_same_way(results, world):
+    rounded = results[world]["bfloat16"]
+    plain = critics.plain_model(rounded["began"])
+    critics.by_a_plain_loop(plain, critics.told(toys.groups(7))).backward()
+    exact = toys.gradients(plain)
+    flat = [torch.cat([part[name].flatten() for name in exact]) for part in (exact, rounded["gradients"][-1])]
+    assert 0.99 < torch.nn.functional.cosine_similarity(*flat, dim=0) < 0.9999999
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_layers_of_a_policy_are_taken_over_by_all_ranks(results, world):
+    found = results[world]["policy"]
+    assert found["version"] == 1
+    layers = {name: tensor for name, tensor in found["taken"].items() if not name.startswith("score.")}
+    assert layers.keys() == found["policy"].keys()
+    assert all(torch.equal(tensor, found["policy"][name]) for name, tensor in layers.items())
+
+
+@pytest.fixture(scope="module")
+def alone(zygotes, tmp_path_factory):
+    """A PPO run whose roles share one process."""
+    return ran(zygotes, 1, tmp_path_factory.mktemp("ppo") / "out.pt", "flows")["without devices"]
+
+
+def test_critic_and_trainer_learn_the_same_wherever_they_are(zygotes, tmp_path, alone):
+    expected, weights = alone
+    for world in (2, 4):
+        for name, (metrics, found) in ran(zygotes, world, tmp_path / f"{world}.pt", "flows").items():
+            for mine, theirs in zip(metrics, expected, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), (world, name)
+            assert float((found - weights).norm() / weights.norm()) < 1e-3, (world, name)
+
+
+def test_steps_that_are_cancelled_or_misfed_leave_all_ranks_able_to_go_on(zygotes, tmp_path):
+    found = ran(zygotes, 2, tmp_path / "out.pt", "cancelled")
+    assert found["times"] == 12
+    (metrics, weights), (expected, others) = found["disturbed"], found["undisturbed"]
+    assert metrics == expected
+    assert torch.equal(weights, others)

@@ -1,0 +1,166 @@
+"""LIBERO: its adapter before a stand-in of its package, since its meshes are mostly not there."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.envs import libero
+from rlinf.envs.libero import Libero, MissingLibero
+from tests.envs.protocol import ProtocolSuite, begin, everyone
+
+PACKAGE = {
+    "libero/__init__.py": "",
+    "libero/libero/__init__.py": """
+import os, yaml
+with open(os.path.join(os.environ["LIBERO_CONFIG_PATH"], "config.yaml")) as file:
+    PLACES = yaml.safe_load(file)
+
+def get_libero_path(name):
+    return PLACES[name]
+""",
+    "libero/libero/benchmark.py": """
+import numpy as np
+from types import SimpleNamespace
+
+class Suite:
+    n_tasks = 3
+
+    def get_task(self, number):
+        return SimpleNamespace(language=f"do {number}", problem_folder="folder", bddl_file=f"{number}.bddl")
+
+    def get_task_init_states(self, number):
+        return np.arange(8.0).reshape(4, 2) + 100 * number
+
+def get_benchmark_dict():
+    return {"libero_spatial": Suite}
+""",
+    "libero/libero/envs.py": """
+import numpy as np
+
+class OffScreenRenderEnv:
+    built = []
+
+    def __init__(self, bddl_file_name, camera_heights, camera_widths, horizon):
+        self.built.append(bddl_file_name)
+        self.shape = (camera_heights, camera_widths, 3)
+
+    def seed(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def reset(self):
+        self.place, self.steps = np.zeros(3), 0
+
+    def set_init_state(self, state):
+        self.place[:2] = state
+
+    def step(self, action):
+        self.place = self.place + np.array(action[:3]) + 0.01 * self.random.normal(size=3)
+        self.steps += 1
+        picture = np.zeros(self.shape, np.uint8)
+        picture[0, 0] = self.steps
+        turned = np.array([0.0, 0.0, np.sin(0.25), np.cos(0.25)])
+        solved = bool(action[6] > 0.99)
+        seen = {"robot0_eef_pos": self.place, "robot0_eef_quat": turned, "robot0_gripper_qpos": np.array([0.1, -0.1])}
+        seen |= {"agentview_image": picture, "robot0_eye_in_hand_image": picture + 1}
+        return seen, float(solved), solved, {}
+
+    def close(self):
+        pass
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch, tmp_path):
+    """A package by the name of LIBERO, with an empty folder of meshes, and no configuration of it."""
+    for name, text in PACKAGE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "libero/libero/assets/scenes").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    before = {name for name in sys.modules if name.partition(".")[0] == "libero"}
+    assert not before, "the true LIBERO is imported here: run these tests apart"
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
+        del sys.modules[name]
+
+
+class TestStandIn(ProtocolSuite):
+    def make(self, num_envs):
+        return Libero(num_envs, suite="libero_spatial", tasks=[0, 2], image_size=4)
+
+
+def test_a_seed_chooses_the_task_and_its_start():
+    simulator = Libero(2, suite="libero_spatial", tasks=[0, 2], image_size=4)
+    places = begin(simulator, [4, 5])["state"][:, :2].round()  # 4 = 2 x 2 + 0: start 2 of task 0; 5: start 2 of task 2
+    assert places.tolist() == [[4.0, 5.0], [204.0, 205.0]]
+    assert simulator.instructions() == ["do 0", "do 2"]
+    from libero.libero.envs import OffScreenRenderEnv
+
+    begin(simulator, [0, 1])
+    assert [path.rpartition("/")[2] for path in OffScreenRenderEnv.built] == ["0.bddl", "2.bddl"]
+
+
+def test_both_cameras_come_the_right_way_up_and_the_state_has_axis_times_angle():
+    simulator = Libero(1, suite="libero_spatial", image_size=4)
+    observed = begin(simulator, [0])
+    assert observed["rgb"][0, 3, 3].tolist() == [10, 10, 10, 11, 11, 11]  # ten steps in which objects settle
+    assert observed["rgb"][0, 0, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert torch.allclose(observed["state"][0, 3:], torch.tensor([0, 0, 0.5, 0.1, -0.1]))
+    assert simulator.render(torch.tensor([0])).shape == (1, 4, 4, 3)
+
+
+def test_a_solved_task_terminates_with_its_reward():
+    simulator = Libero(2, suite="libero_spatial", image_size=4)
+    begin(simulator, [0, 3])
+    actions = torch.zeros(2, 7)
+    actions[1, 6] = 1
+    moved = simulator.step(actions, everyone(simulator))
+    assert moved.reward.tolist() == [0, 1]
+    assert moved.terminated.tolist() == moved.success.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("tasks", [[3], [-1], []])
+def test_tasks_are_those_of_the_suite(tasks):
+    with pytest.raises(ValueError, match="numbers from 0 to 2, the tasks of libero_spatial"):
+        Libero(1, suite="libero_spatial", tasks=tasks)
+
+
+def test_an_unknown_suite_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="libero_spatial, libero_object"):
+        Libero(1, suite="libero_special")
+
+
+def test_missing_meshes_are_said_with_the_command(package):
+    (package / "libero/libero/assets/scenes").rmdir()
+    with pytest.raises(MissingLibero, match=r"git clone .*LIBERO ~/LIBERO && ln -s ~/LIBERO/libero/libero/assets"):
+        Libero(1, suite="libero_spatial")
+
+
+def test_without_the_package_the_command_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setattr(libero.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingLibero, match="pip install --no-deps hf-libero"):
+        Libero(1, suite="libero_spatial")
+
+
+def test_rotations_are_those_of_rodrigues():
+    """The matrix from axis times angle is that from the quaternion."""
+    random = np.random.default_rng(0)
+    for quaternion in random.normal(size=(20, 4)):
+        quaternion /= np.linalg.norm(quaternion)
+        x, y, z, w = quaternion
+        expected = np.array(
+            [
+                [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+                [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+                [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+            ]
+        )
+        a, b, c = libero._axis_angle(quaternion)
+        skew = torch.tensor([[0, -c, b], [c, 0, -a], [-b, a, 0]], dtype=torch.float64)
+        assert np.allclose(torch.linalg.matrix_exp(skew).numpy(), expected)

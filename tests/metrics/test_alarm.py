@@ -1,0 +1,36 @@
+"""The alarm about engine and trainer that disagree."""
+
+import math
+
+from rlinf.metrics.alarm import MismatchAlarm
+
+
+def mismatch(mean, largest):
+    return {"mismatch/mean": mean, "mismatch/max": largest}
+
+
+def test_it_names_what_is_over_its_limit_and_what_to_do():
+    told = MismatchAlarm(0.05, 5.0).heard(3, mismatch(0.2, 1.0))
+    assert told.startswith("step 3: engine and trainer disagree")
+    assert "mismatch/mean is 0.2 nats (limit metrics.mismatch_mean = 0.05)" in told
+    assert "mismatch/max" not in told
+    assert "rollout.dtype" in told
+    assert "algorithm.correction" in told
+
+
+def test_it_rings_once_until_the_limit_was_kept_again():
+    alarm = MismatchAlarm(0.05, 5.0)
+    rang = [alarm.heard(step, mismatch(mean, 0.0)) is not None for step, mean in enumerate([0.1, 0.1, 0.01, 0.1])]
+    assert rang == [True, False, False, True]
+
+
+def test_the_second_limit_rings_while_the_first_is_still_passed():
+    alarm = MismatchAlarm(0.05, 5.0)
+    assert "mismatch/max" not in alarm.heard(1, mismatch(0.1, 1.0))
+    assert "mismatch/max is 6 nats" in alarm.heard(2, mismatch(0.1, 6.0))
+
+
+def test_what_is_no_number_rings_and_what_is_not_measured_does_not():
+    assert "nan" in MismatchAlarm(0.05, None).heard(1, mismatch(math.nan, 99.0))
+    assert MismatchAlarm(0.05, 5.0).heard(1, {}) is None
+    assert MismatchAlarm(None, None).heard(1, mismatch(9.0, 9.0)) is None

@@ -1,0 +1,66 @@
+"""Policies from configurations: what is wrong is said, and a policy of one's own is named by its path."""
+
+import pytest
+import torch
+
+from rlinf.models.base import Stored
+from rlinf.models.building import build_policy_model, described, fitted, load_policy
+from rlinf.models.mlp import MlpPolicy
+from tests.models.cases import CNN, MLP, VLA, observed
+
+
+class Doubled(MlpPolicy):
+    """A policy of a user's own."""
+
+    def features(self, inputs: Stored) -> torch.Tensor:
+        return 2.0 * super().features(inputs)
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({}, "type=None must be one of mlp, cnn, vla"),
+    ({**MLP, "type": "mpl"}, "did you mean mlp"),
+    ({**MLP, "type": "rlinf.models.mlp.MlpConfig"}, "no class derived from"),
+    ({**MLP, "hiden": [3]}, "no key 'hiden'; did you mean hidden"),
+    ({"type": "mlp", "state_size": 3}, "policy mlp needs action_size"),
+    ({**MLP, "hidden": 64}, "hidden=64 must be"),
+    ({**MLP, "hidden": []}, "at least one layer"),
+    ({**MLP, "hidden": ["a"]}, "hidden='a' must be int"),
+    ({**MLP, "shared": 1}, "shared=1 must be bool"),
+    ({**MLP, "activation": "gelu"}, "activation='gelu' must be"),
+    ({**MLP, "level": "chunk", "chunk": 2, "value_level": "action"}, "an advantage of its own"),
+    ({**MLP, "chunk": 0}, "must be at least 1"),
+    ({**MLP, "log_std": 9}, "log_std=9.0 must be between"),
+    ({**CNN, "image": [16, 16]}, "image="),
+    ({**CNN, "image": [2, 16, 3]}, "at least 4 pixels"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_configuration_is_said(config, says):
+    with pytest.raises(ValueError, match=says):
+        build_policy_model(config)
+
+
+def test_a_policy_of_ones_own_is_named_by_its_path_and_saved_like_others(monkeypatch):
+    import rlinf.models.mlp
+
+    monkeypatch.setattr(rlinf.models.mlp, "Doubled", Doubled, raising=False)
+    monkeypatch.setattr(Doubled, "__module__", "rlinf.models.mlp")
+    config = {**MLP, "type": "rlinf.models.mlp.Doubled", "normalise": False}
+    policy = build_policy_model(config)
+    assert type(policy) is Doubled
+    plain = build_policy_model({**MLP, "normalise": False})
+    halved = {"state": observed(MLP)["state"] / 2}
+    assert torch.equal(policy.act(halved, greedy=True).actions, plain.act(observed(MLP), greedy=True).actions)
+    assert described(policy)["type"] == "rlinf.models.mlp.Doubled"
+
+
+def test_a_configuration_is_completed_by_the_environment_but_not_overruled():
+    shapes = {"state": (5,), "rgb": (16, 16, 3)}
+    assert fitted({"type": "mlp"}, shapes, 3) == {"type": "mlp", "action_size": 3, "state_size": 5}
+    both = {"type": "cnn", "action_size": 3, "state_size": 5, "image": (16, 16, 3)}
+    assert fitted({"type": "cnn"}, shapes, 3) == both
+    assert fitted({"type": "vla", "state_size": 0}, shapes, 3)["state_size"] == 0
+    build_policy_model(fitted({**VLA}, shapes, 2))
+
+
+def test_a_directory_without_a_policy_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no policy\.json"):
+        load_policy(tmp_path)

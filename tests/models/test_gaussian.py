@@ -1,0 +1,71 @@
+"""Normal policies beside torch.distributions."""
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from rlinf.models.building import build_policy_model
+from tests.models.cases import CNN, MLP, observed, rough
+
+
+@pytest.mark.parametrize("config", [{**MLP, "chunk": 2, "shared": True}, {**CNN, "state_size": 5}], ids=["mlp", "cnn"])
+def test_gradients_are_those_of_a_plain_normal_distribution(config):
+    policy = rough(build_policy_model(config))
+    stored = policy.act(observed(config)).stored
+    weight = torch.randn(6, config.get("chunk", 1))
+
+    found = policy.evaluate(stored)
+    loss = (found.logprobs.exp() * weight).sum() + 0.1 * found.entropy.sum()
+    ours = torch.autograd.grad(loss, policy.without_critic())
+
+    mean = policy.actor(policy.trunk(policy.features(stored))).view(6, -1, config["action_size"])
+    plain = Normal(mean, policy.log_std.exp())
+    reference = (plain.log_prob(stored["actions"]).sum(-1).exp() * weight).sum() + 0.1 * plain.entropy().sum()
+    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-6)
+    for mine, other in zip(ours, torch.autograd.grad(reference, policy.without_critic()), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_actions_are_drawn_around_the_mean_with_the_deviation_told():
+    policy = rough(build_policy_model({**MLP, "log_std": -1.5, "normalise": False}))
+    one = {name: array.expand(4000, *array.shape[1:]) for name, array in observed(MLP, 1).items()}
+    drawn = policy.act(one, generator=torch.Generator().manual_seed(0)).stored["actions"][:, 0]
+    mean = policy.act(observed(MLP, 1), greedy=True).stored["actions"][0, 0]
+    deviation = policy.log_std.exp()[0].detach()
+    assert ((drawn.mean(0) - mean).abs() < 4 * deviation / 4000**0.5).all()
+    torch.testing.assert_close(drawn.std(0), deviation, rtol=0.05, atol=0.0)
+
+
+def test_the_environment_gets_actions_cut_to_its_bounds_and_the_log_prob_is_of_the_uncut_ones():
+    policy = build_policy_model({**MLP, "log_std": 1.0})
+    drawn = policy.act(observed(MLP, 200), generator=torch.Generator().manual_seed(0))
+    made = drawn.stored["actions"]
+    assert (made.abs() > 1.5).any()
+    assert torch.equal(drawn.actions, made.clamp(-1, 1))
+    torch.testing.assert_close(drawn.logprobs, Normal(torch.zeros(3), 1.0).log_prob(made / torch.e).sum(-1) - 3.0,
+                               rtol=1e-2, atol=0.05)  # fmt: skip
+
+
+def test_an_untrained_policy_explores_around_zero_and_expects_nothing():
+    policy = build_policy_model(MLP)
+    drawn = policy.act(observed(MLP), greedy=True)
+    assert drawn.actions.abs().max() < 0.05
+    assert drawn.values.tolist() == [0.0] * 6
+
+
+def test_separate_layers_keep_the_critic_out_of_the_actor_and_shared_ones_do_not():
+    for shared in (False, True):
+        policy = rough(build_policy_model({**MLP, "shared": shared}))
+        values = policy.evaluate(policy.act(observed(MLP)).stored).values
+        gradients = torch.autograd.grad(values.sum(), policy.without_critic(), allow_unused=True)
+        assert any(each is not None for each in gradients) == shared
+
+
+def test_states_of_any_scale_look_alike_once_they_are_known():
+    policy = rough(build_policy_model(MLP))
+    state, offset, scale = observed(MLP, 64)["state"], torch.linspace(-50, 50, 5), torch.logspace(-2, 2, 5)
+    policy.adapt({"state": state * scale + offset})
+    other = rough(build_policy_model(MLP))
+    other.adapt({"state": state})
+    first = policy.act({"state": state * scale + offset}, greedy=True).actions
+    torch.testing.assert_close(first, other.act({"state": state}, greedy=True).actions, rtol=1e-3, atol=1e-3)

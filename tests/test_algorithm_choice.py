@@ -1,0 +1,92 @@
+"""From the keys of a configuration to the algorithm that runs, and what it needs."""
+
+import pytest
+
+from rlinf.algorithm_choice import algorithm_of, flow_of, roles_of
+from rlinf.algos import spec
+from rlinf.algos.recipes import NAMES
+from rlinf.config import ConfigError, load_config
+from rlinf.preparation import prepare
+
+
+def chosen(*overrides):
+    return algorithm_of(load_config(None, overrides))
+
+
+def refused(*overrides):
+    """What a user reads, by key."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(load_config(None, overrides))
+    return {problem.key: problem.advice for problem in caught.value.problems}
+
+
+def own_advantage(answers, penalty, reduce):
+    return answers.rewards
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"dr_grpo", "dapo"}))
+def test_a_recipe_by_its_name_is_that_recipe(name):
+    assert chosen(f"algorithm={name}") == spec.get(name)
+
+
+def test_limits_of_the_run_are_filled_in_unless_they_are_set():
+    dapo = chosen("algorithm=dapo", "rollout.max_new_tokens=100")
+    assert (dapo.shaping.longest, dapo.shaping.cache) == (100, 20), "a fifth, as 4,096 of 20,480"
+    dapo = chosen("algorithm=dapo", "rollout.max_new_tokens=100", "algorithm.shaping.cache=7")
+    assert (dapo.shaping.longest, dapo.shaping.cache) == (100, 7)
+    dapo = chosen("algorithm=dapo", "algorithm.shaping.longest=50", "algorithm.shaping.cache=5")
+    assert (dapo.shaping.longest, dapo.shaping.cache) == (50, 5)
+    assert chosen("algorithm=dapo", "algorithm.shaping=null").shaping is None
+    assert chosen("algorithm=dr_grpo", "rollout.max_new_tokens=9").aggregation.norm_length == 9
+    assert chosen("algorithm=dr_grpo", "algorithm.aggregation.norm_length=5").aggregation.norm_length == 5
+    assert chosen("algorithm=dr_grpo", "algorithm.aggregation.how=token-mean").aggregation.norm_length is None
+    changed = chosen("algorithm.aggregation.how=seq-mean-token-sum-norm", "rollout.max_new_tokens=9").aggregation
+    assert changed.norm_length == 9
+
+
+def test_any_part_can_be_changed_left_out_or_ones_own():
+    assert chosen("algorithm=sapo", "algorithm.loss.tau_neg=2").loss.tau_neg == 2.0
+    assert chosen("algorithm.loss=sapo", "algorithm.loss.tau_neg=2").loss.tau_neg == 2.0
+    assert chosen("algorithm=deepseek_grpo", "algorithm.kl=null").kl is None
+    assert chosen("algorithm.sampling={}").sampling is None, "an empty mapping changes nothing"
+    assert chosen("algorithm.sampling.max_rounds=3").sampling.max_rounds == 3
+    assert chosen("algorithm.entropy_bonus=0.01").entropy_bonus == 0.01
+    assert chosen(f"algorithm.advantage={__name__}.own_advantage").advantage.__name__ == "own_advantage"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm=dapp", "meant 'dapo'"),
+        ("algorithm.loss.clip_hih=1", "meant 'clip_high'"),
+        ("algorithm.loss=sappo", "meant 'sapo'"),
+        ("algorithm.kl.beta=-1", "must be more than 0"),
+        ("algorithm.advantage=rlinf.nothing.here", "rlinf.nothing.here"),
+        ("algorithm.advantage=gae", "critic"),
+    ],
+)
+def test_a_part_that_there_is_not_is_one_message(override, said):
+    assert said in refused(override)["algorithm"]
+
+
+def test_an_algorithm_says_which_roles_and_flow_it_needs():
+    def needs(*overrides):
+        config = load_config(None, overrides)
+        return roles_of(config, algorithm_of(config))
+
+    assert needs() == []
+    assert needs("algorithm=ppo") == ["critic"]
+    assert needs("algorithm=ppo", "algorithm.kl={place: reward, kind: k1}") == ["critic", "reference"]
+    assert needs("algorithm=opd", "teacher.model=some/model") == ["teacher"]
+    assert needs("algorithm=deepseek_grpo") == ["reference"]
+    assert needs("algorithm=deepseek_grpo", "reference.kind=adapters_off", "model.lora.r=4") == []
+    assert flow_of(spec.get("ppo")) == "rlinf.flows.ppo"
+    assert flow_of(spec.get("dapo")) == "rlinf.flows.grpo"
+
+
+def test_what_does_not_go_together_is_told_before_anything_starts():
+    assert "at least 2" in refused("algorithm.group_size=1")["algorithm.group_size"]
+    assert "name a saved model" in refused("algorithm=opd")["teacher.model"]
+    assert "grpo has no critic" in refused("critic.model=some/model")["critic.model"]
+    assert "needs a critic" in refused("algorithm=ppo", "flow=rlinf.flows.grpo")["flow"]
+    assert "critic, which this algorithm has not" in refused("flow=rlinf.flows.ppo")["flow"]

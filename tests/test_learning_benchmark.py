@@ -1,0 +1,127 @@
+"""`python -m benchmarks.learning` starts runs as a user would, and tells of each whether it learned."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import learning_runs
+from benchmarks.contestants import ROOT
+from benchmarks.learning_plot import LEARNED, NOT, picture
+from benchmarks.learning_recipes import CHANGES
+from benchmarks.learning_runs import Ended, Outcome, Runs, arguments, outcome_of
+from benchmarks.learning_table import BEGIN, END, in_page, rows
+from rlinf.algorithm_choice import algorithm_of
+from rlinf.algos.recipes import NAMES, RECIPES
+from rlinf.config import load_config
+from tests.launching import TINY
+
+FAILED = Outcome("opd", 0, failure="error: no teacher")
+HALVED = Outcome("grpo", 0, before=0.6, after=0.8, minutes=0.5)
+MISSED = Outcome("grpo", 1, before=0.6, after=0.79, minutes=0.7)
+
+
+def test_a_run_learned_if_at_least_half_of_its_error_is_gone() -> None:
+    assert HALVED.learned
+    assert not MISSED.learned
+    assert not FAILED.learned
+    assert not Outcome("grpo", 0, before=1.0, after=1.0).learned  # there was nothing to learn
+
+
+def test_a_recipe_needs_all_of_its_seeds() -> None:
+    one, other = rows([HALVED, MISSED]), rows([HALVED, FAILED])
+    assert [line.verdict for line in one] == ["no: seed 1"]
+    assert (one[0].before, one[0].after, one[0].error_left) == ("60.0, 60.0", "80.0, 79.0", "50.0, 52.5")
+    assert one[0].minutes == "0.6"
+    assert [(line.recipe, line.verdict) for line in other] == [("grpo", "yes"), ("opd", "failed: error: no teacher")]
+
+
+def test_the_picture_shows_what_learned_what_did_not_and_what_failed() -> None:
+    drawn = picture([HALVED, MISSED, FAILED])
+    ends = [colour for colour in (LEARNED, NOT) for _ in range(drawn.count(f'r="3" fill="{colour}"/>'))]
+    assert ends == [LEARNED, LEARNED, NOT, NOT]  # one of each in the legend
+    assert "seed 0 failed" in drawn
+
+
+def test_the_table_takes_the_place_of_the_one_before() -> None:
+    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
+    again = in_page(in_page(page, rows([FAILED])), rows([HALVED, MISSED]))
+    assert again.startswith(f"above\n{BEGIN}\n| recipe |")
+    assert again.endswith(f"\n{END}\nbelow\n")
+    assert "**no: seed 1**" in again
+    assert "old" not in again
+    assert "opd" not in again
+    with pytest.raises(ValueError, match="no place for the table"):
+        in_page("above", rows([HALVED]))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_every_recipe_is_configured_as_published_but_for_what_the_task_decides(recipe: str, tmp_path: Path) -> None:
+    _, path, *settings = arguments(recipe, 0, 100, tmp_path, teacher=tmp_path)
+    chosen = algorithm_of(load_config(ROOT / path, settings))
+    published = RECIPES[recipe]
+    assert (chosen.loss, chosen.advantage, chosen.kl) == (published.loss, published.advantage, published.kl)
+    assert set(CHANGES) <= set(NAMES)
+
+
+async def test_who_distils_waits_for_its_teacher_and_nothing_is_done_twice(tmp_path: Path, monkeypatch) -> None:
+    begun = []
+
+    async def ended(command: Sequence[str], log: Path) -> Ended:
+        settings = dict(argument.split("=", 1) for argument in command[4:])
+        begun.append(settings["name"])
+        if settings["name"].startswith("opd"):
+            assert Path(settings["teacher.model"]) == tmp_path / "grpo-0" / "checkpoints" / "latest" / "hf"
+        run = tmp_path / settings["name"]
+        run.mkdir()
+        accuracies = ({"evaluation/accuracy": share} for share in (0.5, 0.9))
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, accuracies)))
+        return Ended(0, 60.0, 30.0, "")
+
+    monkeypatch.setattr(learning_runs, "_ended", ended)
+    first = await Runs(tmp_path, steps=1, at_once=1).all([("opd", 1), ("opd", 2)])
+    told = [(outcome.recipe, outcome.seed, outcome.learned, outcome.processor_minutes) for outcome in first]
+    assert told == [("opd", 1, True, 0.5), ("opd", 2, True, 0.5)]
+    assert begun == ["grpo-0", "opd-1", "opd-2"]
+
+    # What has ended is not done again, unless it is another command now.
+    again = await Runs(tmp_path, steps=1, at_once=1).all([("opd", 2), ("grpo", 1)])
+    assert again[0] == first[1]
+    assert begun[3:] == ["grpo-1"]
+    shutil.rmtree(tmp_path / "grpo-1")
+    await Runs(tmp_path, steps=2, at_once=1).all([("grpo", 1)])
+    assert begun[4:] == ["grpo-1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("quickstart: starting\nerror: 1 mistake:\n  name: none\n", "error: 1 mistake: name: none"),
+        (
+            'step 1\nTraceback:\n  File "a.py", line 2, in b\n    c()\nValueError: bad\nin trainer[0].setup()\n',
+            "ValueError: bad in trainer[0].setup()",
+        ),
+        ("starting\nKilled\n", "Killed"),
+        ("", "exit code 2"),
+    ],
+)
+def test_a_run_that_failed_says_why(said: str, reason: str, tmp_path: Path) -> None:
+    failed = outcome_of(tmp_path, "grpo", 0, Ended(2, 6.0, 3.0, said))
+    assert failed.failure == reason
+    assert math.isnan(failed.after)
+
+
+async def test_a_real_run_is_read_and_one_that_cannot_start_is_told(tmp_path: Path) -> None:
+    said: list[Outcome] = []
+    runs = Runs(tmp_path, 2, 2, [key for key in TINY if not key.startswith("steps=")], said.append)
+    (outcome,) = await runs.all([("grpo", 3)])
+    assert outcome.failure == ""
+    assert 0 <= outcome.before <= 1
+    assert len(outcome.rewards) == 2
+    assert 0 < outcome.processor_minutes < outcome.minutes + 1
+    assert said == [outcome]
+    (broken,) = await Runs(tmp_path, 2, 2, ["stepps=3"]).all([("grpo", 4)])
+    assert "steps" in broken.failure

@@ -1,0 +1,116 @@
+"""Every recipe runs from a configuration, with the roles that it needs, and goes on from a checkpoint bit for bit."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlinf.algos.recipes import NAMES
+from tests.launching import ROOT, TINY, environment, launch, learned, metrics_of, weights_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SMALL = (*TINY, "evaluation.every=0", "trace=false", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "critic.lr=0.01",
+         "evaluation.problems=1", "reward.function=tests.own_parts.overlap", "reward.isolate=never")  # fmt: skip
+LORA = ("model.lora.r=2", "reference.kind=adapters_off")
+VARIANTS = {
+    **{name: (f"algorithm={name}",) for name in NAMES},
+    "kl in the reward": ("algorithm.kl={place: reward, kind: k1, beta: 0.1}",),
+    "kl to a running mean": ("algorithm=deepseek_grpo", "reference.kind=ema", "reference.decay=0.5"),
+    "kl under the adapters": ("algorithm=deepseek_grpo", *LORA),
+    "kl in the reward, under the adapters": ("algorithm=reinforce_pp", *LORA),
+    "ppo with kl and a head start": (
+        "algorithm=ppo", "algorithm.kl={place: reward, kind: k1, beta: 0.1}", "critic.head_start=1",
+    ),
+    "decoupled, several minibatches": ("algorithm=async_grpo", "algorithm.minibatches=2", "algorithm.epochs=2"),
+    "a loss of one's own": ("algorithm.loss=tests.own_parts.reinforce",),
+    "entropy bonus": ("algorithm.entropy_bonus=0.01",),
+}  # fmt: skip
+RESUMED = (
+    "dapo", "ppo with kl and a head start", "kl to a running mean", "kl under the adapters", "reinforce_pp",
+    "decoupled, several minibatches",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The output directory with a run of every variant; in `half`, those that were stopped after two steps of four and
+    gone on with."""
+    directory = tmp_path_factory.mktemp("recipes")
+    lines = [["never", *arguments(name, directory)] for name in VARIANTS]
+    for name in RESUMED:
+        whole, half = ("steps=4", "checkpoint.every=2"), f"output_dir={directory}/half"
+        lines.append(["never", *arguments(name, directory), *whole, f"output_dir={directory}/whole"])
+        lines.append(["never", *arguments(name, directory), *whole, half, "steps=2"])
+        lines.append(["auto", *arguments(name, directory), *whole, half])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.programs.recipes"],
+        cwd=ROOT, env=environment(), input="".join(json.dumps(line) + "\n" for line in lines), capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return directory
+
+
+def arguments(name, directory):
+    teacher = [f"teacher.model={directory}/grpo/checkpoints/latest/hf"] if "opd" in name else []
+    return [*SMALL, *VARIANTS[name], f"output_dir={directory}", f"name={slug(name)}", *teacher]
+
+
+def without_evaluation(run):
+    """What was learned; the first half of a run evaluates at its end, which the whole one does not."""
+    return [{key: step[key] for key in step if not key.startswith("evaluation/")} for step in learned(run)]
+
+
+def slug(name):
+    return name.replace(" ", "_").replace(",", "")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_runs_and_changes_the_weights(runs, name):
+    steps = metrics_of(runs / slug(name))
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(math.isfinite(value) for step in steps for value in step.values() if isinstance(value, float))
+    assert all(0 <= step["mismatch/mean"] < 1e-4 for step in steps if "mismatch/mean" in step)
+    others = {other: weights_of(runs / slug(other)) for other in ("grpo", "dr_grpo") if other != name}
+    mine = weights_of(runs / slug(name))
+    assert all(any(not torch.equal(mine[key], other[key]) for key in other) for other in others.values())
+
+
+def test_what_is_special_about_a_recipe_shows_in_its_metrics(runs):
+    def step(name):
+        return metrics_of(runs / slug(name))[-1]
+
+    assert step("dapo")["sampling/rounds"] >= 1
+    assert {"critic/loss", "critic/explained_variance", "values/mean"} <= step("ppo").keys()
+    assert step("deepseek_grpo")["kl"] >= 0
+    first, *_, last = metrics_of(runs / "ppo_with_kl_and_a_head_start")
+    assert "critic/loss" in first
+    assert "grad_norm" not in first
+    assert "grad_norm" in last
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_goes_on_bit_for_bit(runs, name):
+    whole, half = runs / "whole" / slug(name), runs / "half" / slug(name)
+    assert without_evaluation(half) == without_evaluation(whole)
+    assert [step["step"] for step in without_evaluation(half)] == [1, 2, 3, 4]
+    mine, expected = weights_of(half), weights_of(whole)
+    assert all(torch.equal(mine[key], expected[key]) for key in expected)
+    for part in ("critic", "reference"):
+        kept = [path.relative_to(whole) for path in (whole / "checkpoints" / "latest" / part).rglob("*.safetensors")]
+        for path in kept:
+            here, there = load_file(half / path), load_file(whole / path)
+            assert all(torch.equal(here[key], there[key]) for key in there), path
+        assert bool(kept) == ((part == "critic" and "ppo" in name) or (part == "reference" and "mean" in name))
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("placement", ["placement.trainer=[0, 1]", "placement.critic=[1]"])
+def test_ppo_on_two_processes_shares_or_divides_them(tmp_path, placement):
+    launch("--config", "configs/quickstart.yaml", *SMALL, "algorithm=ppo", f"output_dir={tmp_path}", placement,
+           "algorithm.kl={place: reward, kind: k1, beta: 0.1}", processes=2)  # fmt: skip
+    assert len(metrics_of(tmp_path / "quickstart")) == 3

@@ -13,7 +13,6 @@ import asyncio
 import datetime
 import json
 import math
-import os
 import signal
 import sys
 import tempfile
@@ -63,25 +62,20 @@ def save(outcomes: Sequence[Outcome], lines: Sequence[Row], about: Mapping[str, 
 def main() -> int:
     options = _options()
     wanted = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
-    before = os.getloadavg()[0]
     kept = tempfile.TemporaryDirectory() if options.output is None else nullcontext(options.output)
     with kept as output:
         runs = Runs(Path(output).absolute(), options.steps, options.jobs, options.keys, _say)
         outcomes = asyncio.run(_all(runs, wanted))
-    after = os.getloadavg()[0]
 
     lines = rows(outcomes)
     Console(width=None if sys.stdout.isatty() else 200).print(shown(lines))
     learned = sum(line.verdict == "yes" for line in lines)
     print(f"\n{learned} of {len(lines)} recipes halved the error on all seeds {options.seeds} in {options.steps} steps")
-    print(f"{machine()}; {options.jobs} runs at a time; load average {before:.1f} before, {after:.1f} after")
+    loads = [outcome.load for outcome in outcomes if math.isfinite(outcome.load)]
+    loaded = f"; load average {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    print(f"{machine()}; {options.jobs} runs at a time{loaded}")
     if options.save:
-        about = {
-            "steps": options.steps,
-            "at_once": options.jobs,
-            "keys": options.keys,
-            "load_average": {"before": before, "after": after},
-        }
+        about = {"steps": options.steps, "at_once": options.jobs, "keys": options.keys}
         saved = (save(outcomes, lines, about), PLOT, PAGE)
         print("saved " + ", ".join(str(path.relative_to(ROOT)) for path in saved))
     return 0 if learned == len(lines) else 1

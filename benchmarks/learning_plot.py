@@ -36,8 +36,8 @@ def picture(outcomes: Sequence[Outcome]) -> str:
         seeds = [outcome for outcome in outcomes if outcome.recipe == recipe]
         for place, outcome in enumerate(seeds):
             parts += _run(outcome, low, middle + SEED * (place - (len(seeds) - 1) / 2))
-        if minutes := [outcome.minutes for outcome in seeds if not outcome.failure]:
-            text = f"{statistics.median(minutes):.1f} min"
+        if minutes := [outcome.processor_minutes for outcome in seeds if not outcome.failure]:
+            text = f"{statistics.median(minutes):.1f}"
             parts.append(f'<text x="{WIDTH - 12}" y="{middle + 4:.1f}" text-anchor="end">{text}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
@@ -62,7 +62,10 @@ def _legend() -> list[str]:
         (LEFT + 132, "half of the error is gone", f'<line x1="0" x2="0" y1="-4" y2="4" stroke="{MARK}"/>'),
         (LEFT + 312, "error not halved", f'<circle cx="0" cy="0" r="3" fill="{NOT}"/>'),
     )
-    return [f'<g transform="translate({x},18)">{sign}<text x="8" y="4">{text}</text></g>' for x, text, sign in signs]
+    words = [f'<text x="{WIDTH - 12}" y="22" text-anchor="end">processor minutes</text>']
+    return words + [
+        f'<g transform="translate({x},18)">{sign}<text x="8" y="4">{text}</text></g>' for x, text, sign in signs
+    ]
 
 
 def _axis(low: float, height: int) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class Outcome:
     """From starting the process to its end, warm-up and evaluations included."""
     processor_minutes: float = float("nan")
     """Of this time, what it computed: that hardly depends on what else the machine does."""
+    load: float = float("nan")
+    """The machine's load average over the five minutes before its end."""
     rewards: tuple[float, ...] = ()
     """Mean reward of every step's sampled answers."""
     failure: str = ""
@@ -74,6 +76,8 @@ class Ended:
     """What it and its children computed."""
     output: str
     """What it printed."""
+    load: float = float("nan")
+    """The machine's load average over the five minutes before."""
 
 
 def arguments(recipe: str, seed: int, steps: int, output: Path, teacher: Path | None = None) -> list[str]:
@@ -142,14 +146,15 @@ class Runs:
 
 def outcome_of(directory: Path, recipe: str, seed: int, ended: Ended) -> Outcome:
     """What a run left in its directory, or why it did not come to its end."""
-    minutes = (ended.seconds / 60, ended.processor_seconds / 60)
+    outcome = Outcome(
+        recipe, seed, minutes=ended.seconds / 60, processor_minutes=ended.processor_seconds / 60, load=ended.load
+    )
     if ended.code != 0:
-        why = _reason(ended.output) or f"exit code {ended.code}"
-        return Outcome(recipe, seed, minutes=minutes[0], processor_minutes=minutes[1], failure=why)
+        return replace(outcome, failure=_reason(ended.output) or f"exit code {ended.code}")
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     accuracies = [step["evaluation/accuracy"] for step in steps if "evaluation/accuracy" in step]
     rewards = tuple(step["reward/mean"] for step in steps if "reward/mean" in step)
-    return Outcome(recipe, seed, accuracies[0], accuracies[-1], *minutes, rewards)
+    return replace(outcome, before=accuracies[0], after=accuracies[-1], rewards=rewards)
 
 
 def _kept(path: Path, command: list[str]) -> Outcome | None:
@@ -192,7 +197,8 @@ async def _ended(command: Sequence[str], log: Path) -> Ended:
         _, status, used = await ending
         process.returncode = os.waitstatus_to_exitcode(status)  # for Popen, which would wait for it again
     said = _text(log) if done else f"not done after {RUN_SECONDS:.0f} s"
-    return Ended(process.returncode, time.perf_counter() - start, used.ru_utime + used.ru_stime, said)
+    seconds = time.perf_counter() - start
+    return Ended(process.returncode, seconds, used.ru_utime + used.ru_stime, said, os.getloadavg()[1])
 
 
 def _started(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

@@ -79,7 +79,7 @@ async def test_who_distils_waits_for_its_teacher_and_nothing_is_done_twice(tmp_p
         run.mkdir()
         accuracies = ({"evaluation/accuracy": share} for share in (0.5, 0.9))
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, accuracies)))
-        return Ended(0, 60.0, 30.0, "")
+        return Ended(0, 60.0, 30.0, "", 1.5)
 
     monkeypatch.setattr(learning_runs, "_ended", ended)
     first = await Runs(tmp_path, steps=1, at_once=1).all([("opd", 1), ("opd", 2)])

@@ -21,7 +21,7 @@ from rlinf.actors.learner import Learner
 from rlinf.actors.learning_actor import LearningActor, Place
 from rlinf.actors.modeling import ModelSource
 from rlinf.actors.orders import Learn, Order, Score
-from rlinf.actors.policy_building import Build, _place
+from rlinf.actors.policy_building import Build, place
 from rlinf.actors.publishing import reshard
 from rlinf.actors.value_building import build_values
 from rlinf.actors.value_model import HEAD, ValueModel
@@ -232,7 +232,7 @@ class Critic(LearningActor):
         reshard(self.module)
         offered = dict(weights.named())
         for name, parameter in self._layers():
-            _place(parameter, offered[name])
+            place(parameter, offered[name])
 
     def _layers(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What a policy has too."""

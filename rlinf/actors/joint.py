@@ -38,7 +38,7 @@ class GroupBroken(RuntimeFault):
 class _Part:
     """One rank's part of a joint call."""
 
-    __slots__ = ("cancelled", "here", "settled", "word")
+    __slots__ = ("cancelled", "here", "over", "settled", "word")
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -46,6 +46,8 @@ class _Part:
         """Done when the call has come to this rank."""
         self.word: asyncio.Future[tuple[bool, bool]] = loop.create_future()
         """Rank 0's: whether to begin, and whether it has something for this rank."""
+        self.over: asyncio.Future[None] = loop.create_future()
+        """Done when this rank's part has ended."""
         self.settled = False
         """Nobody leaves any more: rank 0 gives its word, or gave it."""
         self.cancelled = False
@@ -108,6 +110,7 @@ class JointActor(Actor):
         finally:
             if gang is not None:
                 self._parts.pop(gang, None)
+            part.over.set_result(None)
 
     async def _in_turn(
         self, part: _Part, gang: Gang | None, body: Body[R], given: Callable[[], Sequence[Any]] | None
@@ -129,7 +132,11 @@ class JointActor(Actor):
                     await held.enter_async_context(turn)  # at once: turns are in the order of the words
                     mine = await self.group[0].joint_given(gang, self.rank) if has else None
             self._check_whole()
-            return await body(mine)
+            result = await body(mine)
+            if self.rank == 0 and gang is not None:
+                # A rank that is behind may still need its devices, which the next call would keep from it.
+                await asyncio.gather(*(peer.joint_over(gang) for peer in list(self.group)[1:]))
+            return result
 
     async def _end_with_rank_0(self, part: _Part) -> None:
         """Rank 0 was cancelled, as this rank was or will be; or it failed, and its error, which ends this call, must be
@@ -169,6 +176,13 @@ class JointActor(Actor):
                 self._parts.pop(gang, None)
             raise
         part.settled = True
+
+    @endpoint
+    async def joint_over(self, gang: Gang) -> None:
+        """Rank 0 asks: answered once this rank's part has ended."""
+        part = self._parts.get(gang)
+        if part is not None:
+            await asyncio.shield(part.over)
 
     @endpoint
     async def joint_word(self, gang: Gang, begins: bool, has: bool) -> None:

@@ -65,8 +65,8 @@ def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyMode
 def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
     if build.device.type == "cuda":
         torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
-    files = _files(build.source) if build.mesh is not None else None
-    model = _empty(str(build.source), files) if files is not None else None
+    files = saved_files(build.source) if build.mesh is not None else None
+    model = empty_model(str(build.source), files) if files is not None else None
     if model is None or files is None:
         policy = _policy(build_model(build.source, tokenizer, seed=build.seed), build)
         _start_adapters(policy.model, build)
@@ -78,7 +78,7 @@ def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
         assert build.mesh is not None
         shard(policy, build.mesh, build.dtype)
         policy.to_empty(device=build.device)
-        _fill(policy.model, files)
+        fill(policy.model, files)
         _start_adapters(policy.model, build)
     policy.settle()
     return policy
@@ -93,10 +93,10 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
 def _start_adapters(model: PreTrainedModel, build: Build) -> None:
     if build.lora is not None:
         for parameter, value in start_adapters(model, mix(build.seed, 1)):
-            _place(parameter, value)
+            place(parameter, value)
 
 
-def _files(source: ModelSource) -> dict[str, Path] | None:
+def saved_files(source: ModelSource) -> dict[str, Path] | None:
     """The safetensors file of each tensor of a saved model; None if it has none on this machine."""
     if not isinstance(source, str) or not Path(source).is_dir():
         return None
@@ -111,7 +111,7 @@ def _files(source: ModelSource) -> dict[str, Path] | None:
         return dict.fromkeys(file.keys(), single)
 
 
-def _empty(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | None:
+def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | None:
     """The saved model without memory; None if its files and it do not match tensor by tensor, as when transformers
     renames or joins tensors while loading. Then it is loaded whole on every rank, and spread afterwards."""
     config = AutoConfig.from_pretrained(directory)
@@ -149,22 +149,22 @@ def _remade_buffers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]] | Non
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
-    """Read this rank's slices, and make the buffers anew."""
+def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
+    """Read this rank's slices of what the files have, and make the buffers anew."""
     for buffer, value in _remade_buffers(model) or ():
         buffer.copy_(value)
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if not is_adapter(name):
+        if plain_name(name) in files and not is_adapter(name):
             by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
     for path, members in by_file.items():
         with safe_open(path, framework="pt") as file:
             for name, parameter in members:
-                _place(parameter, file.get_slice(name))
+                place(parameter, file.get_slice(name))
 
 
 @torch.no_grad()
-def _place(parameter: Tensor, values: Any) -> None:
+def place(parameter: Tensor, values: Any) -> None:
     """Write values, a whole tensor or a slice of a file, into a parameter, or this rank's part of them."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(values[...])

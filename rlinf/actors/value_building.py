@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.actors.modeling import ONE_AT_A_TIME, build_model
-from rlinf.actors.policy_building import Build, _empty, _files, _fill
+from rlinf.actors.policy_building import Build, empty_model, fill, saved_files
 from rlinf.actors.sharding import shard
 from rlinf.actors.value_model import ValueModel
 
@@ -28,8 +28,8 @@ def build_values(build: Build, tokenizer: PreTrainedTokenizerBase) -> ValueModel
 def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> ValueModel:
     if build.device.type == "cuda":
         torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
-    files = _files(build.source) if build.mesh is not None else None
-    model = _empty(str(build.source), files) if files is not None else None
+    files = saved_files(build.source) if build.mesh is not None else None
+    model = empty_model(str(build.source), files) if files is not None else None
     from_files = model is not None
     if model is None:
         model = build_model(build.source, tokenizer, seed=build.seed)
@@ -41,10 +41,7 @@ def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> ValueModel:
         shard(values, build.mesh, build.dtype)
     if from_files and files is not None:
         values.to_empty(device=build.device)
-        head = values.head
-        del values.model.score  # which the files do not have
-        _fill(values.model, files)
-        values.model.add_module("score", head)
+        fill(values.model, files)
         values.start_head()
     values.settle()
     return values

@@ -63,7 +63,7 @@ class Explained:
         count, target, target_square, error, error_square = self.moments.tolist()
         variance = target_square - target * target / count if count else 0.0
         # Of equal targets only rounding is left, which must not be divided by.
-        if variance <= 1e-12 * target_square:
+        if variance <= 1e-12 * max(target_square, error_square):
             return 0.0
         return float(1.0 - (error_square - error * error / count) / variance)
 

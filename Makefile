@@ -79,6 +79,10 @@ quickstart: install  ## train a small model by GRPO on this machine's CPU
 bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses
 	$(BIN)/python -m benchmarks.runtime $(BENCH_ARGS)
 
+.PHONY: bench-learning
+bench-learning: install  ## train by every recipe on three seeds, and see whether each learns; BENCH_ARGS="--recipes ppo" chooses
+	$(BIN)/python -m benchmarks.learning $(BENCH_ARGS)
+
 .PHONY: bench-grpo
 bench-grpo: install  ## measure the quickstart next to TRL and a bare loop; BENCH_ARGS="--quick --save" chooses
 	$(BIN)/python -m benchmarks.grpo $(BENCH_ARGS)

@@ -32,7 +32,7 @@ from benchmarks.runtime import machine
 from rlinf.algos.recipes import NAMES
 
 PLOT = ROOT / "docs" / "learning.svg"
-PAGE = ROOT / "docs" / "learning.md"
+PAGE = ROOT / "docs" / "algorithms.md"
 
 
 def shown(lines: Sequence[Row]) -> Table:

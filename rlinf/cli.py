@@ -1,6 +1,6 @@
 """Small commands around a run.
 
-    python -m rlinf config                          every key of a configuration
+    python -m rlinf config [--embodied]             every key of a configuration
     python -m rlinf evaluate --model DIR --config FILE [--output FILE] [key=value ...]
     python -m rlinf report DIR                      makes a run's report.html again
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlinf.config import InputError, RunConfig, RunFailure, load_config
 from rlinf.config_docs import as_markdown, as_text
+from rlinf.config_embodied import EmbodiedConfig
 
 if TYPE_CHECKING:
     from rlinf.runtime.system import ActorSystem
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlinf", description="Commands around a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     config = commands.add_parser("config", help="list every configuration key with type, default and meaning")
-    config.add_argument("--markdown", action="store_true", help="as the page docs/config.md")
+    config.add_argument("--embodied", action="store_true", help="those of runs in which a policy acts")
+    config.add_argument("--markdown", action="store_true", help="as the page docs/config.md or docs/config-embodied.md")
     config.set_defaults(run=_config)
     evaluate = commands.add_parser("evaluate", help="answer a configuration's evaluation problems with a saved model")
     evaluate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory (or hub name)")
@@ -51,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(options: argparse.Namespace) -> None:
-    print(as_markdown(RunConfig) if options.markdown else as_text(RunConfig) + "\n", end="")
+    schema: type = EmbodiedConfig if options.embodied else RunConfig
+    print(as_markdown(schema) if options.markdown else as_text(schema) + "\n", end="")
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 
+from rlinf.config_embodied import EmbodiedConfig
 from rlinf.schema import Leaf, leaves, sections, type_name
 
 _INTRODUCTION = """\
@@ -21,7 +22,17 @@ A key that is not listed here is an error, and so is a value of the wrong type: 
 before anything starts. `${other.key}` takes another key's value. What a run used is saved as `resolved.yaml` in its
 run directory, and that file can be given as `--config` again.
 
-<!-- Written by `python -m rlinf config --markdown`; edit the fields in rlinf/config.py instead. -->
+<!-- Written by `python -m rlinf config --markdown`; edit the fields in rlinf/config_keys.py instead. -->
+"""
+_EMBODIED = """\
+# Configuration of embodied runs
+
+A file with a section `env` describes a run in which a policy acts; [config.md](config.md) has the keys of all others,
+and how files, overrides and mistakes are read, which is the same here.
+
+    torchrun --nproc-per-node 2 launch.py --config configs/embodied/maniskill_pullcube_ppo.yaml steps=20
+
+<!-- Written by `python -m rlinf config --embodied --markdown`; edit the fields in rlinf/config_embodied.py instead. -->
 """
 
 
@@ -38,8 +49,8 @@ def as_text(schema: type, width: int = 100) -> str:
 
 
 def as_markdown(schema: type) -> str:
-    """Every key with type, default and meaning, as the page docs/config.md."""
-    lines = [_INTRODUCTION]
+    """Every key with type, default and meaning, as the page docs/config.md, or docs/config-embodied.md."""
+    lines = [_EMBODIED if schema is EmbodiedConfig else _INTRODUCTION]
     for section, about, keys in _grouped(schema):
         lines += [f"## `{section}`" if section else "## Top level", "", about, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from rlinf.checkpointing import Checkpoints
 from rlinf.config import ConfigError, InputError, Problem, RunFailure
 from rlinf.config_embodied import ROLES, EmbodiedConfig
 from rlinf.dotted import resolve
+from rlinf.envs.base import CannotSimulate
 from rlinf.envs.seat import EnvironmentLost
 from rlinf.envs.video import Recording
 from rlinf.flows.embodied_step import EmbodiedStep
@@ -257,9 +259,16 @@ async def _spawn(
             system.spawn(Decider, hosts=hosts["policy"], name="policy", **made),
             system.spawn(ControlTrainer, hosts=hosts["trainer"], name="trainer", **made, **_trainer(config, algorithm)),
         )
-    except (ValueError, UserError, ChildDied, FileNotFoundError, ModuleNotFoundError) as error:
-        raise InputError(f"env, policy: {error}") from error
+    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
+        raise InputError(f"env, policy: {_cause(error)}") from error
     return {**roles, "policy": acting, "trainer": training}
+
+
+def _cause(error: Exception) -> str:
+    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    words = error.output if isinstance(error, ChildDied) else ()
+    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
+    return told[-1] if told else str(error)
 
 
 def _trials(config: EmbodiedConfig, directory: RunDirectory) -> dict[str, Any]:
@@ -291,6 +300,8 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     }
 
 
+_ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
+"""The last line of a traceback."""
 _NEW = ".new"
 """Where videos are written until their trials are over."""
 

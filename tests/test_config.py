@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rlinf.config import ConfigError, InputError, RunConfig, dump, load_config, roles_to_hosts
 from rlinf.config_docs import as_markdown, as_text
+from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 from rlinf.config_loading import load
 from rlinf.dotted import mistake_in, resolve
 from rlinf.schema import leaves, nearest, number
@@ -248,11 +249,14 @@ def test_every_key_is_in_the_help_and_the_page_is_current():
         assert f"{leaf.key}: " in as_text(RunConfig)
     written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert written == as_markdown(RunConfig), "run: python -m rlinf config --markdown > docs/config.md"
+    written = (ROOT / "docs" / "config-embodied.md").read_text(encoding="utf-8")
+    command = "python -m rlinf config --embodied --markdown > docs/config-embodied.md"
+    assert written == as_markdown(EmbodiedConfig), f"run: {command}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configs_of_the_repository_load(path):
-    assert load_config(path).name
+    assert (load_embodied if is_embodied(path) else load_config)(path).name
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -23,6 +23,10 @@ State: TypeAlias = Any
 """All of one environment between two steps: tensors, numbers, texts and bytes in dicts and lists. It pickles."""
 
 
+class CannotSimulate(RuntimeError):
+    """A simulator cannot run on this machine; the text says what is missing, and the command that brings it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """One array of an observation."""

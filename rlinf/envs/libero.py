@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
+from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Observation, Simulator, State, Transition
 
 MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """The suites, and steps of an episode as in OpenVLA's evaluation: a little more than the longest demonstration."""
@@ -48,7 +48,7 @@ _OWN: list[tempfile.TemporaryDirectory[str]] = []
 """Folders with a configuration for LIBERO, removed when the process ends."""
 
 
-class MissingLibero(RuntimeError):
+class MissingLibero(CannotSimulate):
     """LIBERO or its meshes are not on this machine; the text names the commands that bring them."""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.envs import maniskill_tasks
-from rlinf.envs.base import Observation, Simulator, State, Transition
+from rlinf.envs.base import CannotSimulate, Observation, Simulator, State, Transition
 from rlinf.envs.maniskill_tasks import Task
 
 
@@ -34,7 +34,7 @@ class ManiSkillBatched(Simulator):
     def __init__(self, num_envs: int, **task: Any):
         self._task = Task(**task)
         if not torch.cuda.is_available():
-            raise RuntimeError(f"{self._task.id}: ManiSkillBatched needs a CUDA device; on the CPU, take ManiSkill")
+            raise CannotSimulate(f"{self._task.id}: ManiSkillBatched needs a CUDA device; on the CPU, take ManiSkill")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._env = maniskill_tasks.make(self._task, num_envs, f"physx_cuda:{self.device.index}")
         self.num_envs = num_envs

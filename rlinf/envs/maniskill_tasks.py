@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlinf.envs import maniskill_headless
-from rlinf.envs.base import ActionSpec, ArraySpec, Observation
+from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Observation
 
 _MODES = {
     "state": "state",
@@ -36,7 +36,7 @@ _DOWNLOAD = "python -m mani_skill.utils.download_asset -y"
 """ManiSkill's own command, without its questions."""
 
 
-class MissingAssets(RuntimeError):
+class MissingAssets(CannotSimulate):
     """Files of a task or a robot are not on this machine; the text names the command that downloads them."""
 
 

@@ -75,6 +75,10 @@ format: install  ## mend what ruff can mend
 quickstart: install  ## train a small model by GRPO on this machine's CPU
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml
 
+.PHONY: embodied
+embodied: install renderer  ## train a robot arm to pull a cube, in a simulator on this machine's CPU
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/embodied/maniskill_pullcube_ppo.yaml
+
 .PHONY: bench
 bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses
 	$(BIN)/python -m benchmarks.runtime $(BENCH_ARGS)

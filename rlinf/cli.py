@@ -10,15 +10,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlinf.config import InputError, RunConfig, RunFailure, load_config
 from rlinf.config_docs import as_markdown, as_text
-from rlinf.config_embodied import EmbodiedConfig
+from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 
 if TYPE_CHECKING:
     from rlinf.runtime.system import ActorSystem
@@ -33,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config.add_argument("--markdown", action="store_true", help="as the page docs/config.md or docs/config-embodied.md")
     config.set_defaults(run=_config)
     evaluate = commands.add_parser("evaluate", help="answer a configuration's evaluation problems with a saved model")
-    evaluate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory (or hub name)")
+    evaluate.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory (or hub name), or a policy",
+    )
     evaluate.add_argument(
         "--config", required=True, metavar="FILE", help="problems, reward and sampling, as in training"
     )
@@ -61,6 +69,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     if os.getcwd() not in sys.path:  # a reward may lie in the directory from which this is started
         sys.path.append(os.getcwd())
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    if is_embodied(options.config):
+        _evaluate_embodied(options, hosts)
+        return
     config = load_config(options.config, [*options.overrides, f"model.path={options.model}"], hosts)
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
@@ -77,6 +88,29 @@ def _evaluate(options: argparse.Namespace) -> None:
     transformers_logging.disable_progress_bar()  # of loading; it would tear our lines apart
     if os.environ.get("RANK", "0") == "0":
         prepare(config, hosts)
+    run(main, hosts=1)
+
+
+def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
+    config = load_embodied(options.config, [*options.overrides, f"policy.path={options.model}"], hosts)
+    if not config.trials.episodes:
+        raise InputError("trials.episodes: name how many episodes to try")
+    output = None if options.output is None else Path(options.output)
+    videos = Path("videos") if output is None else output.absolute().parent / "videos"
+    from rlinf.actors.control_lesson import summary
+    from rlinf.embodied import in_words, try_policy
+    from rlinf.runtime.run import run
+
+    async def main(system: ActorSystem) -> None:
+        episodes = await try_policy(system, config, videos if config.trials.videos else None)
+        print(f"{options.model}: {in_words(summary(episodes))}")
+        if output is not None:
+            lines = [json.dumps(asdict(episode)) + "\n" for episode in episodes]
+            await asyncio.to_thread(output.write_text, "".join(lines), encoding="utf-8")
+            print(f"episodes: {output}")
+        if config.trials.videos:
+            print(f"videos: {videos / 'step_000000'}")
+
     run(main, hosts=1)
 
 

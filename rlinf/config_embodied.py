@@ -19,6 +19,8 @@ from rlinf.schema import number
 
 ROLES = ("env", "policy", "trainer")
 """Keys of `placement`."""
+SAC = "sac"
+"""The algorithm that learns off-policy."""
 
 
 @dataclass
@@ -53,8 +55,9 @@ class EnvConfig:
 class PolicyConfig:
     """The policy that acts and learns."""
 
-    type: str = "mlp"
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), or the dotted path of a class of your own."""
+    type: str | None = None
+    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), `soft` (state, for sac), or the dotted path of a class
+    of your own; null takes mlp, or soft for sac."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
@@ -66,7 +69,7 @@ class PolicyConfig:
 @dataclass
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
-    of which can be changed. `algorithm: ppo` is short for its name alone."""
+    of which can be changed; or sac, whose settings are in `off_policy`. `algorithm: ppo` is short for its name."""
 
     __shorthand__: ClassVar[str] = "name"
 
@@ -105,8 +108,55 @@ class ControlOptimizerConfig:
     """Decay of the running means of the gradient and of its square."""
     weight_decay: float = number(0.0, low=0)
     """Decoupled weight decay."""
-    grad_clip: float = number(0.5, above=0)
-    """Gradients with a larger global norm are scaled down to it."""
+    grad_clip: float | None = number(None, above=0)
+    """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
+
+
+@dataclass
+class OffPolicyConfig:
+    """Learning from what is remembered, where the algorithm is sac (arXiv:1812.05905), with the choices of REDQ and
+    RLPD (arXiv:2302.02948)."""
+
+    batch: int = number(256, low=1)
+    """Transitions per optimizer step, over all ranks."""
+    capacity: int = number(1_000_000, low=1)
+    """Transitions that are remembered."""
+    warmup: int = number(1_000, low=0)
+    """Transitions collected before the first optimizer step."""
+    utd: float = number(1.0, above=0)
+    """Optimizer steps of the critics per transition that came after the warm-up."""
+    actor_every: int = number(1, low=1)
+    """Steps of the critics for each of the actor."""
+    gamma: float = number(0.99, low=0, high=1)
+    """Discount per action."""
+    tau: float = number(0.005, above=0, high=1)
+    """Share of the way that target critics go with each step."""
+    alpha: float = number(1.0, above=0)
+    """First temperature, reward per nat."""
+    alpha_lr: float | None = number(None, low=0)
+    """Learning rate of the temperature; null takes optimizer.lr, 0 keeps it."""
+    target_entropy: float | None = None
+    """Nats that the temperature aims at; null: minus the numbers in a chunk."""
+    subset: int | None = number(None, low=1)
+    """Target critics drawn in each step (REDQ); null takes all."""
+    demonstrations: str | None = None
+    """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none."""
+    demo_share: float = number(0.5, low=0, high=1)
+    """That part."""
+
+
+@dataclass
+class ImitationConfig:
+    """Supervised warm-up on demonstrations, before learning by acting."""
+
+    path: str | None = None
+    """Directory of demonstrations, as `rlinf.flows.record` writes them; null skips the warm-up."""
+    steps: int = number(300, low=1)
+    """Optimizer steps."""
+    batch: int = number(64, low=1)
+    """Decisions in each, over all ranks."""
+    lr: float = number(1e-3, above=0)
+    """Learning rate (AdamW)."""
 
 
 @dataclass
@@ -119,6 +169,9 @@ class TrialsConfig:
     """Evaluate after every this many steps too; 0 does not."""
     videos: int = number(0, low=0)
     """Of how many of them a video is kept in the run directory; the simulator must be able to render."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What their simulators are made with besides env.options, such as {pictures: true}, which ManiSkill needs for
+    videos, and which slows its building down."""
 
 
 @dataclass
@@ -145,9 +198,9 @@ class EmbodiedConfig:
     """Seed of the policy, the episodes and the actions."""
     steps: int = number(100, low=0)
     """Steps of the flow; 0 only evaluates."""
-    flow: str = "rlinf.flows.embodied"
+    flow: str | None = None
     """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
-    `trainer`. Your own file works the same."""
+    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac."""
     log_every: int = number(10, low=1)
     """A progress line is printed every this many steps; metrics.jsonl has every step."""
     trace: bool = True
@@ -156,6 +209,8 @@ class EmbodiedConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
     optimizer: ControlOptimizerConfig = field(default_factory=ControlOptimizerConfig)
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    imitation: ImitationConfig = field(default_factory=ImitationConfig)
     trials: TrialsConfig = field(default_factory=TrialsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: TrackingConfig = field(default_factory=TrackingConfig)
@@ -191,7 +246,7 @@ def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts:
 def _mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
         yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
-    if (flow := mistake_in(config.flow, must_be_async=True)) is not None:
+    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
         yield "flow", flow
     if (simulator := mistake_in(config.env.simulator)) is not None:
         yield "env.simulator", simulator
@@ -205,6 +260,12 @@ def _mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, 
         )
     if config.policy.path is not None and not Path(config.policy.path).expanduser().is_dir():
         yield "policy.path", "there is no such directory; name the `policy` directory of a checkpoint"
+    for key, directory in (
+        ("imitation.path", config.imitation.path),
+        ("off_policy.demonstrations", config.off_policy.demonstrations),
+    ):
+        if directory is not None and not Path(directory).expanduser().is_dir():
+            yield key, "there is no such directory; name one with demonstrations"
     if config.trials.videos > config.trials.episodes:
         yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
     for role in ROLES:

@@ -8,27 +8,32 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlinf.actors.control_lesson import summary
-from rlinf.actors.control_trainer import ControlTrainer
 from rlinf.actors.deciding import Decider
+from rlinf.actors.experience import OffPolicyDecider
+from rlinf.actors.imitating import ImitatingTrainer
+from rlinf.actors.off_policy_trainer import OffPolicyTrainer
 from rlinf.actors.simulation import Simulation
 from rlinf.algorithm_choice import control_algorithm_of
+from rlinf.algos.parts import GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.checkpointing import Checkpoints
 from rlinf.config import ConfigError, InputError, Problem, RunFailure
-from rlinf.config_embodied import ROLES, EmbodiedConfig
+from rlinf.config_embodied import ROLES, SAC, EmbodiedConfig
 from rlinf.dotted import resolve
 from rlinf.envs.base import CannotSimulate
+from rlinf.envs.episodes import Episode
 from rlinf.envs.seat import EnvironmentLost
 from rlinf.envs.video import Recording
 from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.flows.imitate import imitate
 from rlinf.flows.trials import trials
 from rlinf.html_report import write_report
 from rlinf.metrics.recorder import Recorder
@@ -49,7 +54,7 @@ VIDEOS, TRIALS, SIMULATORS = "videos", "trials", "environments.pt"
 async def learn_by_acting(
     system: ActorSystem,
     config: EmbodiedConfig,
-    algorithm: AlgorithmSpec,
+    code: Prepared,
     directory: RunDirectory,
     begun: Checkpoint | None = None,
 ) -> None:
@@ -58,7 +63,7 @@ async def learn_by_acting(
     Args:
         system: where.
         config: what.
-        algorithm: how; of `prepared`.
+        code: of `prepared`.
         directory: of the run.
         begun: go on from here; None starts anew.
 
@@ -78,13 +83,13 @@ async def learn_by_acting(
         announced=("evaluation/success_once",) if config.trials.every else (),
         watch=watch,
     )
-    roles = await _spawn(system, config, algorithm, directory)
+    roles = await _spawn(system, config, code, directory.path / VIDEOS)
     report.begins({role: group.hosts for role, group in roles.items()})
     wanted = chosen(tensorboard=config.metrics.tensorboard, wandb=config.metrics.wandb, swanlab=config.metrics.swanlab)
     about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
     tracking = Tracking(wanted, about, report.line)
     async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
-        run = EmbodiedRun(config, directory, roles, report, recorder)
+        run = EmbodiedRun(config, code.flow, directory, roles, report, recorder)
         try:
             await (run.begin() if begun is None else run.go_on(begun))
             await run.steps()
@@ -98,22 +103,38 @@ async def learn_by_acting(
     report.ends(_compared(run.before, run.after))
 
 
-def prepared(config: EmbodiedConfig) -> AlgorithmSpec:
-    """The algorithm; the flow is looked at too.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The code that a configuration names."""
+
+    flow: Callable[..., Awaitable[Mapping[str, float]]]
+    """One step."""
+    algorithm: AlgorithmSpec | None
+    """How trajectories become a gradient; None for soft actor-critic, which learns from single transitions."""
+
+
+def prepared(config: EmbodiedConfig) -> Prepared:
+    """Import what a configuration names.
 
     Raises:
         ConfigError: an algorithm or a flow that cannot be had.
     """
-    try:
-        algorithm = control_algorithm_of(config)
-    except ValueError as error:
-        raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
-    flow = resolve(config.flow)
+    algorithm = None
+    if config.algorithm.name != SAC:
+        try:
+            algorithm = control_algorithm_of(config)
+        except ValueError as error:
+            raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
+        if isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
+            advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
+            raise ConfigError([Problem("configuration", "env.fresh", "false", advice)])
+    path = config.flow or ("rlinf.flows.embodied" if algorithm is not None else "rlinf.flows.sac")
+    flow = resolve(path)
     for name, parameter in inspect.signature(flow).parameters.items():
         if name not in ("step", *ROLES) and parameter.default is parameter.empty:
             advice = f"it takes {name}, which there is not; a flow may take step, {', '.join(ROLES)}"
-            raise ConfigError([Problem("configuration", "flow", config.flow, advice)])
-    return algorithm
+            raise ConfigError([Problem("configuration", "flow", path, advice)])
+    return Prepared(flow, algorithm)
 
 
 class EmbodiedRun:
@@ -121,18 +142,24 @@ class EmbodiedRun:
 
     Args:
         config, directory: as for `learn_by_acting`.
+        flow: one step.
         roles: running.
         report: told of every event.
         recorder: writes down every step.
     """
 
     def __init__(
-        self, config: EmbodiedConfig, directory: RunDirectory, roles: Roles, report: Report, recorder: Recorder
+        self,
+        config: EmbodiedConfig,
+        flow: Callable[..., Awaitable[Mapping[str, float]]],
+        directory: RunDirectory,
+        roles: Roles,
+        report: Report,
+        recorder: Recorder,
     ) -> None:
-        self.config, self.directory, self.roles = config, directory, roles
+        self.config, self.flow, self.directory, self.roles = config, flow, directory, roles
         self.report, self.recorder = report, recorder
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
-        self.flow = resolve(config.flow)
         self.done = 0
         """Steps taken."""
         self.before: dict[str, float] = {}
@@ -142,9 +169,20 @@ class EmbodiedRun:
 
     async def begin(self) -> None:
         """What comes before the first step of a new run."""
+        warm_up = self.config.imitation
+        if warm_up.path is not None:
+            roles = (self.roles["policy"], self.roles["trainer"])
+            try:
+                found = await imitate(*roles, warm_up.path, steps=warm_up.steps, batch=warm_up.batch, lr=warm_up.lr)
+            except (ValueError, FileNotFoundError) as error:
+                raise InputError(f"imitation.path: {error}") from error
+            self.report.line(
+                f"imitated {found['imitation/decisions']:.0f} decisions: {warm_up.steps} steps, loss "
+                f"{found['imitation/last']:.2f} nats per number"
+            )
         self.before = self.after = await self._try()
         if self.before:
-            self.report.evaluated(_in_words(self.before))
+            self.report.evaluated(in_words(self.before))
             self.recorder.write(0, _named(self.before))
 
     async def go_on(self, begun: Checkpoint) -> None:
@@ -171,7 +209,9 @@ class EmbodiedRun:
             self.recorder.step_begins()
             returned = await self.flow(**{name: offered[name] for name in parameters if name in offered})
             if not isinstance(returned, Mapping):
-                raise InputError(f"flow: {config.flow} returned {returned!r}; it must return the step's metrics")
+                raise InputError(
+                    f"flow: {self.flow.__qualname__} returned {returned!r}; it must return the step's metrics"
+                )
             self.done += 1
             metrics = await self.recorder.step_ends(self.done, returned)
             last = self.done == config.steps
@@ -219,10 +259,26 @@ class EmbodiedRun:
         return summary(found)
 
 
-async def _spawn(
-    system: ActorSystem, config: EmbodiedConfig, algorithm: AlgorithmSpec, directory: RunDirectory
-) -> Roles:
-    """Start the simulators, then the policy that fits them."""
+async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path | None = None) -> tuple[Episode, ...]:
+    """Trials of the policy that a configuration names, without training.
+
+    Args:
+        system: where.
+        config: what; `policy.path` is the policy.
+        videos: directory for `trials.videos` of them; None records none.
+
+    Raises:
+        InputError: the simulator or the policy cannot be made, or they do not fit.
+    """
+    roles = await _spawn(system, config, None, videos)
+    found = await trials(roles[TRIALS], roles["policy"], config.trials.episodes)
+    if videos is not None and config.trials.videos:
+        await asyncio.to_thread(_keep_videos, videos, 0)
+    return found
+
+
+async def _spawn(system: ActorSystem, config: EmbodiedConfig, code: Prepared | None, videos: Path | None) -> Roles:
+    """Start the simulators, then the policy that fits them; without code to run, only what trials need."""
     hosts = {role: getattr(config.placement, role) if system.hosts > 1 else [0] for role in ROLES}
     env = config.env
     shared: dict[str, Any] = {
@@ -233,35 +289,46 @@ async def _spawn(
         "step_timeout": env.step_timeout,
         "start_timeout": env.start_timeout,
     }
-    spawning = {
-        "env": system.spawn(
-            Simulation,
-            hosts=hosts["env"],
-            name="env",
-            **shared,
-            num_envs=env.num_envs,
-            workers=env.workers,
-            slices=env.slices,
-            group_size=env.group_size,
-            seed=config.seed,
-        )
-    }
+    spawning = {}
+    if code is not None:
+        own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+        spawning["env"] = system.spawn(Simulation, hosts=hosts["env"], name="env", seed=config.seed, **shared, **own)
     if config.trials.episodes:
         spawning[TRIALS] = system.spawn(
-            Simulation, hosts=hosts["env"][:1], name=TRIALS, **shared, **_trials(config, directory)
+            Simulation, hosts=hosts["env"][:1], name=TRIALS, **{**shared, **_trials(config, videos)}
         )
     try:
-        roles: Roles = dict(zip(spawning, await asyncio.gather(*spawning.values()), strict=True))
-        shapes = await roles["env"][0].shapes()
-        policy = fitted({"type": config.policy.type, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+        roles = await _together(spawning)
+        shapes = await next(iter(roles.values()))[0].shapes()
+        off_policy = config.algorithm.name == SAC
+        kind = config.policy.type or ("soft" if off_policy else "mlp")
+        policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
         made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-        acting, training = await asyncio.gather(
-            system.spawn(Decider, hosts=hosts["policy"], name="policy", **made),
-            system.spawn(ControlTrainer, hosts=hosts["trainer"], name="trainer", **made, **_trainer(config, algorithm)),
-        )
+        acting = OffPolicyDecider if off_policy and code is not None else Decider
+        learning = {"policy": system.spawn(acting, hosts=hosts["policy"], name="policy", **made)}
+        if code is not None:
+            training = OffPolicyTrainer if off_policy else ImitatingTrainer
+            settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
+            learning["trainer"] = system.spawn(
+                training, hosts=hosts["trainer"], name="trainer", seed=config.seed, **made, **settings
+            )
+        learners = await _together(learning)
+        # one decision: a policy that looks at what there is not says so here
+        await learners["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
+        return {**roles, **learners}
     except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
         raise InputError(f"env, policy: {_cause(error)}") from error
-    return {**roles, "policy": acting, "trainer": training}
+
+
+async def _together(spawning: Mapping[str, Coroutine[Any, Any, ActorGroup]]) -> Roles:
+    """All at once; when one cannot be started, the others are given up before its error goes on."""
+    tasks = [asyncio.create_task(coroutine, name=f"spawn {role}") for role, coroutine in spawning.items()]
+    try:
+        return dict(zip(spawning, await asyncio.gather(*tasks), strict=True))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cause(error: Exception) -> str:
@@ -271,13 +338,14 @@ def _cause(error: Exception) -> str:
     return told[-1] if told else str(error)
 
 
-def _trials(config: EmbodiedConfig, directory: RunDirectory) -> dict[str, Any]:
+def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
     workers = max(1, min(config.env.workers, config.trials.episodes))
     count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
     videos = tuple(range(min(config.trials.videos, count)))
-    kept = Recording(str(directory.path / VIDEOS / _NEW), envs=videos) if videos else None
+    kept = Recording(str(directory / _NEW), envs=videos) if videos and directory is not None else None
     seed = config.seed + (1 << 32)  # other starts than in training
     return {
+        "options": {**config.env.options, **config.trials.options},
         "num_envs": count,
         "workers": workers if config.env.workers else 0,
         "auto_reset": False,
@@ -289,15 +357,25 @@ def _trials(config: EmbodiedConfig, directory: RunDirectory) -> dict[str, Any]:
 def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     chosen_of_it = config.algorithm
     return {
-        **asdict(config.optimizer),
+        **_optimizer(config),
         "algorithm": algorithm,
-        "seed": config.seed,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
         "kl_stop": chosen_of_it.kl_stop,
         "value_coef": chosen_of_it.value_coef,
         "group_size": config.env.group_size,
     }
+
+
+def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
+    settings = _optimizer(config)
+    settings.pop("weight_decay")  # it has none
+    return {**settings, **asdict(config.off_policy)}
+
+
+def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+    """Settings of the optimizer; those that are not set are the trainer's own."""
+    return {name: value for name, value in asdict(config.optimizer).items() if value is not None}
 
 
 _ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
@@ -315,7 +393,7 @@ def _keep_videos(directory: Path, step: int) -> None:
         rest.unlink()
 
 
-def _in_words(found: Mapping[str, float]) -> str:
+def in_words(found: Mapping[str, float]) -> str:
     count = f"{found['episodes']:.0f} episodes"
     if "success_once" in found:
         return f"{found['success_once']:.1%} of {count} solved, mean return {found['reward/mean']:.2f}"

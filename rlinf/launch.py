@@ -185,8 +185,8 @@ def _main_of(config: RunConfig | EmbodiedConfig) -> Main:
     from rlinf.embodied import learn_by_acting
     from rlinf.embodied import prepared as control_prepared
 
-    algorithm = control_prepared(config)
-    return lambda system, directory, begun: learn_by_acting(system, config, algorithm, directory, begun)
+    code = control_prepared(config)
+    return lambda system, directory, begun: learn_by_acting(system, config, code, directory, begun)
 
 
 async def _serve_only(system: ActorSystem) -> None:

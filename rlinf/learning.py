@@ -15,7 +15,7 @@ from typing import Any
 
 from rlinf.actors.judge import RewardError
 from rlinf.checkpointing import Checkpoints
-from rlinf.config import InputError, RunConfig, RunFailure
+from rlinf.config import BESIDE_THE_TRAINER, ROLES, InputError, RunConfig, RunFailure
 from rlinf.data.dataset import Data
 from rlinf.data.rows import DataError
 from rlinf.flows.evaluate import Evaluation, evaluate
@@ -78,7 +78,8 @@ async def learn(
         beside=prepared.roles,
         rescue=str(directory.path),
     )
-    report.begins({role: group.hosts for role, group in roles.items()})
+    order = (*ROLES, *BESIDE_THE_TRAINER)
+    report.begins({role: roles[role].hosts for role in order if role in roles})
     wanted = chosen(tensorboard=config.metrics.tensorboard, wandb=config.metrics.wandb, swanlab=config.metrics.swanlab)
     about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
     tracking = Tracking(wanted, about, report.line)

@@ -50,7 +50,18 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
         "tokens": float(lengths.sum()) + sum(len(sample.prompt.token_ids) for sample in samples),
         "response_tokens": float(lengths.sum()),
         **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
+        **_distances(samples),
     }
+
+
+def _distances(samples: Sequence[Sample]) -> dict[str, float]:
+    """How far the policy that sampled is from others that looked at its tokens, k1 of `kl.estimate`, nats per token."""
+    told = {}
+    for metric, column in (("kl", "ref_logprobs"), ("teacher/kl", "teacher_logprobs")):
+        if all(column in sample.per_token for sample in samples) and any(len(sample.logprobs) for sample in samples):
+            apart = np.concatenate([sample.logprobs - sample.per_token[column] for sample in samples])
+            told[metric] = float(apart.astype(np.float64).mean())
+    return told
 
 
 def show_samples(groups: Sequence[Group], advantages: Advantages, count: int) -> list[dict[str, Any]]:

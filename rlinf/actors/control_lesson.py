@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.actors.control_learner import Lesson
 from rlinf.actors.trajectory import Trajectory
 from rlinf.algos.episodes import ChunkAdvantages, advantages_of_chunks, episode_ids, group_advantages, rows
-from rlinf.algos.parts import Gae, GroupRelative
+from rlinf.algos.parts import Decoupled, Gae, GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.envs.episodes import Episode
 
@@ -30,10 +30,16 @@ def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
         raise ValueError(f"{where} needs a critic: let policy.settings.value_level be action or chunk")
     if isinstance(spec.advantage, GroupRelative) and group_size < 2:
         raise ValueError(f"{where} compares episodes that began alike: set env.group_size to at least 2")
-    unusable = {"kl": spec.kl, "correction": spec.correction, "shaping": spec.shaping, "sampling": spec.sampling}
+    unusable: dict[str, object] = {
+        "kl": spec.kl,
+        "correction": spec.correction,
+        "shaping": spec.shaping,
+        "sampling": spec.sampling,
+        "a loss against a proximal policy": spec.loss if isinstance(spec.loss, Decoupled) else None,
+    }
     for name, part in unusable.items():
         if part is not None:
-            raise ValueError(f"{where}: {name} is for text; leave it out (algorithm.{name}=null)")
+            raise ValueError(f"{where}: {name} is for text; take a recipe without it, such as ppo or grpo")
 
 
 def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Lesson:
@@ -48,6 +54,8 @@ def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Less
     found = _advantages(trajectory, spec, group_size)
     episodes = episode_ids(chunks.ended) if spec.aggregation.how != "token-mean" else None
     laid = rows(found.values, trajectory.logprobs, found.mask, episodes)
+    if trajectory.logprobs.ndim > 2:  # one advantage for a whole chunk is none for its actions behind an end
+        laid["mask"] = laid["mask"] & rows(chunks.rewards, trajectory.logprobs, chunks.valid)["mask"]
     decisions = chunks.rewards.shape[0] * chunks.rewards.shape[1]
 
     def flat(tensor: Tensor | None) -> Tensor | None:
@@ -103,4 +111,5 @@ def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) ->
     assert isinstance(part, GroupRelative)
     groups = torch.arange(trajectory.logprobs.shape[1]) // group_size
     level: Literal["action", "chunk"] = "action" if trajectory.logprobs.ndim > 2 else "chunk"
-    return group_advantages(trajectory.chunks, groups, success=trajectory.success, scale=part.scale, level=level)
+    success = trajectory.success if trajectory.episodes else None  # nobody says it before an episode has ended
+    return group_advantages(trajectory.chunks, groups, success=success, scale=part.scale, level=level)

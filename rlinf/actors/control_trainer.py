@@ -7,7 +7,7 @@ them take the same optimizer steps (`control_learner.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,12 @@ class ControlTrainer(JointActor):
             trajectories: of all slices of all environments, in any order.
 
         Returns:
-            Metrics; the weights' version has gone up by one.
+            Metrics; the weights' version has gone up by one. No optimizer step was taken if no group of episodes had
+            both good and bad ones.
 
         Raises:
-            ValueError: there is nothing to learn from, or the trajectories do not fit together.
-            FloatingPointError: the loss or its gradient is not finite; that step was not taken.
+            ValueError: no action was done, or the trajectories do not fit together.
+            FloatingPointError: a reward, the loss or its gradient is not finite; that step was not taken.
         """
 
         async def learn(_: None) -> dict[str, float]:
@@ -116,40 +117,52 @@ class ControlTrainer(JointActor):
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
         batch = lesson(whole, self._spec, self._group_size)
-        if not bool(batch.mask.any()):
-            raise ValueError(
-                "train: there is nothing to learn from: no action was done, or no group had both good and bad episodes"
-            )
-        gathered, last, steps, stopped = self._update(batch)
+        if not bool(whole.chunks.valid.any()):
+            raise ValueError("train: there is nothing to learn from: no action was done in an episode that was kept")
+        if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
+            raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
+        gathered, steps, stopped = self._update(batch)
         self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
         self.version += 1
         return {
             **described(whole, batch),
-            **gathered.values(),
-            **last,
+            **gathered,
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
             "staleness/mean": float(self.version - 1 - whole.version),
         }
 
-    def _update(self, batch: Lesson) -> tuple[LossSum, dict[str, float], int, bool]:
-        """All steps on a batch: what gathered, the last one's numbers, how many, and whether `kl_stop` ended them."""
+    def _update(self, batch: Lesson) -> tuple[dict[str, float], int, bool]:
+        """All steps on a batch: what gathered and the last one's numbers, how many, whether `kl_stop` ended them."""
         parts: list[LossSum] = []
         last: dict[str, float] = {}
+        stopped = False
+        for order in self._minibatches(batch):
+            share = order[self._dealt(batch, order) == self.rank]
+            mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
+            gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
+            if not numbers:  # a minibatch of decisions that count for nothing
+                continue
+            parts.append(gathered)
+            last = numbers
+            moved = gathered.values().get("approx_kl", 0.0)
+            if self._kl_stop is not None and moved > self._kl_stop:
+                stopped = True
+                break
+        whole = sum(parts[1:], parts[0]).values() if parts else {}
+        return {**whole, **last}, len(parts), stopped
+
+    def _minibatches(self, batch: Lesson) -> Iterator[torch.Tensor]:
+        """Rows of each optimizer step, int64."""
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
-            for chosen in order.split(self._minibatch):
-                share = chosen[self.rank :: self.world_size]
-                mine = batch.rows(share) if len(share) else batch.rows(chosen[:1]).silent()
-                gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
-                if not numbers:  # a minibatch of decisions that count for nothing
-                    continue
-                parts.append(gathered)
-                last = numbers
-                moved = gathered.values().get("approx_kl", 0.0)
-                if self._kl_stop is not None and moved > self._kl_stop:
-                    return sum(parts[1:], parts[0]), last, len(parts), True
-        return sum(parts[1:], parts[0]), last, len(parts), False
+            yield from order.split(self._minibatch)
+
+    def _dealt(self, batch: Lesson, chosen: torch.Tensor) -> torch.Tensor:
+        """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
+        if batch.sequences is None:
+            return torch.arange(len(chosen)) % self.world_size
+        return batch.sequences[chosen, 0] % self.world_size
 
     @endpoint(device=True, joint=True)
     async def weights(self) -> Weights | None:

@@ -116,6 +116,8 @@ class Decider(Receiver):
     def _act(self, key: Key, seen: Seen, greedy: bool, keep: bool) -> Tensor:
         if keep and seen.chunk is not None:
             self._note(key, seen.chunk)
+        elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
+            self._diaries.pop(key, None)
         observation = {name: array.to(self.device) for name, array in seen.observation.items()}
         act = self._policy.act(observation, instructions=seen.instructions, generator=seen.seeds, greedy=greedy)
         if keep:

@@ -51,7 +51,7 @@ def soft_target(
     *,
     gamma: float,
     alpha: float | Tensor,
-    steps: int = 1,
+    steps: int | Tensor = 1,
 ) -> Tensor:
     """What a critic is to predict: y = r + gamma^steps (1 - terminated) (V' - alpha log pi(a'|s')).
 
@@ -65,7 +65,7 @@ def soft_target(
         next_logprobs: log-prob of that action, nats, [batch].
         gamma: discount per action, 0 to 1.
         alpha: temperature, reward per nat.
-        steps: actions in the chunk.
+        steps: actions in the chunk, one number or [batch].
 
     Returns:
         [batch], without gradient.

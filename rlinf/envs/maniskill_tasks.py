@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.envs import maniskill_headless
+from rlinf.envs import maniskill_headless, maniskill_poses
 from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Observation
 
 _MODES = {
@@ -96,6 +96,8 @@ def make(task: Task, num_envs: int, simulation: str) -> Any:
         )
     if not maniskill_headless.can_draw():
         maniskill_headless.stand_in()
+    if simulation == "physx_cpu":
+        maniskill_poses.quicken()
     _refuse_missing(task.id, spec)
     drawing = ("gpu" if simulation == "physx_cuda" else "cpu") if task.draws else "none"
     arguments: dict[str, Any] = {

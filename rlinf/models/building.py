@@ -28,6 +28,7 @@ POLICIES = {
     "mlp": "rlinf.models.mlp.MlpPolicy",
     "cnn": "rlinf.models.cnn.CnnPolicy",
     "vla": "rlinf.models.vla.VlaPolicy",
+    "soft": "rlinf.models.soft.SoftPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

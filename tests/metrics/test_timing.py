@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from rlinf.metrics.timing import ACTIVITIES, sentence, timing
 from rlinf.runtime.observer import Busy, Lap, union
 
-ENDPOINTS = {"generation": "generate", "scoring": "score", "training": "train", "sync": "load"}
+ENDPOINTS = {
+    "generation": "generate",
+    "simulation": "step",
+    "acting": "act",
+    "scoring": "score",
+    "training": "train",
+    "sync": "load",
+}
 
 
 def lap(**times) -> Lap:

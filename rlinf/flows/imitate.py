@@ -1,0 +1,26 @@
+"""Supervised learning from demonstrations, before a policy learns by acting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+async def imitate(
+    policy: Any, trainer: Any, path: str | Path, *, steps: int, batch: int = 64, lr: float = 1e-3
+) -> dict[str, float]:
+    """Bring a policy to act as in demonstrations.
+
+    Args:
+        policy, trainer: the roles.
+        path: directory of demonstrations, of `flows.record` or of your own.
+        steps: optimizer steps.
+        batch: decisions in each.
+        lr: learning rate.
+
+    Returns:
+        The trainer's metrics.
+    """
+    metrics: dict[str, float] = await trainer.imitate(str(path), steps=steps, batch=batch, lr=lr)
+    await policy.load(trainer.weights())
+    return metrics

@@ -1,0 +1,86 @@
+"""Demonstrations from a policy: whole episodes are acted in, and written into a directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.actors.trajectory import Seen
+from rlinf.data.demonstrations import Demonstration, write_demonstrations
+
+
+async def record(
+    env: Any, policy: Any, path: str | Path, episodes: int, *, greedy: bool = True, solved: bool = True
+) -> int:
+    """Act until enough episodes are written.
+
+    Args:
+        env: simulations with one slice each and without automatic resets.
+        policy: the role, or anything whose ranks answer `act(key, seen, greedy=…, keep=False)`, such as a script.
+        path: directory that they are added to.
+        episodes: how many, at least 1.
+        greedy: take the likeliest actions.
+        solved: keep only those that solved their task; all where the simulator does not say.
+
+    Returns:
+        How many episodes were acted in, for a share of success.
+
+    Raises:
+        RuntimeError: no episode of a whole round could be kept.
+    """
+
+    async def play(rank: int, epoch: int) -> list[Demonstration]:
+        simulation, decider, key = env[rank], policy[rank % len(policy)], (rank, 0)
+        seens, actions = [await simulation.reset(0, epoch)], []
+        while seens[-1].chunk is None or bool(seens[-1].chunk.running.any()):
+            actions.append(await decider.act(key, seens[-1], greedy=greedy, keep=False))
+            seens.append(await simulation.step(0, actions[-1]))
+        return demonstrated(seens, actions)
+
+    written = played = epoch = 0
+    while written < episodes:
+        rounds = await asyncio.gather(*(play(rank, epoch) for rank in range(len(env))))
+        found = [shown for part in rounds for shown in part]
+        kept = [shown for shown in found if not (solved and shown.success is False)]
+        if not kept:
+            raise RuntimeError(f"record: not one of {len(found)} episodes solved its task; record a better policy")
+        written += await asyncio.to_thread(write_demonstrations, Path(path), kept[: episodes - written])
+        played, epoch = played + len(found), epoch + 1
+    return played
+
+
+def demonstrated(seens: Sequence[Seen], actions: Sequence[Tensor]) -> list[Demonstration]:
+    """What a slice lived through, episode by episode; those that were lost with their simulator are left out.
+
+    Args:
+        seens: from the reset on, T + 1, of environments without automatic resets.
+        actions: what was done at each but the last, float32 [N, C, A].
+    """
+    chunks = [seen.chunk for seen in seens if seen.chunk is not None]
+    valid, done = torch.stack([chunk.valid for chunk in chunks]), torch.stack(list(actions))
+    rewards, ended = (torch.stack([getattr(chunk, name) for chunk in chunks]) for name in ("rewards", "terminated"))
+    lost = torch.stack([chunk.lost for chunk in chunks]).any(0)
+    outcomes = {episode.env - seens[0].first: episode for chunk in chunks for episode in chunk.episodes}
+    words, found = seens[0].instructions, []
+    for env, episode in sorted(outcomes.items()):
+        length = int(valid[:, env].any(-1).sum())
+        if lost[env]:
+            continue
+        found.append(
+            Demonstration(
+                {name: torch.stack([seen.observation[name][env] for seen in seens[: length + 1]])
+                 for name in seens[0].observation},
+                done[:length, env].clamp(-1.0, 1.0),
+                rewards[:length, env],
+                valid[:length, env],
+                bool(ended[:, env].any()),
+                episode.success_once,
+                None if words is None else words[env],
+            )
+        )  # fmt: skip
+    return found

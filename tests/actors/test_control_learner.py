@@ -1,0 +1,133 @@
+"""The learning of a policy that acts: one gradient, however a minibatch is cut, and steps that are not taken."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.actors.control_learner import ControlLearner, Lesson
+from rlinf.algos import spec
+from rlinf.models.building import build_policy_model
+from tests.actors.programs.control import MLP
+
+PPO = spec.get("ppo")
+ROWS = 10
+
+
+def made(seed=0, rows=ROWS):
+    """A policy, and decisions of another one with all kinds of advantages, of which some do not count."""
+    random = torch.Generator().manual_seed(seed)
+    policy = build_policy_model({**MLP, "chunk": 2})
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.3)
+    stored = {
+        "state": torch.randn(rows, 2, generator=random),
+        "actions": torch.randn(rows, 2, 1, generator=random),
+    }
+    mask = torch.rand(rows, 2, generator=random) < 0.8
+    mask[0, 0] = True
+    with torch.no_grad():
+        logprobs = policy.evaluate(stored).logprobs + 0.3 * torch.randn(rows, 2, generator=random)
+    values, returns = torch.randn(rows, 1, generator=random), torch.randn(rows, 1, generator=random)
+    advantages = torch.randn(rows, 2, generator=random)
+    return policy, Lesson(stored, logprobs, advantages, mask, None, values, returns, mask.any(1, keepdim=True))
+
+
+def gradient_of(policy, learner):
+    """What the optimizer is given at its next steps."""
+    seen = []
+
+    def look(*_):
+        seen.append({name: each.grad.clone() for name, each in policy.named_parameters()})
+
+    learner.optimizer.register_step_pre_hook(look)
+    return seen
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 99), owner=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
+def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
+    """What ranks do, one after the other: sums over shares, one division by the count of all."""
+    policy, lesson = made(seed)
+    learner = ControlLearner(policy, lr=1e-3, grad_clip=1e9)
+    sums, counts = None, None
+    owners = torch.tensor(owner)
+    for rank in range(3):
+        chosen = (owners == rank).nonzero().flatten()
+        share = lesson.rows(chosen) if len(chosen) else lesson.rows(torch.tensor([0])).silent()
+        losses = learner._losses(share, PPO)
+        parts = [torch.autograd.grad(each.total, list(policy.parameters()), allow_unused=True) for each in losses]
+        parts = [[torch.zeros(()) if g is None else g for g in part] for part in parts]
+        sums = (
+            parts
+            if sums is None
+            else [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, parts, strict=True)]
+        )
+        weights = [float(each.weight) for each in losses]
+        counts = weights if counts is None else [a + b for a, b in zip(counts, weights, strict=True)]
+    seen = gradient_of(policy, learner)
+    learner.learn(lesson, PPO)
+    for (name, _), ours, theirs in zip(policy.named_parameters(), *sums, strict=True):
+        expected = ours / counts[0] + 0.5 * theirs / counts[1]
+        torch.testing.assert_close(seen[0][name], expected.expand_as(seen[0][name]), rtol=1e-4, atol=1e-6)
+
+
+def test_what_does_not_count_may_be_anything():
+    policy, lesson = made()
+    learner = ControlLearner(policy, lr=0.0, grad_clip=1e9)
+    seen = gradient_of(policy, learner)
+    learner.learn(lesson, PPO)
+    noise = {
+        name: torch.where(lesson.mask, getattr(lesson, name), torch.full_like(getattr(lesson, name), 7.0))
+        for name in ("advantages", "logprobs")
+    }
+    learner.learn(dataclasses.replace(lesson, **noise), PPO)
+    for name in seen[0]:
+        assert torch.equal(seen[0][name], seen[1][name])
+
+
+def test_a_minibatch_in_which_nothing_counts_takes_no_step():
+    policy, lesson = made()
+    learner = ControlLearner(policy, lr=0.1, weight_decay=0.1)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    gathered, numbers = learner.learn(lesson.silent(), PPO)
+    assert numbers == {}
+    assert float(gathered.weight) == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
+
+
+def test_a_gradient_is_scaled_down_to_its_bound_and_its_length_is_told_before():
+    policy, lesson = made()
+    learner = ControlLearner(policy, lr=0.0, grad_clip=0.01)
+    seen = gradient_of(policy, learner)
+    _, numbers = learner.learn(lesson, PPO)
+    assert numbers["grad_norm"] > 0.1
+    length = torch.cat([each.flatten() for each in seen[0].values()]).norm()
+    assert float(length) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_critic_has_a_learning_rate_of_its_own():
+    policy, lesson = made()
+    learner = ControlLearner(policy, lr=1e-9, critic_lr=0.1)
+    before = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
+    learner.learn(lesson, PPO)
+    for name, parameter in policy.named_parameters():
+        moved = float((parameter.detach() - before[name]).abs().max())
+        assert moved > 1e-2 if name.startswith("critic.") else moved < 1e-6, name
+
+
+@pytest.mark.parametrize("place", ["advantages", "returns"])
+def test_a_loss_that_is_no_number_takes_no_step(place):
+    policy, lesson = made()
+    learner = ControlLearner(policy, lr=0.1)
+    learner.learn(lesson, PPO)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    broken = getattr(lesson, place).clone()
+    broken[0, 0] = torch.inf if place == "returns" else torch.nan
+    with pytest.raises(FloatingPointError, match="the step was not taken"):
+        learner.learn(dataclasses.replace(lesson, **{place: broken}), PPO)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
+    learner.learn(lesson, PPO)  # and goes on

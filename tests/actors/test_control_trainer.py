@@ -1,0 +1,135 @@
+"""The trainer of policies that act, on one rank: when it stops, what it refuses, what it keeps."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlinf.actors.control_trainer import ControlTrainer
+from rlinf.models.building import load_policy
+from rlinf.runtime.system import ActorSystem
+from tests.actors.programs.control import MLP, collected
+
+LEARNING = {"lr": 0.03, "epochs": 4, "minibatch": 8, "seed": 4}
+
+
+async def trainer_of(system, name="trainer", **settings):
+    return await system.spawn(ControlTrainer, name=name, **{"policy": MLP, **LEARNING, **settings})
+
+
+async def weights_of(trainer):
+    return {name: tensor.clone() for name, tensor in (await trainer.weights()).named()}
+
+
+def changed(before, after):
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+async def test_a_policy_that_has_moved_too_far_is_left_where_it_is():
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        free = await (await trainer_of(system, "free")).train(trajectories)
+        held = await (await trainer_of(system, "held", kl_stop=free["approx_kl"] / 4)).train(trajectories)
+        never = await (await trainer_of(system, "never", kl_stop=1e9)).train(trajectories)
+    assert (free["optimizer_steps"], free["stopped_early"]) == (16, 0)
+    assert 0 < held["optimizer_steps"] < 16
+    assert held["stopped_early"] == 1
+    assert never == free
+
+
+async def test_a_reward_that_is_no_number_is_refused_before_anything_changes():
+    """Also where it would come into one of the last minibatches only: without whitening it stays where it is."""
+    algorithm = {"name": "ppo", "overrides": {"advantage": {"whiten": False}}}
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system, algorithm=algorithm, minibatch=1)
+        before = await weights_of(trainer)
+        (part,) = trajectories
+        rewards = part.chunks.rewards.clone()
+        rewards[0, 3] = torch.nan
+        broken = dataclasses.replace(part, chunks=dataclasses.replace(part.chunks, rewards=rewards))
+        with pytest.raises(FloatingPointError, match="a reward or a value is not finite"):
+            await trainer.train([broken])
+        assert changed(before, await weights_of(trainer)) == []
+        after = await trainer.train(trajectories)
+        expected = await (await trainer_of(system, "other", algorithm=algorithm, minibatch=1)).train(trajectories)
+    assert after == expected
+
+
+async def test_a_step_size_that_is_too_large_is_said_to_be():
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system, lr=1e30)
+        with pytest.raises(FloatingPointError, match="learning rate"):
+            await trainer.train(trajectories)
+
+
+async def test_where_all_did_alike_nothing_is_learned_and_the_run_goes_on():
+    free = {**MLP, "value_level": None}
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, free, 6, group_size=2)
+        (part,) = trajectories
+        alike = dataclasses.replace(part, success=torch.ones_like(part.success))
+        trainer = await trainer_of(system, policy=free, algorithm="grpo", group_size=2)
+        before = await weights_of(trainer)
+        metrics = await trainer.train([alike])
+        assert changed(before, await weights_of(trainer)) == []
+        assert (metrics["optimizer_steps"], metrics["learned_from"], metrics["env_steps"]) == (0, 0, 48)
+        weights = await trainer.weights()
+    assert weights.version == 1
+
+
+async def test_without_one_action_there_is_nothing_to_learn_from():
+    async with ActorSystem.local() as system:
+        (part,) = await collected(system, MLP, 2)
+        nothing = dataclasses.replace(part.chunks, valid=torch.zeros_like(part.chunks.valid))
+        trainer = await trainer_of(system)
+        with pytest.raises(ValueError, match="no action was done"):
+            await trainer.train([dataclasses.replace(part, chunks=nothing)])
+        with pytest.raises(ValueError, match="not one trajectory"):
+            await trainer.train([])
+
+
+async def test_a_resumed_trainer_goes_on_bit_for_bit_and_its_policy_is_for_everybody(tmp_path):
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system)
+        await trainer.train(trajectories)
+        saved = await weights_of(trainer)
+        await trainer.save(str(tmp_path))
+        metrics = await trainer.train(trajectories)
+        again = await trainer_of(system, "again", lr=1.0)  # its learning rate becomes the saved one
+        await again.restore(str(tmp_path))
+        assert changed(saved, await weights_of(again)) == []
+        assert await again.train(trajectories) == metrics
+        assert changed(await weights_of(trainer), await weights_of(again)) == []
+    assert changed(saved, load_policy(tmp_path / "policy").state_dict()) == []
+
+
+async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
+    async with ActorSystem.local() as system:
+        trainer = await trainer_of(system)
+        with pytest.raises(FileNotFoundError):
+            await trainer.restore(str(tmp_path))
+        await trainer.save(str(tmp_path))
+        other = await trainer_of(system, "other", policy={**MLP, "hidden": [9]})
+        with pytest.raises(ValueError, match="does not fit"):
+            await other.restore(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"minibatch": 0}, "minibatch=0"),
+        ({"algorithm": "pppo"}, "pppo"),
+        ({"algorithm": "rloo"}, "take ppo or grpo"),
+        ({"algorithm": "grpo"}, "env.group_size"),
+        ({"policy": {**MLP, "value_level": None}}, "needs a critic"),
+        ({"policy": {**MLP, "hiden": [8]}}, "did you mean hidden"),
+    ],
+)
+async def test_a_bad_setting_is_named(settings, said):
+    async with ActorSystem.local() as system:
+        with pytest.raises(ValueError, match=said):
+            await trainer_of(system, **settings)

@@ -1,0 +1,87 @@
+"""`python -m benchmarks.embodied_learning`: policies that begin with demonstrations get better by acting."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.contestants import ROOT
+from benchmarks.embodied_learning import HEADINGS, improved, rows
+from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrunk
+from benchmarks.embodied_learning_run import Outcome, outcome
+from rlinf.actors.simulation import Simulation
+from rlinf.config_embodied import load_embodied
+from rlinf.embodied import prepared
+from rlinf.envs.toy import NEAR, Reach
+from rlinf.flows.trials import trials
+from rlinf.runtime.system import ActorSystem
+
+HALVED = Outcome("mlp-grpo", 1, 4612, 0.5, 0.75, (), 3000, 1.0, 0.5, 1.0)
+
+
+def test_a_run_improved_if_at_least_half_of_its_failures_are_solved() -> None:
+    assert improved(HALVED)
+    assert not improved(replace(HALVED, after=0.74))
+    assert not improved(replace(HALVED, before=1.0, after=1.0))  # there was nothing to improve
+
+
+def test_a_row_has_what_its_headings_say() -> None:
+    (row,) = rows([HALVED])
+    told = dict(zip(HEADINGS, row, strict=True))
+    assert (told["policy"], told["algorithm"], told["seed"]) == ("mlp, 5k", "grpo", "1")
+    assert (told["after imitation, %"], told["after RL, %"], told["env steps"]) == ("50.0", "75.0", "3,000")
+
+
+def test_a_sparse_reward_is_one_where_the_task_is_solved_and_nothing_else_changes() -> None:
+    dense, sparse = Reach(32, dims=2), SparseReach(32, dims=2)
+    everybody, active = torch.arange(32), torch.ones(32, dtype=torch.bool)
+    for simulator in (dense, sparse):
+        simulator.reset(torch.arange(32), everybody)
+    draw = torch.Generator().manual_seed(0)
+    rewards = []
+    for _ in range(20):
+        actions = torch.rand(32, 2, generator=draw) * 0.5 - 0.25
+        mine, theirs = sparse.step(actions, active), dense.step(actions, active)
+        point, target = mine.observation["state"].chunk(2, 1)
+        assert torch.equal(mine.reward, ((point - target).abs() <= NEAR).all(1).float())
+        assert torch.equal(mine.observation["state"], theirs.observation["state"])
+        assert torch.equal(mine.terminated, theirs.terminated)
+        rewards.append(mine.reward)
+    assert 0 < torch.stack(rewards).mean() < 1
+
+
+async def test_the_script_solves_every_episode_in_time() -> None:
+    case = CASES["mlp-grpo"]
+    async with ActorSystem.local() as system:
+        env = await system.spawn(
+            Simulation, name="env", simulator=case.simulator, options=dict(case.options), num_envs=64, workers=0,
+            max_steps=case.max_steps, auto_reset=False,
+        )  # fmt: skip
+        episodes = await trials(env, await system.spawn(Expert, name="expert"), 64)
+    assert all(episode.success_once and episode.total == 1.0 for episode in episodes)
+    assert max(episode.length for episode in episodes) <= 8  # the world is 8 actions wide
+
+
+def test_grpo_on_a_sparse_reward_improves_on_a_start_from_demonstrations(tmp_path: Path) -> None:
+    found = asyncio.run(outcome("mlp-grpo", CASES["mlp-grpo"], 1, tmp_path, 64))
+    assert 0.2 < found.before < 0.8
+    assert improved(found)
+    assert found.env_steps == sum(1 for _ in found.curve) * 12 * 128  # every decision is one step, and none is lost
+
+
+def test_a_vla_goes_through_the_same_steps(tmp_path: Path) -> None:
+    case = replace(shrunk(CASES["vla-ppo"]), demonstrations=8)
+    found = asyncio.run(outcome("vla-ppo", case, 0, tmp_path, 8))
+    assert 1e5 < found.parameters < 1e6
+    assert len(found.curve) == 2
+    again = asyncio.run(outcome("vla-ppo", case, 0, tmp_path / "again", 8))
+    assert (again.before, again.after, again.curve) == (found.before, found.after, found.curve)
+
+
+@pytest.mark.parametrize("name", ["toy_grpo", "toy_vla_ppo"])
+def test_the_toy_configurations_load(name: str) -> None:
+    config = load_embodied(ROOT / "configs" / "embodied" / f"{name}.yaml")
+    assert prepared(config).name == config.algorithm.name
+    assert config.policy.horizon == config.env.max_steps  # a step is whole episodes

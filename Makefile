@@ -83,6 +83,10 @@ embodied: install renderer  ## train a robot arm to pull a cube, in a simulator 
 bench: install  ## measure the runtime next to its peers; BENCH_ARGS="--quick --save" chooses
 	$(BIN)/python -m benchmarks.runtime $(BENCH_ARGS)
 
+.PHONY: bench-embodied
+bench-embodied: install  ## measure embodied runs next to a plain loop; BENCH_ARGS="--steps 5 --save" chooses
+	$(BIN)/python -m benchmarks.embodied $(BENCH_ARGS)
+
 .PHONY: bench-learning
 bench-learning: install  ## train by every recipe on three seeds, and see whether each learns; BENCH_ARGS="--recipes ppo" chooses
 	$(BIN)/python -m benchmarks.learning $(BENCH_ARGS)

@@ -59,14 +59,15 @@ def _split(path: str) -> tuple[ModuleSpec | None, list[str]]:
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         return None, []
-    for length in range(len(parts), 0, -1):
-        try:
-            spec = importlib.util.find_spec(".".join(parts[:length]))
-        except ModuleNotFoundError:  # the parent is a module, not a package, or is not there
-            continue
-        if spec is not None:
-            return spec, parts[length:]
-    return None, []
+    found: tuple[ModuleSpec | None, list[str]] = (None, [])
+    for length in range(1, len(parts) + 1):
+        spec = importlib.util.find_spec(".".join(parts[:length]))  # imports the packages above, never a module itself
+        if spec is None:
+            break
+        found = spec, parts[length:]
+        if spec.submodule_search_locations is None:  # a module: the rest are names in it
+            break
+    return found
 
 
 def _binds(node: ast.stmt, name: str) -> bool:

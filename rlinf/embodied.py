@@ -232,10 +232,15 @@ class EmbodiedRun:
         if not self.config.env.fresh:
             environments = await asyncio.gather(*(env.state() for env in self.roles["env"]))
 
-        async def fill(directory: Path) -> None:
-            await self.roles["trainer"].save(str(directory))
-            if environments:
-                await asyncio.to_thread(torch.save, environments, directory / SIMULATORS)
+        def fill(directory: Path) -> Coroutine[Any, Any, None]:
+            saved = self.roles["trainer"].save(str(directory))  # called at once: of this moment, whatever comes next
+
+            async def written() -> None:
+                await saved
+                if environments:
+                    await asyncio.to_thread(torch.save, environments, directory / SIMULATORS)
+
+            return written()
 
         return fill
 

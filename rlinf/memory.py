@@ -27,9 +27,7 @@ def parameters_of(model_config: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def needed(
-    config: RunConfig, model_config: Any, hosts: int, roles: Sequence[str] = ()
-) -> dict[int, dict[str, float]]:
+def needed(config: RunConfig, model_config: Any, hosts: int, roles: Sequence[str] = ()) -> dict[int, dict[str, float]]:
     """GB that each role needs at least, by host.
 
     Args:

@@ -1,22 +1,20 @@
 """`python -m benchmarks.embodied_learning`: policies that begin with demonstrations get better by acting."""
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from benchmarks.contestants import ROOT
 from benchmarks.embodied_learning import HEADINGS, improved, rows
 from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrunk
 from benchmarks.embodied_learning_run import Outcome, outcome
 from rlinf.actors.simulation import Simulation
-from rlinf.config_embodied import load_embodied
-from rlinf.embodied import prepared
 from rlinf.envs.toy import NEAR, Reach
 from rlinf.flows.trials import trials
 from rlinf.runtime.system import ActorSystem
+from tests.launching import launch
 
 HALVED = Outcome("mlp-grpo", 1, 4612, 0.5, 0.75, (), 3000, 1.0, 0.5, 1.0)
 
@@ -80,8 +78,12 @@ def test_a_vla_goes_through_the_same_steps(tmp_path: Path) -> None:
     assert (again.before, again.after, again.curve) == (found.before, found.after, found.curve)
 
 
-@pytest.mark.parametrize("name", ["toy_grpo", "toy_vla_ppo"])
-def test_the_toy_configurations_load(name: str) -> None:
-    config = load_embodied(ROOT / "configs" / "embodied" / f"{name}.yaml")
-    assert prepared(config).name == config.algorithm.name
-    assert config.policy.horizon == config.env.max_steps  # a step is whole episodes
+def test_a_configuration_by_grpo_learns_from_nothing(tmp_path: Path) -> None:
+    launch("--config", "configs/embodied/toy_grpo.yaml", f"output_dir={tmp_path}", "steps=15", "trace=false")
+    solved = [
+        line["evaluation/success_once"]
+        for line in map(json.loads, (tmp_path / "toy-grpo" / "metrics.jsonl").read_text().splitlines())
+        if "evaluation/success_once" in line
+    ]
+    assert solved[0] < 0.2
+    assert solved[-1] > 0.8

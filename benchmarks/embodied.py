@@ -1,0 +1,239 @@
+"""`python -m benchmarks.embodied`: runs of a policy that acts, in figures: speed, overlap, overhead.
+
+    speed      environment steps/s (simulation, inference and learning) of configs/embodied/maniskill_pullcube_ppo.yaml,
+               in one process and its simulators, beside a plain loop in the structure of ManiSkill's own PPO baseline
+               with as many workers; all take turns, one step each, and ratios are taken between neighbouring turns
+    overlap    of simulation and inference, modelled, under the virtual clock: how near to the bound
+    overhead   of the runtime per environment step, around a simulator and a policy that do nothing
+
+Shown are medians with quartiles. A figure that misses its bar says LOST and is published as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contestants import ROOT, TurnFailed
+from benchmarks.embodied_modelled import RATIOS, SLICES, overlap
+from benchmarks.embodied_ours import FLOW
+from benchmarks.embodied_overhead import overhead
+from benchmarks.embodied_plain import Job
+from benchmarks.grpo_turns import Command, in_turn
+from benchmarks.peers.grpo_job import Result
+from benchmarks.runtime import machine
+from rlinf.config_embodied import EmbodiedConfig, load_embodied
+
+CONFIG = ROOT / "configs" / "embodied" / "maniskill_pullcube_ppo.yaml"
+FASTER, OVERLAP, OVERHEAD = 1.3, 0.95, 0.3e-3
+STATE, ACTION = 35, 4
+"""Numbers in PullCube's state, and in an action of its configuration."""
+OURS = {f"rlinf, {slices} slice{'s' * (slices > 1)}": slices for slices in (1, 2)}
+PLAIN = {"plain loop, our adapter in its workers": "ours", "plain loop, ManiSkill's own wrapper": "theirs"}
+WARM_UP = 1
+"""Turns that are not counted: the first steps of an episode load meshes and code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure."""
+
+    what: str
+    """In words."""
+    ours: str
+    """Our number."""
+    other: str
+    """Whom it is compared with, and their number."""
+    compared: str
+    """The two in one number."""
+    bar: str
+    """What that number has to be; empty where it is for information."""
+    verdict: str
+    """pass, LOST, skipped, or nothing where there is no bar."""
+
+
+def job_of(config: EmbodiedConfig, steps: int) -> Job:
+    """What the plain loop is to do so that it does what our flow does."""
+    env, chosen = config.env, config.algorithm
+    policy = {"type": config.policy.type, "seed": config.seed, "state_size": STATE, "action_size": ACTION}
+    return Job(
+        options=env.options, policy={**policy, **config.policy.settings}, seed=config.seed, steps=steps,
+        num_envs=env.num_envs, workers=env.workers, horizon=config.policy.horizon, epochs=chosen.epochs,
+        minibatch=chosen.minibatch, kl_stop=chosen.kl_stop, gamma=chosen.advantage["gamma"],
+        lam=chosen.advantage["lam"], lr=config.optimizer.lr, grad_clip=config.optimizer.grad_clip,
+    )  # fmt: skip
+
+
+def runs(steps: int) -> tuple[dict[str, Result], int]:
+    """Everybody's run, a step each in turn; and environment steps in a step.
+
+    Raises:
+        TurnFailed: one failed.
+    """
+    config = load_embodied(CONFIG)
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        job_of(config, steps).write(place / "job.json")
+        commands = [_ours(place / str(slices), slices, steps) for slices in OURS.values()]
+        commands += [_plain(place / "job.json", simulator) for simulator in PLAIN.values()]
+        outcomes = in_turn(commands)
+    found = {}
+    for name, outcome in zip((*OURS, *PLAIN), outcomes, strict=True):
+        if isinstance(outcome, TurnFailed):
+            raise outcome
+        found[name] = Result.heard(outcome)
+    return found, config.env.num_envs * config.policy.horizon
+
+
+def speed(found: Mapping[str, Result], env_steps: int) -> Iterator[Line]:
+    """Environment steps per second, ours beside the plain loops."""
+    for ours in OURS:
+        mine = found[ours].seconds[WARM_UP:]
+        for other in PLAIN:
+            theirs = found[other].seconds[WARM_UP:]
+            ratios = [each / own for own, each in zip(mine, theirs, strict=True)]
+            middle = statistics.median(ratios)
+            yield Line(
+                "env steps/s, PullCube", f"{ours}: {_rate(mine, env_steps)}", f"{other}: {_rate(theirs, env_steps)}",
+                f"{middle:.2f} x ({_range(ratios)})", f">= {FASTER:g} x", _verdict(middle >= FASTER),
+            )  # fmt: skip
+
+
+def agreement(found: Mapping[str, Result]) -> Line:
+    """Whether everybody did the same work: mean returns of the first step, from equal starts and equal noise."""
+    first = {name: run.rewards[0] for name, run in found.items()}
+    apart = max(first.values()) - min(first.values())
+    shown = ", ".join(f"{value:.3f}" for value in first.values())
+    same = apart <= 0.02 * abs(statistics.mean(first.values()))
+    return Line("same work: mean return of step 1", shown, "", f"{apart:.4f} apart", "<= 2 %", _verdict(same))
+
+
+def overlaps(horizon: int) -> Iterator[Line]:
+    """Bound over time, by slices."""
+    for slices in SLICES:
+        shares = {ratio: overlap(ratio, slices, horizon) for ratio in RATIOS}
+        least = min(shares.values())
+        shown = ", ".join(f"{ratio:g}: {share:.3f}" for ratio, share in shares.items())
+        yield Line(
+            f"overlap, modelled, slices={slices}", shown, "inference / simulation: bound / time",
+            f"{least:.3f} at least", f">= {OVERLAP:g}", _verdict(least >= OVERLAP),
+        )  # fmt: skip
+
+
+def overheads(rounds: int, steps: int) -> Iterator[Line]:
+    """Seconds per environment step, cases in turn."""
+    cases = [(num_envs, slices) for num_envs in (16, 32) for slices in (1, 2)]
+    found = [{case: overhead(*case, steps=steps) for case in cases} for _ in range(rounds)]
+    for num_envs, slices in cases:
+        walls = [each[num_envs, slices].wall for each in found]
+        cpu = statistics.median(each[num_envs, slices].cpu for each in found)
+        middle = statistics.median(walls)
+        yield Line(
+            f"overhead per env step, {num_envs} envs, slices={slices}",
+            f"{1e3 * middle:.3f} ms ({1e3 * min(walls):.3f} to {1e3 * max(walls):.3f})",
+            f"of it {1e3 * cpu:.3f} ms of processor time", f"{1e3 * middle:.3f} ms", f"<= {1e3 * OVERHEAD:g} ms",
+            _verdict(middle <= OVERHEAD),
+        )  # fmt: skip
+
+
+def table(found: Sequence[Line]) -> Table:
+    """The figures for people."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "rlinf", "beside", "compared", "bar", ""):
+        shown.add_column(column, overflow="fold")
+    for line in found:
+        style = {"LOST": "bold red", "pass": "green"}.get(line.verdict, "")
+        verdict = f"[{style}]{line.verdict}[/]" if style else line.verdict
+        shown.add_row(line.what, line.ours, line.other, line.compared, line.bar, verdict)
+    return shown
+
+
+def save(found: Sequence[Line], raced: Mapping[str, Result], load: tuple[float, float]) -> Path:
+    """Write everything that was measured, by date."""
+    now = datetime.datetime.now().astimezone()
+    path = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%d}-embodied.json"
+    report = {
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine(),
+        "load_average": {"before": load[0], "after": load[1]},
+        "lines": [asdict(line) for line in found],
+        "runs": {
+            name: {
+                "seconds": [round(each, 4) for each in run.seconds],
+                "cpu": [round(each, 4) for each in run.cpu],
+                "mean_return": [round(each, 4) for each in run.rewards],
+            }
+            for name, run in raced.items()
+        },
+    }
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def _ours(directory: Path, slices: int, steps: int) -> Command:
+    settings = {
+        "flow": FLOW, "steps": steps, "env.slices": slices, "trials.episodes": 0, "trials.videos": 0,
+        "output_dir": directory,
+    }  # fmt: skip
+    keys = [f"{key}={value}" for key, value in settings.items()]
+    return Command([sys.executable, "-m", "benchmarks.embodied_ours", "--config", str(CONFIG), *keys], {})
+
+
+def _plain(job: Path, simulator: str) -> Command:
+    return Command([sys.executable, "-m", "benchmarks.embodied_plain", str(job), "--simulator", simulator], {})
+
+
+def _rate(seconds: Sequence[float], env_steps: int) -> str:
+    return f"{env_steps / statistics.median(seconds):,.0f}/s"
+
+
+def _range(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "one turn"
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{low:.2f} to {high:.2f}"
+
+
+def _verdict(met: bool) -> str:
+    return "pass" if met else "LOST"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16, help="turns of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of the overhead (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="four turns and one round: says little")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-embodied.json")
+    options = parser.parse_args()
+    steps, rounds = (4, 1) if options.quick else (options.steps, options.rounds)
+    before = os.getloadavg()[0]
+    lines: list[Line] = []
+    raced: dict[str, Result] = {}
+    if importlib.util.find_spec("mani_skill") is None:
+        reason = "ManiSkill is not installed: pip install 'rlinf[maniskill]'"
+        lines.append(Line("env steps/s, PullCube", "", reason, "", f">= {FASTER:g} x", "skipped"))
+    else:
+        raced, env_steps = runs(steps)
+        lines += [*speed(raced, env_steps), agreement(raced)]
+    lines += [*overlaps(50), *overheads(rounds, 5)]
+    Console(width=None if sys.stdout.isatty() else 200).print(table(lines))
+    after = os.getloadavg()[0]
+    print(f"\n{machine()}; {steps} turns, {rounds} rounds; load average {before:.1f} before, {after:.1f} after")
+    if options.save:
+        print(f"saved {save(lines, raced, (before, after)).relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What `benchmarks.embodied_learning` tries: tasks, policies and algorithms, and a script that shows how it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.actors.trajectory import Seen
+from rlinf.envs.base import Transition
+from rlinf.envs.toy import REACH, Reach
+from rlinf.runtime.actor import Actor, endpoint
+
+
+class SparseReach(Reach):
+    """The same task, rewarded only when it is solved: 1 for the step that solves it, 0 for every other."""
+
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        done = super().step(actions, active)
+        return replace(done, reward=done.terminated.float())
+
+
+class Expert(Actor):
+    """Goes straight to the target, as far as one action reaches. It is told where that is; policies must see it."""
+
+    @endpoint
+    async def act(self, key: tuple[int, int], seen: Seen, *, greedy: bool = False, keep: bool = True) -> Tensor:
+        """See `Decider.act`; actions [N, 1, A]."""
+        point, target = seen.observation["state"].chunk(2, 1)
+        return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Learning by demonstrations, then by acting."""
+
+    task: str
+    """In words, for the table."""
+    simulator: str
+    """Dotted path of its class."""
+    options: Mapping[str, Any]
+    """What the simulator is made with."""
+    policy: Mapping[str, Any]
+    """Configuration of the policy; sizes come from the simulator."""
+    algorithm: Mapping[str, Any]
+    """Name of the recipe and `overrides`."""
+    learning: Mapping[str, Any]
+    """Further settings of the trainer."""
+    demonstrations: int
+    """Episodes of the script."""
+    imitation: Mapping[str, Any]
+    """Steps, batch and learning rate of supervised learning."""
+    num_envs: int
+    """Environments to learn in."""
+    steps: int
+    """Of reinforcement learning."""
+    group_size: int = 1
+    """So many neighbouring environments begin alike."""
+    max_steps: int = 12
+    """Of an episode; each step of the flow lasts as long."""
+
+
+_LAYER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+
+CASES = {
+    # From pictures of 16 x 16 alone: what the script is told, the policy must see.
+    "vla-ppo": Case(
+        task="2-D, pixels, distance as reward",
+        simulator="rlinf.envs.toy.Reach",
+        options={"dims": 2, "pixels": 16},
+        policy={
+            "type": "vla",
+            "instruction": "reach",
+            "text_length": 6,
+            "state_size": 0,
+            "bins": 9,
+            "patch_size": 4,
+            "vision": _LAYER,
+            "decoder": _LAYER,
+        },
+        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+        learning={"lr": 6e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 128},
+        demonstrations=512,
+        imitation={"steps": 400, "batch": 64, "lr": 1e-3},
+        num_envs=64,
+        steps=60,
+    ),
+    # Nothing says how far the target is; episodes that began alike are compared, and where all of them or none solved
+    # the task there is nothing to learn.
+    "mlp-grpo": Case(
+        task="2-D, state, success as reward",
+        simulator="benchmarks.embodied_learning_cases.SparseReach",
+        options={"dims": 2},
+        # The running scale of states would jump in the first steps, since a dozen episodes say little about it.
+        policy={"type": "mlp", "hidden": [64, 64], "normalise": False, "value_level": None},
+        algorithm={"name": "grpo", "overrides": {"aggregation": {"how": "seq-mean-token-mean"}}},
+        learning={"lr": 1e-3, "epochs": 2, "minibatch": 256},
+        demonstrations=12,
+        imitation={"steps": 60, "batch": 64, "lr": 1e-3},
+        num_envs=128,
+        steps=30,
+        group_size=8,
+    ),
+}
+"""By the name of policy and algorithm."""
+
+
+def shrunk(case: Case) -> Case:
+    """The same in seconds, to see that it runs: it learns nothing worth the name."""
+    return replace(case, num_envs=2 * max(case.group_size, 4), steps=2, imitation={**case.imitation, "steps": 3})
+
+
+def parameters(counted: torch.nn.Module) -> int:
+    """How many numbers a policy learns."""
+    return sum(each.numel() for each in counted.parameters())

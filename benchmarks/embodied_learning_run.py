@@ -1,0 +1,121 @@
+"""One run of `benchmarks.embodied_learning`: demonstrations, supervised learning, reinforcement learning, trials.
+
+In: a case and a seed. Out: an `Outcome`. The roles and flows are those of a run by launch.py, all in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.embodied_learning_cases import Case, Expert, parameters
+from rlinf.actors.control_lesson import summary
+from rlinf.actors.deciding import Decider
+from rlinf.actors.imitating import ImitatingTrainer
+from rlinf.actors.simulation import Simulation
+from rlinf.flows.embodied import embodied
+from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.flows.imitate import imitate
+from rlinf.flows.record import record
+from rlinf.flows.trials import trials
+from rlinf.models.building import build_policy_model, fitted
+from rlinf.runtime.group import ActorGroup
+from rlinf.runtime.system import ActorSystem
+
+_SHOWN, _TRIED = 1 << 20, 1 << 21
+"""What seeds of demonstrations and of trials begin at, so that starts are others than those that are learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one run."""
+
+    case: str
+    """Its name."""
+    seed: int
+    """Of weights, episodes and actions; trials have the same starts in all runs of a case."""
+    parameters: int
+    """Of the policy."""
+    before: float
+    """Share of trials solved by the likeliest actions after imitation."""
+    after: float
+    """The same after reinforcement learning."""
+    curve: tuple[float, ...]
+    """Share of episodes solved with drawn actions, in every step."""
+    env_steps: int
+    """Of reinforcement learning."""
+    minutes: float
+    """From the first demonstration to the last trial."""
+    processor_minutes: float
+    """Of this time, what it computed."""
+    load: float
+    """The machine's load average over the last five minutes."""
+
+
+async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: int) -> Outcome:
+    """Learn, and see what was learned.
+
+    Args:
+        name, case: what to do.
+        seed: of the run.
+        directory: takes the demonstrations.
+        episodes: trials before and after.
+    """
+    began, computed = time.monotonic(), time.process_time()
+    async with ActorSystem.local() as system:
+        env, config = await _environments(system, case, seed)
+        learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
+        policy = await system.spawn(Decider, name="policy", policy=config)
+        trainer = await system.spawn(ImitatingTrainer, name="trainer", policy=config, **learning)
+        expert = await system.spawn(Expert, name="expert")
+        shown = await _simulation(system, case, "demonstrations", num_envs=8, auto_reset=False, seed=_SHOWN + seed)
+        await record(shown, expert, directory, case.demonstrations)
+        await imitate(policy, trainer, directory, **case.imitation)
+        tried = await _simulation(system, case, "trials", num_envs=episodes, auto_reset=False, seed=_TRIED)
+        before = await _solved(tried, policy, episodes)
+        curve, env_steps = await _steps(case, env, policy, trainer)
+        after = await _solved(tried, policy, episodes)
+    return Outcome(
+        name,
+        seed,
+        parameters(build_policy_model(config)),
+        before,
+        after,
+        tuple(curve),
+        env_steps,
+        (time.monotonic() - began) / 60,
+        (time.process_time() - computed) / 60,
+        os.getloadavg()[1],
+    )
+
+
+async def _environments(system: ActorSystem, case: Case, seed: int) -> tuple[ActorGroup, dict[str, Any]]:
+    """Environments to learn in, and the configuration of a policy that fits them."""
+    env = await _simulation(
+        system, case, "env", num_envs=case.num_envs, slices=2, group_size=case.group_size, seed=seed
+    )
+    sizes = await env[0].shapes()
+    return env, fitted({**case.policy, "seed": seed}, sizes["shapes"], sizes["action_size"])
+
+
+async def _simulation(system: ActorSystem, case: Case, name: str, **settings: Any) -> ActorGroup:
+    about = {"simulator": case.simulator, "options": dict(case.options), "max_steps": case.max_steps, "workers": 0}
+    return await system.spawn(Simulation, name=name, **about, **settings)
+
+
+async def _steps(case: Case, env: ActorGroup, policy: ActorGroup, trainer: ActorGroup) -> tuple[Sequence[float], int]:
+    """Take the steps; what was solved in each, and how many steps environments did in all."""
+    curve, env_steps = [], 0.0
+    for index in range(case.steps):
+        metrics = await embodied(EmbodiedStep(index, case.max_steps, 2), env, policy, trainer)
+        curve.append(metrics["success_once"])
+        env_steps += metrics["env_steps"]
+    return curve, int(env_steps)
+
+
+async def _solved(env: ActorGroup, policy: ActorGroup, episodes: int) -> float:
+    return summary(await trials(env, policy, episodes))["success_once"]

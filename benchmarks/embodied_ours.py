@@ -1,0 +1,39 @@
+"""Our side of `benchmarks.embodied`: a configured run through the front door, with its steps timed.
+
+`python -m benchmarks.embodied_ours --config FILE key=value ...` is `launch.py` with a flow that waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from benchmarks.peers.grpo_job import Result, Stopwatch
+from rlinf import __version__
+from rlinf.flows.embodied import embodied
+from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.launch import main
+
+FLOW = "benchmarks.embodied_ours.timed"
+
+result = Result(version=f"rlinf {__version__}")
+_watch = Stopwatch(result)
+
+
+async def timed(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
+    """`rlinf.flows.embodied`, when it is our turn."""
+    _watch.over()
+    await asyncio.to_thread(_watch.wait)  # the event loop goes on: workers may die meanwhile
+    _watch.begin()
+    metrics = await embodied(step, env, policy, trainer)
+    result.rewards.append(metrics["reward/mean"])
+    return metrics
+
+
+if __name__ == "__main__":
+    from benchmarks import embodied_ours  # the module that the flow is found in, which this one, `__main__`, is not
+
+    code = main()
+    embodied_ours.result.tell()
+    sys.exit(code)

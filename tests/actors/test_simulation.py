@@ -1,0 +1,111 @@
+"""The simulation as an actor: what is drawn follows from seeds alone, and what was saved goes on."""
+
+import pytest
+import torch
+
+from rlinf.actors.simulation import Simulation
+from rlinf.runtime.system import ActorSystem
+from tests.actors.programs.control import REACH
+
+SETTINGS = {"simulator": REACH, "workers": 0, "num_envs": 4, "max_steps": 3, "options": {"wind": True}}
+
+
+def actions(seen):
+    """Of each environment by its own seed."""
+    return torch.stack([torch.rand(2, 1, generator=torch.Generator().manual_seed(int(s))) for s in seen.seeds]) * 2 - 1
+
+
+async def episodes(system, name, steps=4, hosts=(0,), **settings):
+    """Observations and seeds of all environments, one row per time; and what a policy must fit."""
+    env = await system.spawn(Simulation, hosts=list(hosts), name=name, **{**SETTINGS, **settings})
+    found = []
+    for rank in range(len(env)):
+        slices = []
+        for number in range(settings.get("slices", 1)):
+            seen = await env[rank].reset(number, 6)
+            rows = [(seen.observation["state"], seen.seeds)]
+            for _ in range(steps):
+                seen = await env[rank].step(number, actions(seen))
+                rows.append((seen.observation["state"], seen.seeds))
+            slices.append(rows)
+        found.append([[torch.cat([s[time][part] for s in slices]) for part in (0, 1)] for time in range(steps + 1)])
+    return env, found
+
+
+@pytest.mark.parametrize(
+    "settings", [{"slices": 2}, {"slices": 4}, pytest.param({"workers": 2}, marks=pytest.mark.slow)]
+)
+async def test_slices_and_workers_change_nothing(settings):
+    async with ActorSystem.local() as system:
+        _, (whole,) = await episodes(system, "one")
+        _, (parts,) = await episodes(system, "many", **settings)
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+
+
+async def test_every_rank_time_epoch_and_environment_draws_for_itself():
+    async with ActorSystem.local(2) as system:
+        env, found = await episodes(system, "env", hosts=(0, 1))
+        seeds = [tuple(row[1].tolist()) for rank in found for row in rank]
+        again = await env[0].reset(0, 7)
+        everything = [seed for row in seeds for seed in row] + again.seeds.tolist()
+        assert len(set(everything)) == len(everything)
+        assert not torch.equal(found[0][0][0], found[1][0][0])  # other starts on the other rank
+        assert not torch.equal(again.observation["state"], found[0][0][0])
+        assert torch.equal((await env[0].reset(0, 6)).observation["state"], found[0][0][0])
+
+
+async def test_groups_begin_alike_and_draw_differently():
+    async with ActorSystem.local() as system:
+        _, (found,) = await episodes(system, "env", group_size=2, slices=2)
+    state, seeds = found[0]
+    assert torch.equal(state[0], state[1])
+    assert torch.equal(state[2], state[3])
+    assert not torch.equal(state[0], state[2])
+    assert len(set(seeds.tolist())) == 4
+
+
+async def test_to_observe_is_to_go_on_where_a_slice_stands():
+    async with ActorSystem.local() as system:
+        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        first = await env.observe(1, 5)
+        same = await env.reset(1, 5)
+        assert torch.equal(first.observation["state"], same.observation["state"])  # it had none, so it began
+        moved = await env.step(1, actions(first))
+        seen = await env.observe(1, 6)
+        assert seen.chunk is None
+        assert torch.equal(seen.observation["state"], moved.observation["state"])
+        assert torch.equal(seen.seeds, moved.seeds)
+        assert (await env.observe(0, 6)).first == 0
+
+
+async def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
+    async with ActorSystem.local() as system:
+        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        seen = await env.step(1, actions(await env.reset(1, 5)))
+        torch.save(await env.state(), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)  # plain values, as a checkpoint must be
+        again = (await system.spawn(Simulation, name="again", slices=2, **SETTINGS))[0]
+        await again.restore(state)
+        for _ in range(5):
+            mine, theirs = await again.step(1, actions(seen)), await env.step(1, actions(seen))
+            assert torch.equal(mine.observation["state"], theirs.observation["state"])
+            assert torch.equal(mine.seeds, theirs.seeds)
+            assert mine.chunk.episodes == theirs.chunk.episodes
+            seen = mine
+        fresh = await again.observe(0, 9)  # the other slice had nothing to save
+        assert torch.equal(fresh.observation["state"], (await env.reset(0, 9)).observation["state"])
+
+
+async def test_a_state_of_other_slices_is_refused():
+    async with ActorSystem.local() as system:
+        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        with pytest.raises(ValueError, match="1 slices of environments were saved, and there are 2"):
+            await env.restore([{}])
+
+
+async def test_it_says_what_a_policy_must_fit():
+    async with ActorSystem.local() as system:
+        env = (await system.spawn(Simulation, name="env", **{**SETTINGS, "options": {"dims": 2, "pixels": 8}}))[0]
+        assert await env.shapes() == {"shapes": {"state": (4,), "rgb": (8, 8, 3)}, "action_size": 2, "max_steps": 3}

@@ -1,0 +1,123 @@
+"""`benchmarks.embodied` judges its rows by their bars, and its plain loop does what our flow does."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import embodied_plain
+from benchmarks.embodied import CONFIG, OURS, PLAIN, agreement, job_of, overlaps, speed, table
+from benchmarks.embodied_modelled import Case
+from benchmarks.embodied_overhead import overhead
+from benchmarks.embodied_plain import Job, Loop
+from benchmarks.peers.grpo_job import Result
+from rlinf.actors.control_trainer import ControlTrainer
+from rlinf.actors.deciding import Decider
+from rlinf.actors.simulation import Simulation
+from rlinf.config_embodied import load_embodied
+from rlinf.envs.toy import Reach
+from rlinf.flows.embodied import embodied
+from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.runtime.system import ActorSystem
+
+JOB = Job(
+    options={}, policy={"type": "mlp", "hidden": [16], "state_size": 2, "action_size": 1}, seed=3, steps=3, num_envs=8,
+    workers=1, horizon=10, epochs=2, minibatch=30, kl_stop=None, gamma=0.9, lam=0.8, lr=1e-3, grad_clip=0.5,
+)  # fmt: skip
+PPO = {
+    "advantage.gamma": 0.9, "advantage.lam": 0.8, "loss.dual_clip": None, "critic.clip": None, "critic.error": "square",
+}  # fmt: skip
+
+
+class Reaching:
+    """The toy in the place of worker processes; nothing ends before the horizon."""
+
+    def __init__(self, job, simulator):
+        self.simulator = Reach(job.num_envs)
+        self.all = torch.arange(job.num_envs)
+
+    def reset(self, seeds):
+        return self.simulator.reset(torch.from_numpy(seeds), self.all)["state"]
+
+    def step(self, actions):
+        scaled = self.simulator.action_spec.scaled(torch.from_numpy(actions))
+        found = self.simulator.step(scaled, torch.ones_like(self.all, dtype=torch.bool))
+        return [found.observation["state"], found.reward]
+
+
+async def our_run():
+    async with ActorSystem.local() as system:
+        roles = {
+            "env": await system.spawn(
+                Simulation, name="env", simulator="rlinf.envs.toy.Reach", num_envs=8, workers=0, slices=2, seed=3,
+                ignore_terminations=True, max_steps=10,
+            ),
+            "policy": await system.spawn(Decider, name="policy", policy=JOB.policy),
+            "trainer": await system.spawn(
+                ControlTrainer, name="trainer", policy=JOB.policy, algorithm={"name": "ppo", "overrides": PPO}, seed=3,
+                lr=JOB.lr, epochs=JOB.epochs, minibatch=JOB.minibatch, grad_clip=JOB.grad_clip,
+            ),
+        }  # fmt: skip
+        means = [(await embodied(EmbodiedStep(index, 10, 2), **roles))["reward/mean"] for index in range(3)]
+        return means, dict((await roles["trainer"].weights()).named())
+
+
+def test_the_plain_loop_learns_what_our_flow_learns(monkeypatch):
+    monkeypatch.setattr(embodied_plain, "Workers", Reaching)
+    loop = Loop(JOB, "ours")
+    means = [loop.round(index) for index in range(JOB.steps)]
+    ours, weights = asyncio.run(our_run())
+    assert means == pytest.approx(ours, abs=1e-4)
+    for name, tensor in loop.policy.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=1e-3, msg=lambda text, name=name: name + text)
+
+
+def test_the_job_is_the_configurations():
+    job = job_of(load_embodied(CONFIG), steps=2)
+    assert (job.num_envs, job.workers, job.horizon, job.minibatch) == (32, 2, 50, 100)
+    assert (job.gamma, job.lam, job.kl_stop, job.lr) == (0.8, 0.9, 0.1, 3e-4)
+    assert job.options["id"] == "PullCube-v1"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 6))
+def test_no_loop_is_faster_than_its_bound(slices, simulation, inference, horizon):
+    case = Case(slices, float(simulation), float(inference))
+    assert case.took(horizon) >= case.bound(horizon) - 1e-9
+
+
+def test_one_slice_waits_for_itself_and_two_overlap():
+    assert Case(1, 2.0, 1.0).took(10) == pytest.approx(30.0)
+    assert Case(2, 2.0, 1.0).took(10) == pytest.approx(41.0)  # twice the work of 20 in 1.37 times 30
+
+
+def test_the_flow_overlaps_as_far_as_its_stages_allow():
+    assert [line.verdict for line in overlaps(horizon=20)] == ["pass"] * 3
+
+
+def test_overhead_is_measured_around_nothing():
+    found = overhead(4, 2, steps=1, workers=0, horizon=5)
+    assert found.cpu > 0
+    assert 0 < found.wall < 1
+
+
+def results(ours, plain, rewards=(1.0, 2.0)):
+    return {name: Result("1", seconds=[9.0, *seconds], rewards=list(rewards))
+            for names, seconds in ((OURS, ours), (PLAIN, plain)) for name in names}  # fmt: skip
+
+
+def test_speed_is_compared_turn_by_turn_after_the_first():
+    found = list(speed(results([1.0, 2.0, 4.0], [1.4, 2.8, 5.6]), 100))  # a machine that slows
+    assert {line.compared for line in found} == {"1.40 x (1.40 to 1.40)"}
+    assert {line.verdict for line in found} == {"pass"}
+    assert {line.verdict for line in speed(results([1.0], [1.2]), 100)} == {"LOST"}
+    assert table(found).row_count == 4
+
+
+def test_work_that_differs_is_seen():
+    same = results([1.0], [1.0])
+    assert agreement(same).verdict == "pass"
+    next(iter(same.values())).rewards[0] = 1.1
+    assert agreement(same).verdict == "LOST"

@@ -26,6 +26,8 @@ from .errors import RuntimeFault, UserError
 from .flat_bytes import flat_bytes
 
 T = TypeVar("T")
+_LEAVE_SECONDS = 5.0
+"""For a group's own threads to end: milliseconds, unless an operation is under way."""
 
 
 class CollectiveError(RuntimeFault):
@@ -57,6 +59,7 @@ class Group:
         self._limit = timedelta(seconds=deadline)
         self._thread = ComputeThread(f"group {name}", asyncio.get_running_loop())
         self._waiting: dict[asyncio.Future[Any], str] = {}
+        self._inside: set[asyncio.Future[Any]] = set()
         self._broken: CollectiveError | None = None
 
     async def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
@@ -175,7 +178,9 @@ class Group:
         if self._backend is not None:
             release = [self._backend]
             self._backend = None
-            in_thread(release.clear)  # the destructor waits for operations under way, perhaps until their deadline
+            # Threads that are inside the backend when the interpreter ends would abort the process. They leave as soon
+            # as the other members have left too; but an operation may hang, so they are not waited for for ever.
+            await asyncio.wait([in_thread(release.clear), *self._inside], timeout=_LEAVE_SECONDS)
 
     def __repr__(self) -> str:
         return f"group {self.name!r} of hosts {list(self.ranks)}"
@@ -189,7 +194,10 @@ class Group:
         begun = time.monotonic()
         try:
             work = await self._thread.run(post, self._backend)
-            done = in_thread(lambda: work.wait(self._limit))
+            inside = in_thread(lambda: work.wait(self._limit))
+            self._inside.add(inside)
+            inside.add_done_callback(self._inside.discard)
+            done = _following(inside)
             self._waiting[done] = operation
             try:
                 await done
@@ -225,6 +233,18 @@ def _into(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _following(future: asyncio.Future[T]) -> asyncio.Future[T]:
+    """A future that ends as another does, unless it was ended before."""
+    follower: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def ended(_: asyncio.Future[T]) -> None:
+        error = future.exception()
+        _settle(follower, None if error is not None else future.result(), error)
+
+    future.add_done_callback(ended)
+    return follower
+
+
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
 
@@ -246,7 +266,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
     if error is None:

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from benchmarks.embodied_modelled import RATIOS, SLICES, overlap
 from benchmarks.embodied_ours import FLOW
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job
+from benchmarks.grpo_judging import Line
 from benchmarks.grpo_turns import Command, in_turn
 from benchmarks.peers.grpo_job import Result
 from benchmarks.runtime import machine
@@ -44,24 +45,6 @@ OURS = {f"rlinf, {slices} slice{'s' * (slices > 1)}": slices for slices in (1, 2
 PLAIN = {"plain loop, our adapter in its workers": "ours", "plain loop, ManiSkill's own wrapper": "theirs"}
 WARM_UP = 1
 """Turns that are not counted: the first steps of an episode load meshes and code."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One figure."""
-
-    what: str
-    """In words."""
-    ours: str
-    """Our number."""
-    other: str
-    """Whom it is compared with, and their number."""
-    compared: str
-    """The two in one number."""
-    bar: str
-    """What that number has to be; empty where it is for information."""
-    verdict: str
-    """pass, LOST, skipped, or nothing where there is no bar."""
 
 
 def job_of(config: EmbodiedConfig, steps: int) -> Job:

@@ -26,7 +26,7 @@ class Line:
     compared: str
     """The two in one number."""
     bar: str
-    """What that number has to be."""
+    """What that number has to be; empty where it is for information."""
     verdict: str
     """pass, LOST, skipped, or nothing where there is no bar."""
 

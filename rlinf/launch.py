@@ -183,7 +183,7 @@ def _main_of(config: RunConfig | EmbodiedConfig) -> Main:
         prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
         return lambda system, directory, begun: learn(system, config, prepared, directory, begun)
     from rlinf.embodied import learn_by_acting
-    from rlinf.embodied import prepared as control_prepared
+    from rlinf.embodied_roles import prepared as control_prepared
 
     code = control_prepared(config)
     return lambda system, directory, begun: learn_by_acting(system, config, code, directory, begun)

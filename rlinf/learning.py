@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from rlinf.held_out import compared, in_words, rows
 from rlinf.html_report import write_report
 from rlinf.metrics.alarm import MismatchAlarm
 from rlinf.metrics.recorder import Recorder
-from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.preparation import Prepared
 from rlinf.problems import answers_of, evaluation_of, evaluation_settings, load_problems
-from rlinf.report import Report
+from rlinf.report import Report, tracking_of
 from rlinf.role_states import follow_warm_up, restore_roles, save_roles
 from rlinf.roles import Roles, spawn_roles
 from rlinf.run_directory import Checkpoint, RunDirectory
@@ -80,9 +78,7 @@ async def learn(
     )
     order = (*ROLES, *BESIDE_THE_TRAINER)
     report.begins({role: roles[role].hosts for role in order if role in roles})
-    wanted = chosen(tensorboard=config.metrics.tensorboard, wandb=config.metrics.wandb, swanlab=config.metrics.swanlab)
-    about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
-    tracking = Tracking(wanted, about, report.line)
+    tracking = tracking_of(config, directory, begun, report)
     async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
         run = Run(config, prepared, directory, problems, roles, report, recorder)
         try:

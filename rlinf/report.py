@@ -13,13 +13,17 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, TextIO
 
+from rlinf.config import RunConfig
+from rlinf.config_embodied import EmbodiedConfig
 from rlinf.metrics.live import LiveView
 from rlinf.metrics.table import ProgressTable
 from rlinf.metrics.timing import sentence
-from rlinf.run_directory import RunDirectory
+from rlinf.metrics.tracking import Tracked, Tracking, chosen
+from rlinf.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.errors import ActorDied
 from rlinf.runtime.observer import Watch
 
@@ -162,6 +166,16 @@ class Report:
         now = time.perf_counter()
         lap, self._since = now - self._since, now
         return lap
+
+
+def tracking_of(
+    config: RunConfig | EmbodiedConfig, directory: RunDirectory, begun: Checkpoint | None, report: Report
+) -> Tracking:
+    """The trackers that a configuration wants, from the step on where its run goes on; their trouble is reported."""
+    metrics = config.metrics
+    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
+    return Tracking(wanted, about, report.line)
 
 
 async def _follow(watch: Watch, view: LiveView) -> None:

@@ -6,8 +6,6 @@ ranks, one collective after the other, and divided once: it does not matter how 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.actors.learner import over_ranks
+from rlinf.actors.mean_step import mean_step
 from rlinf.algos.apply import MicroBatch, loss_of, value_loss_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.sums import LossSum
@@ -123,23 +121,20 @@ class ControlLearner:
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
-        self.optimizer.zero_grad()
         policy_loss, value_loss = self._losses(mine, spec)
         weights = torch.stack([policy_loss.weight, value_loss.weight if value_loss is not None else policy_loss.weight])
-        weights = self.added(weights.double())
+        weights = self._added(weights.double())
         if float(weights[0]) == 0:
             return policy_loss.detach(), {}
         loss = policy_loss
         if value_loss is not None and float(weights[1]) > 0:  # each is divided by its own count
             loss = policy_loss.plus(value_loss, self._value_coef * float(weights[0] / weights[1]))
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        gradients = list(self._gradients())
-        self._add_gradients(gradients)
-        square = _square(gradients) if self._leads else torch.zeros((), dtype=torch.float64)
-        gathered, total = over_ranks(loss.detach(), square, self._mesh)
-        return gathered, self._step(gathered, gradients, total)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        gathered, norm = mean_step(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 
-    def added(self, sums: Tensor) -> Tensor:
+    def _added(self, sums: Tensor) -> Tensor:
         """Sums of all ranks, float64."""
         if self._mesh is not None:
             dist.all_reduce(sums, group=self._mesh.get_group())
@@ -162,41 +157,3 @@ class ControlLearner:
             return loss, None
         values = found.values.reshape(mine.returns.shape)
         return loss, value_loss_of(spec, values, mine.values, mine.returns, mine.value_mask)
-
-    def _gradients(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:  # this rank's share had no use for it; another's may
-                    parameter.grad = torch.zeros_like(parameter)
-                yield parameter.grad
-
-    def _add_gradients(self, gradients: list[Tensor]) -> None:
-        if self._mesh is None:
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=self._mesh.get_group())
-        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    @property
-    def _leads(self) -> bool:
-        """Gradients are the same on all ranks by now, so one of them says how long they are."""
-        return self._mesh is None or self._mesh.get_local_rank() == 0
-
-    def _step(self, gathered: LossSum, gradients: list[Tensor], square: float) -> dict[str, float]:
-        count = float(gathered.weight)
-        norm = math.sqrt(square) / count
-        loss = float(gathered.mean())
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad()
-            raise FloatingPointError(
-                f"loss {loss} and gradient norm {norm} are not both finite: the step was not taken. A smaller learning "
-                "rate is the usual cure"
-            )
-        torch._foreach_mul_(gradients, min(1.0, self._grad_clip / (norm + 1e-6)) / count)
-        self.optimizer.step()
-        return {"loss": loss, "grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -219,15 +219,6 @@ class ControlTrainer(JointActor):
 
         return await self.jointly(read)
 
-    async def _open_mesh(self) -> None:
-        hosts = self.group.hosts
-        if len(set(hosts)) < len(hosts):
-            raise ValueError(f"trainer: two ranks on one host, {hosts}: each needs a process of its own")
-        if self.world_size > 1:
-            name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self.mesh = await self.system.collectives.mesh(name, hosts, kind)
-
 
 def _on(batch: Lesson, device: torch.device) -> Lesson:
     if device.type == "cpu":

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlinf.actors.receiving import Receiver
 from rlinf.actors.trajectory import Seen, Trajectory
 from rlinf.algos.episodes import Chunks, without_lost
-from rlinf.data.weights import Weights
+from rlinf.data.weights import Weights, misfits
 from rlinf.envs.episodes import Chunk, Episode
 from rlinf.models.base import Act, Policy
 from rlinf.models.building import build_policy_model, load_policy
@@ -94,11 +94,9 @@ class Decider(Receiver):
         return self._version
 
     async def check_weights(self, weights: Weights) -> None:
-        mine = {name: tuple(tensor.shape) for name, tensor in self._policy.state_dict().items()}
-        theirs = {slot.name: slot.shape for slot in weights.layout}
-        if mine != theirs:
-            odd = sorted({name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)})
-            raise ValueError(f"published weights are not those of this policy: {', '.join(odd[:4])} differ")
+        own = {name: tuple(tensor.shape) for name, tensor in self._policy.state_dict().items()}
+        if problems := misfits(own, weights.shapes):
+            raise ValueError(f"published weights are not those of this policy: {problems}")
 
     async def switch_weights(self, weights: Weights) -> None:
         await self.compute(self._policy.load_state_dict, dict(weights.named()))

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.runtime.actor import Actor, Gang, current_call, endpoint
@@ -69,6 +70,31 @@ class JointActor(Actor):
         self._turn: Lock | None = None
         self._broken: str | None = None
         """Why ranks may differ in what they did."""
+
+    @property
+    def _role(self) -> str:
+        """Name of the group, such as "trainer"."""
+        return self.group.names[0].partition("[")[0]
+
+    async def _open_mesh(self, always: bool = False) -> None:
+        """Make the device mesh of all ranks; part of `setup`.
+
+        Args:
+            always: for a single rank too, as mixed precision needs it.
+
+        Raises:
+            ValueError: two ranks are on one host.
+        """
+        hosts = self.group.hosts
+        if len(set(hosts)) < len(hosts):
+            raise ValueError(
+                f"{self._role}: two ranks on one host, {hosts}: each needs a process of its own, so name every host "
+                "once"
+            )
+        if self.world_size > 1 or always:
+            name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            self.mesh = await self.system.collectives.mesh(name, hosts, kind)
 
     async def jointly(
         self, body: Body[R], given: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None

@@ -131,11 +131,6 @@ class LearningActor(JointActor):
         """Of `optimizer`."""
         return self._learner.schedule
 
-    @property
-    def _role(self) -> str:
-        """Name of the group, such as "trainer"."""
-        return self.group.names[0].partition("[")[0]
-
     # What a subclass says ----------------------------------------------------------------------------------------
 
     def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
@@ -307,19 +302,6 @@ class LearningActor(JointActor):
     async def onload(self) -> None:
         """Bring model and optimizer back to the device."""
         await self.compute(move, cast(Any, self.module), self.optimizer, self.device)
-
-    async def _open_mesh(self, always: bool) -> None:
-        """The device mesh of all ranks; for a single one only if `always`, as mixed precision needs it."""
-        hosts = self.group.hosts
-        if len(set(hosts)) < len(hosts):
-            raise ValueError(
-                f"{self._role}: two ranks on one host, {hosts}: each needs a process of its own, so name every host "
-                "once"
-            )
-        if self.world_size > 1 or always:
-            name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self.mesh = await self.system.collectives.mesh(name, hosts, kind)
 
 
 class _Between:

@@ -29,7 +29,7 @@ from rlinf.data.batch import Row, cut, pack
 from rlinf.data.iterate import each
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.data.weights import Weights
+from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers import InThreads
 from rlinf.runtime.actor import endpoint
 
@@ -202,20 +202,8 @@ class Reference(Receiver):
     def _check(self, arrived: Mapping[str, tuple[int, ...]], which: str) -> None:
         """Raise ValueError if weights of these names and shapes are not this model's."""
         own = {name: tuple(parameter.shape) for name, parameter in self._exact.named_parameters()}
-        problems = [
-            *(f"missing {name}" for name in own.keys() - arrived.keys()),
-            *(f"unknown {name}" for name in arrived.keys() - own.keys()),
-            *(
-                f"{name} is {list(arrived[name])} where the model has {list(own[name])}"
-                for name in own.keys() & arrived.keys()
-                if arrived[name] != own[name]
-            ),
-        ]
-        if problems:
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise ValueError(
-                f"the weights of {which} do not fit {self._cell.name}: {'; '.join(sorted(problems)[:5])}{more}"
-            )
+        if problems := misfits(own, arrived):
+            raise ValueError(f"the weights of {which} do not fit {self._cell.name}: {problems}")
 
     @torch.no_grad()
     def _move_towards(self, others: Mapping[str, Tensor], share: float) -> None:

@@ -8,7 +8,7 @@ allocated is the caller's choice, so that they can lie in memory that other proc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -103,6 +103,11 @@ class Weights:
             flat = self.buckets[slot.bucket][slot.offset : slot.offset + prod(slot.shape)]
             yield slot.name, flat.view(slot.shape)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor by name."""
+        return {slot.name: slot.shape for slot in self.layout}
+
     def verify(self) -> None:
         """See that the buckets hold what was packed. Blocking.
 
@@ -118,6 +123,26 @@ class Weights:
                     f"{inside[-1]}, {bucket.nbytes} bytes) has checksum {found:08x} instead of {expected:08x}: "
                     "somebody wrote to it after it was packed, or it was changed on the way"
                 )
+
+
+def misfits(own: Mapping[str, tuple[int, ...]], arrived: Mapping[str, tuple[int, ...]]) -> str:
+    """How tensors that arrived differ from a model's own, by name and shape, in words; empty if they do not.
+
+    Args:
+        own: shape of each of the model's tensors.
+        arrived: shape of each of the others.
+    """
+    problems = [
+        *(f"missing {name}" for name in own.keys() - arrived.keys()),
+        *(f"unknown {name}" for name in arrived.keys() - own.keys()),
+        *(
+            f"{name} is {list(arrived[name])} where the model has {list(own[name])}"
+            for name in own.keys() & arrived.keys()
+            if arrived[name] != own[name]
+        ),
+    ]
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(sorted(problems)[:5]) + more
 
 
 def checksum(bucket: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from rlinf.data.weights import Weights
+from rlinf.data.weights import Weights, misfits
 from rlinf.engines.cache import Band, BandCache, Layers
 
 
@@ -91,23 +91,12 @@ class ModelForward:
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError if `weights` are not this model's, by name and shape; changes nothing."""
-        parameters = dict(self._model.named_parameters())
-        arrived = dict(weights.named())
-        problems = [
-            *(f"missing {name}" for name in parameters.keys() - arrived.keys()),
-            *(f"unknown {name}" for name in arrived.keys() - parameters.keys()),
-            *(
-                f"{name} is {list(arrived[name].shape)} where the model has {list(parameter.shape)}"
-                for name, parameter in parameters.items()
-                if name in arrived and arrived[name].shape != parameter.shape
-            ),
-            *(f"{name} is of {tensor.dtype}" for name, tensor in arrived.items() if not tensor.dtype.is_floating_point),
-        ]
-        if problems:
+        own = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        kinds = {name: tensor.dtype for name, tensor in weights.named()}
+        odd = "; ".join(f"{name} is of {kind}" for name, kind in kinds.items() if not kind.is_floating_point)
+        if problems := misfits(own, weights.shapes) or odd:
             raise ValueError(
-                f"weights of version {weights.version} do not fit {type(self._model).__name__}: "
-                + "; ".join(sorted(problems)[:5])
-                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+                f"weights of version {weights.version} do not fit {type(self._model).__name__}: {problems}"
             )
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.flows.interaction import interactions
 
 
 async def sac(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
@@ -21,18 +22,7 @@ async def sac(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[s
     Returns:
         The trainer's metrics.
     """
-
-    async def interact(rank: int, number: int) -> Any:
-        simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
-        seen = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
-        for _ in range(step.horizon):
-            actions = decider.act(key, seen)
-            seen = simulation.step(number, actions)
-            await actions  # keeps pace; what was seen does not pass through here
-        return decider.trajectory(key, seen)  # a promise: it goes from the policy to the trainer
-
-    slices = [(rank, number) for rank in range(len(env)) for number in range(step.slices)]
-    learned, *lived = await asyncio.gather(trainer.learn(), *(interact(*each) for each in slices))
+    learned, *lived = await asyncio.gather(trainer.learn(), *interactions(step, env, policy))
     metrics: dict[str, float] = await trainer.remember(lived)
     await policy.load(trainer.weights())
     return {**learned, **metrics}

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlinf.data.seeds import GAMMA
+from rlinf.data.uniforms import uniforms as counted
 
 Generator: TypeAlias = torch.Generator | Tensor | None
 """A generator; a seed per row, int64 [N], best of `data.seeds.mix`; or None for torch's global generator."""
@@ -38,7 +38,7 @@ def uniforms(generator: Generator, rows: int, count: int, device: torch.device) 
             raise ValueError(
                 f"seeds must be int64 [{rows}], one per row, not {generator.dtype} {list(generator.shape)}"
             )
-        return _counted(generator.to(device), count)
+        return counted(generator.to(device)[:, None], torch.arange(count, device=device))
     source = device if generator is None else generator.device
     return torch.rand(rows, count, generator=generator, dtype=torch.float64, device=source).to(device)
 
@@ -55,19 +55,3 @@ def normals(noise: Tensor) -> Tensor:
     inside = (noise + 2.0**-54).clamp(max=1.0 - 2.0**-53)  # the largest would be rounded to 1, which is at infinity
     found: Tensor = torch.special.ndtri(inside)
     return found.float()
-
-
-def _counted(seeds: Tensor, count: int) -> Tensor:
-    z = seeds[:, None] + torch.arange(1, count + 1, device=seeds.device) * _signed(GAMMA)
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(z ^ _shift(z, 31), 11).double() * 2.0**-53
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int64 shifts copy the sign bit in, so it is masked away."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word

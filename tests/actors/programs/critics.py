@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 import rlinf
 from rlinf import Actor, Stream, endpoint
 from rlinf.actors.critic import Critic
-from rlinf.actors.sharding import local
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.weights import Weights
 from rlinf.flows.ppo import ppo
 from rlinf.flows.step import Step
 from tests.actors import toys
+from tests.actors.watched import Watched
 
 GAMMA, LAM, CLIP, DELTA = 0.9, 0.8, 0.2, 0.3
 ALGORITHM = {
@@ -93,36 +93,8 @@ def told(batch: Sequence[Group], seed: int = 0) -> list[Group]:
 # Over ranks ----------------------------------------------------------------------------------------------------------
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """A tensor from all its slices."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-class Watched(Critic):
-    """Keeps the gradients of every optimizer step, as the optimizer saw them."""
-
-    async def setup(self, **settings: Any) -> None:  # type: ignore[override]
-        await super().setup(**settings)
-        self.seen: list[dict[str, torch.Tensor]] = []
-        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
-
-        def look(optimizer: Any, *_: Any) -> None:
-            parameters = optimizer.param_groups[0]["params"]
-            self.seen.append({named[id(p)]: whole(p.grad) for p in parameters if p.grad is not None})
-
-        self.optimizer.register_step_pre_hook(look)
-
-    @endpoint(device=True, joint=True)
-    async def inspect(self) -> dict[str, Any]:
-        async def look(_: None) -> dict[str, Any]:
-            return await self.compute(self._inspect)
-
-        return await self.jointly(look)
-
-    def _inspect(self) -> dict[str, Any]:
-        weights = {name: whole(tensor) for name, tensor in self.model.named_parameters()}
-        mine = sum(local(parameter).numel() for parameter in self.model.parameters())
-        return {"gradients": self.seen, "weights": weights, "slice": mine}
+class WatchedCritic(Watched, Critic):
+    """A critic that is watched."""
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,7 +110,7 @@ async def learned(system: rlinf.ActorSystem, out: str) -> None:
     results = {}
     batch = toys.groups(7)
     for name, case in CASES.items():
-        critic = await system.spawn(Watched, name=name, **{**SETTINGS, **case})
+        critic = await system.spawn(WatchedCritic, name=name, **{**SETTINGS, **case})
         await critic.train(told(batch, seed=1))  # so that the head says something, and the layers have a gradient
         began = await critic.inspect()
         steps = len(began["gradients"])
@@ -160,7 +132,7 @@ async def from_policy(system: rlinf.ActorSystem) -> dict[str, Any]:
     """A critic with the layers of a policy that has learned, which it saves and restores."""
     trainer = await system.spawn(Trainer, name="policy", model=toys.configuration(), tokenizer=toys.ALPHABET, lr=0.01)
     await trainer.train(toys.groups(7))
-    critic = await system.spawn(Watched, name="loaded", model=toys.configuration(), **SETTINGS)
+    critic = await system.spawn(WatchedCritic, name="loaded", model=toys.configuration(), **SETTINGS)
     version = await critic.load(trainer.weights())
     published = await trainer.weights()
     taken = await critic.inspect()
@@ -218,7 +190,7 @@ async def spawned(system: rlinf.ActorSystem, where: dict[str, Any]) -> dict[str,
     return {
         "rollout": await system.spawn(Rollout, name="rollout", **where["rollout"]),
         "judge": await system.spawn(Judge, name="judge", hosts=[0]),
-        "critic": await system.spawn(Watched, name="critic", algorithm=ALGORITHM, **EACH, **where["critic"]),
+        "critic": await system.spawn(WatchedCritic, name="critic", algorithm=ALGORITHM, **EACH, **where["critic"]),
         "trainer": await system.spawn(Trainer, name="trainer", algorithm=ALGORITHM, **EACH, **where["trainer"]),
     }
 

@@ -13,42 +13,18 @@ import torch
 import rlinf
 from rlinf import Stream, endpoint
 from rlinf.actors.asking import asked_beside
-from rlinf.actors.lora import merged_named_parameters
 from rlinf.actors.modeling import build_model
-from rlinf.actors.sharding import local
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import spec
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import load_tokenizer
 from tests.actors import toys
+from tests.actors.watched import Watched
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """A tensor from all its slices."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-class Watched(Trainer):
-    """Keeps the gradients of every optimizer step, as the optimizer saw them."""
-
-    async def setup(self, **settings: Any) -> None:  # type: ignore[override]
-        await super().setup(**settings)
-        self.seen: list[dict[str, torch.Tensor]] = []
-        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
-
-        def look(optimizer: Any, *_: Any) -> None:
-            parameters = optimizer.param_groups[0]["params"]
-            self.seen.append({named[id(p)]: whole(p.grad) for p in parameters if p.grad is not None})
-
-        self.optimizer.register_step_pre_hook(look)
-
-    @endpoint(device=True, joint=True)
-    async def inspect(self) -> dict[str, Any]:
-        async def look(_: None) -> dict[str, Any]:
-            return await self.compute(self._inspect)
-
-        return await self.jointly(look)
+class Apprentice(Watched, Trainer):
+    """A trainer that is watched, and learns by many algorithms."""
 
     @endpoint(device=True, joint=True)
     async def become(self, algorithm: AlgorithmSpec, minibatches: int = 1, adapters_off: bool = False) -> None:
@@ -70,9 +46,7 @@ class Watched(Trainer):
         return self._batch.groups if self._batch is not None else []
 
     def _inspect(self) -> dict[str, Any]:
-        named = {name: whole(tensor) for name, tensor in merged_named_parameters(self.model)}
-        mine = sum(local(parameter).numel() for parameter in self.model.parameters())
-        return {"gradients": self.seen, "weights": named, "slice": mine, "packs": self.policy.packs}
+        return {**super()._inspect(), "packs": self.policy.packs}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -106,7 +80,7 @@ async def main(system: rlinf.ActorSystem) -> None:
             "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
             "logprob_chunk": 5, "algorithm": toys.SPEC, **cases[name],
         }  # fmt: skip
-        trainer = await system.spawn(Watched, name=name, **settings)
+        trainer = await system.spawn(Apprentice, name=name, **settings)
         batch = toys.groups(7)
         metrics = await trainer.train(Stream.of([batch[i] for i in (2, 0, 1, 5, 6, 3, 4)]))
         results[name] = {"metrics": metrics, **await trainer.inspect(), "samples": await trainer.samples(3)}
@@ -130,7 +104,7 @@ STILL: dict[str, Any] = {
 
 async def by_algorithm(system: rlinf.ActorSystem) -> dict[str, Any]:
     """The gradient of every algorithm; and what those that ask for log-probs before the update are told."""
-    trainer = await system.spawn(Watched, name="algorithms", **STILL)
+    trainer = await system.spawn(Apprentice, name="algorithms", **STILL)
     batch, found = toys.told(toys.groups(7)), {}
     for name, algorithm in toys.ALGORITHMS.items():
         await trainer.become(algorithm)
@@ -146,7 +120,7 @@ async def by_algorithm(system: rlinf.ActorSystem) -> dict[str, Any]:
 async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
     """Gradients of adapters towards a reference: the model without them, or a role that says the same."""
     lora = {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]}
-    trainer = await system.spawn(Watched, name="adapters", **{**STILL, "lr": 0.05}, lora=lora)
+    trainer = await system.spawn(Apprentice, name="adapters", **{**STILL, "lr": 0.05}, lora=lora)
     batch = toys.told(toys.groups(7))
     for _ in range(2):
         await trainer.train(batch)  # so that they have an effect
@@ -169,13 +143,13 @@ async def resumed(system: rlinf.ActorSystem, checkpoint: Path, begun: str) -> di
     """What a second batch makes of a trainer that goes on, and of one that resumes what another job has saved."""
     settings = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
     first, second = toys.groups(7), toys.groups(7, seed=1)
-    trainer = await system.spawn(Watched, name="continued", **settings)
+    trainer = await system.spawn(Apprentice, name="continued", **settings)
     await trainer.train(first)
     await trainer.save(checkpoint)
     await trainer.train(second)
     results = {"continued": await trainer.inspect()}
     if begun:
-        other = await system.spawn(Watched, name="resumed", seed=5, **settings)
+        other = await system.spawn(Apprentice, name="resumed", seed=5, **settings)
         version = await other.restore(begun)
         await other.train(second)
         results["resumed"] = {**await other.inspect(), "version": version}

@@ -1,0 +1,186 @@
+"""The code that an embodied configuration names, and the roles that run it.
+
+In: an `EmbodiedConfig`. Out: flow and algorithm; a handle per role, under the name by which a flow takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.actors.deciding import Decider
+from rlinf.actors.experience import OffPolicyDecider
+from rlinf.actors.imitating import ImitatingTrainer
+from rlinf.actors.off_policy_trainer import OffPolicyTrainer
+from rlinf.actors.simulation import Simulation
+from rlinf.algorithm_choice import control_algorithm_of
+from rlinf.algos.parts import GroupRelative
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config import ConfigError, InputError, Problem
+from rlinf.config_embodied import ROLES, SAC, EmbodiedConfig
+from rlinf.dotted import resolve
+from rlinf.envs.base import CannotSimulate
+from rlinf.envs.video import Recording
+from rlinf.models.building import fitted
+from rlinf.runtime.child import ChildDied
+from rlinf.runtime.errors import UserError
+from rlinf.runtime.group import ActorGroup
+from rlinf.runtime.system import ActorSystem
+
+Roles = dict[str, ActorGroup]
+"""`env`, `policy`, `trainer`, and `trials` where there are any."""
+TRIALS = "trials"
+NEW = ".new"
+"""Where videos are written until their trials are over."""
+_ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
+"""The last line of a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The code that a configuration names."""
+
+    flow: Callable[..., Awaitable[Mapping[str, float]]]
+    """One step."""
+    algorithm: AlgorithmSpec | None
+    """How trajectories become a gradient; None for soft actor-critic, which learns from single transitions."""
+
+
+def prepared(config: EmbodiedConfig) -> Prepared:
+    """Import what a configuration names.
+
+    Raises:
+        ConfigError: an algorithm or a flow that cannot be had.
+    """
+    algorithm = None
+    if config.algorithm.name != SAC:
+        try:
+            algorithm = control_algorithm_of(config)
+        except ValueError as error:
+            raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
+        if isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
+            advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
+            raise ConfigError([Problem("configuration", "env.fresh", "false", advice)])
+    path = config.flow or ("rlinf.flows.embodied" if algorithm is not None else "rlinf.flows.sac")
+    flow = resolve(path)
+    for name, parameter in inspect.signature(flow).parameters.items():
+        if name not in ("step", *ROLES) and parameter.default is parameter.empty:
+            advice = f"it takes {name}, which there is not; a flow may take step, {', '.join(ROLES)}"
+            raise ConfigError([Problem("configuration", "flow", path, advice)])
+    return Prepared(flow, algorithm)
+
+
+async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepared | None, videos: Path | None) -> Roles:
+    """Start the simulators, then the policy that fits them.
+
+    Args:
+        system: where.
+        config: what.
+        code: of `prepared`; None starts only what trials need.
+        videos: directory in which those of trials are kept; None for none.
+
+    Raises:
+        InputError: the simulator or the policy cannot be made, or they do not fit.
+    """
+    hosts = {role: getattr(config.placement, role) if system.hosts > 1 else [0] for role in ROLES}
+    env = config.env
+    shared: dict[str, Any] = {
+        "simulator": env.simulator,
+        "options": env.options,
+        "max_steps": env.max_steps,
+        "ignore_terminations": env.ignore_terminations,
+        "step_timeout": env.step_timeout,
+        "start_timeout": env.start_timeout,
+    }
+    spawning = {}
+    if code is not None:
+        own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+        spawning["env"] = system.spawn(Simulation, hosts=hosts["env"], name="env", seed=config.seed, **shared, **own)
+    if config.trials.episodes:
+        spawning[TRIALS] = system.spawn(
+            Simulation, hosts=hosts["env"][:1], name=TRIALS, **{**shared, **_trials(config, videos)}
+        )
+    try:
+        roles = await _together(spawning)
+        shapes = await next(iter(roles.values()))[0].shapes()
+        off_policy = config.algorithm.name == SAC
+        kind = config.policy.type or ("soft" if off_policy else "mlp")
+        policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+        made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+        acting = OffPolicyDecider if off_policy and code is not None else Decider
+        learning = {"policy": system.spawn(acting, hosts=hosts["policy"], name="policy", **made)}
+        if code is not None:
+            training = OffPolicyTrainer if off_policy else ImitatingTrainer
+            settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
+            learning["trainer"] = system.spawn(
+                training, hosts=hosts["trainer"], name="trainer", seed=config.seed, **made, **settings
+            )
+        learners = await _together(learning)
+        # one decision: a policy that looks at what there is not says so here
+        await learners["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
+        return {**roles, **learners}
+    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
+        raise InputError(f"env, policy: {_cause(error)}") from error
+
+
+async def _together(spawning: Mapping[str, Coroutine[Any, Any, ActorGroup]]) -> Roles:
+    """All at once; when one cannot be started, the others are given up before its error goes on."""
+    tasks = [asyncio.create_task(coroutine, name=f"spawn {role}") for role, coroutine in spawning.items()]
+    try:
+        return dict(zip(spawning, await asyncio.gather(*tasks), strict=True))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cause(error: Exception) -> str:
+    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    words = error.output if isinstance(error, ChildDied) else ()
+    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
+    return told[-1] if told else str(error)
+
+
+def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, config.trials.episodes))
+    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
+    videos = tuple(range(min(config.trials.videos, count)))
+    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
+    seed = config.seed + (1 << 32)  # other starts than in training
+    return {
+        "options": {**config.env.options, **config.trials.options},
+        "num_envs": count,
+        "workers": workers if config.env.workers else 0,
+        "auto_reset": False,
+        "seed": seed,
+        "recording": kept,
+    }
+
+
+def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    chosen_of_it = config.algorithm
+    return {
+        **_optimizer(config),
+        "algorithm": algorithm,
+        "epochs": chosen_of_it.epochs,
+        "minibatch": chosen_of_it.minibatch,
+        "kl_stop": chosen_of_it.kl_stop,
+        "value_coef": chosen_of_it.value_coef,
+        "group_size": config.env.group_size,
+    }
+
+
+def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
+    settings = _optimizer(config)
+    settings.pop("weight_decay")  # it has none
+    return {**settings, **asdict(config.off_policy)}
+
+
+def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+    """Settings of the optimizer; those that are not set are the trainer's own."""
+    return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

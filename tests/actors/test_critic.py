@@ -33,7 +33,7 @@ def critic(system):
     """Starts critics with settings of their own."""
 
     async def spawn(name="critic", **settings):
-        return (await system.spawn(critics.Watched, name=name, **{**SHARED, **settings}))[0]
+        return (await system.spawn(critics.WatchedCritic, name=name, **{**SHARED, **settings}))[0]
 
     return spawn
 

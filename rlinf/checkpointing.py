@@ -15,6 +15,7 @@ from typing import Any
 
 from rlinf.config import RunFailure
 from rlinf.run_directory import QUEUE, RunDirectory
+from rlinf.runtime.context import finish
 
 
 class Checkpoints:
@@ -70,7 +71,13 @@ class Checkpoints:
     async def _write(self, step: int, aside: Path, filled: Awaitable[Any], content: str) -> None:
         try:
             await filled
-            await asyncio.to_thread(self._name, step, aside, content)
+            naming = asyncio.create_task(asyncio.to_thread(self._name, step, aside, content), name="naming")
+            try:  # a cancelled run must not drop what a thread is about to give its name: it would lose a part of it
+                await finish(naming)
+            finally:
+                error_of_naming = naming.exception()
+            if error_of_naming is not None:
+                raise error_of_naming
         except BaseException as error:
             await asyncio.to_thread(self._directory.drop_checkpoint, step)
             if not isinstance(error, OSError):

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlinf.config_keys import DataConfig, EvaluationConfig, PlacementConfig, RewardConfig, RunConfig
+from rlinf.config_keys import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.config_loading import ConfigError, InputError, Problem, RunFailure, dump, load
+from rlinf.config_placement import PlacementConfig
 from rlinf.dotted import mistake_in
+from rlinf.placing import TEXT, mistakes_in, place
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
 
@@ -37,10 +39,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), hosts: i
 
 
 def roles_to_hosts(placement: PlacementConfig, hosts: int, roles: Sequence[str] = ROLES) -> dict[str, list[int]]:
-    """Where each role runs in a job of `hosts` processes: as written, or all on host 0 where there is only that one."""
-    if hosts == 1:
-        return {role: [0] for role in roles}
-    return {role: getattr(placement, role) or (placement.trainer if role not in ROLES else []) for role in roles}
+    """Where each role runs."""
+    placed = place(placement, [kind for kind in TEXT if kind.name in roles], hosts)
+    return {role: list(placed.seats[role].hosts) for role in roles}
 
 
 def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
@@ -68,10 +69,7 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     yield from _data_mistakes("data.train", config.data.train)
     yield from _data_mistakes("evaluation.data", config.evaluation.data)
     yield from _evaluation_mistakes(config.evaluation, config.data)
-    for role in (*ROLES, *BESIDE_THE_TRAINER):
-        wanted = getattr(config.placement, role)
-        if wanted or role in ROLES:
-            yield from ((f"placement.{role}", advice) for advice in _misplaced(wanted, hosts))
+    yield from mistakes_in(config.placement, TEXT, hosts)
 
 
 def _reference_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -110,17 +108,3 @@ def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iter
 
 def _is_local(path: str) -> bool:
     return path.startswith((".", "/", "~"))
-
-
-def _misplaced(wanted: list[int], hosts: int | None) -> Iterator[str]:
-    if not wanted:
-        yield "name at least one host, such as [0]"
-    if len(set(wanted)) < len(wanted):
-        yield "a host is named twice; name each once"
-    unknown = [host for host in wanted if hosts is not None and 1 < hosts <= host]
-    if unknown:
-        count = max(wanted) + 1
-        yield (
-            f"this job has {hosts} hosts, 0 to {(hosts or 1) - 1}, so there is no host {unknown[0]}; "
-            f"start {count} processes (torchrun --nproc-per-node {count}) or name one that exists"
-        )

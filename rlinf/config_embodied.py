@@ -14,7 +14,9 @@ import yaml
 
 from rlinf.config_keys import CheckpointConfig, TrackingConfig
 from rlinf.config_loading import load
+from rlinf.config_placement import EmbodiedPlacementConfig
 from rlinf.dotted import mistake_in
+from rlinf.placing import CONTROL, mistakes_in
 from rlinf.schema import number
 
 ROLES = ("env", "policy", "trainer")
@@ -79,6 +81,10 @@ class ControlAlgorithmConfig:
     """How often the decisions of each step are learned from."""
     minibatch: int = number(100, low=1)
     """Decisions per optimizer step, over all ranks of the trainer."""
+    staleness: int = number(1, low=0)
+    """Where the flow is rlinf.flows.embodied_async, by how many versions the weights that act may be behind those that
+    learn from it; with 0 it is rlinf.flows.embodied, which never is behind. More than 1 helps where steps take
+    unequally long, and no longer repeats bit for bit."""
     kl_stop: float | None = number(None, above=0)
     """No more optimizer steps on a batch once the policy has moved so far from the one that acted, nats; null never
     stops."""
@@ -175,18 +181,6 @@ class TrialsConfig:
 
 
 @dataclass
-class EmbodiedPlacementConfig:
-    """Which hosts (processes of `torchrun`, numbered from 0) each role runs on; in one process all share it."""
-
-    env: list[int] = number([0], low=0)
-    """Hosts that simulate, each env.num_envs environments."""
-    policy: list[int] = number([0], low=0)
-    """Hosts that act."""
-    trainer: list[int] = number([0], low=0)
-    """Hosts that train, each with a whole policy."""
-
-
-@dataclass
 class EmbodiedConfig:
     """One training run of a policy that acts."""
 
@@ -268,10 +262,4 @@ def _mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, 
             yield key, "there is no such directory; name one with demonstrations"
     if config.trials.videos > config.trials.episodes:
         yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
-    for role in ROLES:
-        wanted = getattr(config.placement, role)
-        if not wanted or len(set(wanted)) < len(wanted):
-            yield f"placement.{role}", "name at least one host, and each once, such as [0]"
-        elif hosts is not None and 1 < hosts <= max(wanted):
-            count = max(wanted) + 1
-            yield f"placement.{role}", f"this job has {hosts} hosts, 0 to {hosts - 1}; start {count} processes"
+    yield from mistakes_in(config.placement, CONTROL, hosts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rlinf.config_placement import PlacementConfig
 from rlinf.schema import number
 
 
@@ -284,27 +285,6 @@ class EvaluationConfig:
     """Longest answer; null takes rollout.max_new_tokens."""
     k: list[int] = number([], low=1)
     """For which k to tell pass@k (one of k answers is right) and maj@k (the most frequent of k is), up to samples."""
-
-
-@dataclass
-class PlacementConfig:
-    """Which hosts (processes of `torchrun`, numbered from 0) each role runs on; in one process all share it."""
-
-    rollout: list[int] = number([0], low=0)
-    """Hosts that generate answers."""
-    trainer: list[int] = number([0], low=0)
-    """Hosts that train."""
-    judge: list[int] = number([0], low=0)
-    """Hosts that score answers."""
-    critic: list[int] = number([], low=0)
-    """Hosts that train the critic; none: those of the trainer. The same holds for the next two."""
-    reference: list[int] = number([], low=0)
-    """Hosts of the reference policy, each with a whole copy."""
-    teacher: list[int] = number([], low=0)
-    """Hosts of the teacher, each with a whole copy."""
-    device_memory_gb: float | None = number(None, above=0)
-    """Memory of each host's device in GB (10^9 bytes); given, a model that cannot fit is refused before anything
-    starts."""
 
 
 @dataclass

@@ -148,7 +148,9 @@ class _Loader:
         wrong = {problem.key for problem in self.problems}
         for key, advice in check(config):
             if key not in wrong:
-                self._note(self.places.get(key, DEFAULT), key, values[key], advice)
+                leaf = self._leaf_of(key)  # which a key below a mapping is not itself
+                place = self.places.get(key if leaf is None else leaf.key, DEFAULT)
+                self._note(place, key, values.get(key, MISSING), advice)
         if self.problems:
             raise ConfigError(self.problems)
         return config
@@ -163,6 +165,11 @@ class _Loader:
             elif value is not None:  # None: a section whose lines are all commented out
                 names = ", ".join(field.name for field in dataclasses.fields(self.sections[key]))
                 self._note(place_of(key), key, value, f"this is a section; its keys are {names}")
+            return
+        section, _, names = key.rpartition(".")
+        if "," in names and getattr(self.sections.get(section), "__together__", False):
+            for name in names.split(","):
+                self._take(f"{section}.{name.strip()}", value, lambda _: place_of(key))
             return
         leaf = self._leaf_of(key)
         if leaf is not None:

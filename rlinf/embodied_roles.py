@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from rlinf.dotted import resolve
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
 from rlinf.models.building import fitted
+from rlinf.placing import CONTROL, Placed, place
+from rlinf.preparation import placed_or_refused
 from rlinf.runtime.child import ChildDied
 from rlinf.runtime.errors import UserError
 from rlinf.runtime.group import ActorGroup
@@ -49,13 +51,19 @@ class Prepared:
     """One step."""
     algorithm: AlgorithmSpec | None
     """How trajectories become a gradient; None for soft actor-critic, which learns from single transitions."""
+    placed: Placed
+    """Where each role runs."""
 
 
-def prepared(config: EmbodiedConfig) -> Prepared:
+def prepared(config: EmbodiedConfig, hosts: int = 1) -> Prepared:
     """Import what a configuration names.
 
+    Args:
+        config: that is right by itself.
+        hosts: number of processes of the job.
+
     Raises:
-        ConfigError: an algorithm or a flow that cannot be had.
+        ConfigError: an algorithm or a flow that cannot be had, or a placement that cannot be.
     """
     algorithm = None
     if config.algorithm.name != SAC:
@@ -72,7 +80,7 @@ def prepared(config: EmbodiedConfig) -> Prepared:
         if name not in ("step", *ROLES) and parameter.default is parameter.empty:
             advice = f"it takes {name}, which there is not; a flow may take step, {', '.join(ROLES)}"
             raise ConfigError([Problem("configuration", "flow", path, advice)])
-    return Prepared(flow, algorithm)
+    return Prepared(flow, algorithm, placed_or_refused(config.placement, CONTROL, hosts))
 
 
 async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepared | None, videos: Path | None) -> Roles:
@@ -87,7 +95,10 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
     Raises:
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
-    hosts = {role: getattr(config.placement, role) if system.hosts > 1 else [0] for role in ROLES}
+    if code is not None:
+        placed = code.placed
+    else:  # a mode or a plan is for training: in trials nobody else is on a device
+        placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     env = config.env
     shared: dict[str, Any] = {
         "simulator": env.simulator,
@@ -100,10 +111,12 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
     spawning = {}
     if code is not None:
         own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
-        spawning["env"] = system.spawn(Simulation, hosts=hosts["env"], name="env", seed=config.seed, **shared, **own)
+        spawning["env"] = system.spawn(
+            Simulation, name="env", seed=config.seed, **placed.spawning("env"), **shared, **own
+        )
     if config.trials.episodes:
         spawning[TRIALS] = system.spawn(
-            Simulation, hosts=hosts["env"][:1], name=TRIALS, **{**shared, **_trials(config, videos)}
+            Simulation, hosts=placed.seats["env"].hosts[:1], name=TRIALS, **{**shared, **_trials(config, videos)}
         )
     try:
         roles = await _together(spawning)
@@ -113,12 +126,12 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
         policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
         made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
         acting = OffPolicyDecider if off_policy and code is not None else Decider
-        learning = {"policy": system.spawn(acting, hosts=hosts["policy"], name="policy", **made)}
+        learning = {"policy": system.spawn(acting, name="policy", **placed.spawning("policy"), **made)}
         if code is not None:
             training = OffPolicyTrainer if off_policy else ImitatingTrainer
             settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
             learning["trainer"] = system.spawn(
-                training, hosts=hosts["trainer"], name="trainer", seed=config.seed, **made, **settings
+                training, name="trainer", seed=config.seed, **placed.spawning("trainer"), **made, **settings
             )
         learners = await _together(learning)
         # one decision: a policy that looks at what there is not says so here

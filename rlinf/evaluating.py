@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from rlinf.config import InputError, RunConfig
 from rlinf.flows.evaluate import Evaluation, evaluate
+from rlinf.placing import TEXT, place
 from rlinf.problems import answers_of, evaluation_settings, load_problems
 from rlinf.roles import spawn_roles
 from rlinf.runtime.stream import Stream
@@ -36,7 +38,10 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     problems = load_problems(config)
     if not problems.held_out:
         raise InputError("evaluation.data: name problems to evaluate on")
-    roles = await spawn_roles(system, config, problems)
+    # a mode or a plan is for training: here nobody else is on a device
+    as_written = replace(config.placement, mode=None, plan=None)
+    placed = place(as_written, [kind for kind in TEXT if kind.name in ("rollout", "judge")], system.hosts)
+    roles = await spawn_roles(system, config, problems, placed)
     start = time.perf_counter()
     outcome = await evaluate(
         Stream.of(problems.held_out), roles["rollout"], roles["judge"], **evaluation_settings(config)

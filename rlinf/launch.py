@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rlinf.config import InputError, RunConfig, RunFailure, dump, load_config, roles_to_hosts
+from rlinf.config import InputError, RunConfig, RunFailure, dump, load_config
 from rlinf.config_docs import as_text
-from rlinf.config_embodied import ROLES, EmbodiedConfig, is_embodied, load_embodied
+from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 from rlinf.run_directory import Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.schema import leaves, nearest
 
 if TYPE_CHECKING:
+    from rlinf.placing import Placed
     from rlinf.runtime.system import ActorSystem
 
 Main = Callable[["ActorSystem", RunDirectory, Checkpoint | None], Awaitable[None]]
@@ -45,7 +46,7 @@ usage: torchrun --nproc-per-node N launch.py --config FILE [--resume HOW] [--dry
   --resume HOW    auto: go on from the run's newest checkpoint, if there is one; PATH: from that run's or checkpoint's;
                   never: start anew, and move an earlier run of this name aside. Default: never, but auto when torchrun
                   restarts the job
-  --dry-run       print the resolved configuration and where each role would run, and start nothing
+  --dry-run       print the resolved configuration, where each role would run, and what fits; start nothing
   --help          this text
   key=value       set a key for this run, such as steps=20 or optimizer.lr=1e-4
 
@@ -109,25 +110,6 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(known.config, tuple(known.overrides), known.dry_run, known.help, known.resume)
 
 
-def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
-    """The resolved configuration, and where each role would run in a job of `hosts` processes."""
-    if hosts == 1:
-        named = 1 + max(host for its_hosts in _placed(config, 2).values() for host in its_hosts)
-        where = "one process, which all roles share"
-        where += f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
-    else:
-        where = f"{hosts} processes"
-    roles = _placed(config, hosts)
-    lines = [f"  {role:<10} host {', '.join(map(str, its_hosts))}" for role, its_hosts in roles.items()]
-    return "\n".join([dump(config), f"# Roles: {where}", *(f"# {line}" for line in lines)])
-
-
-def _placed(config: RunConfig | EmbodiedConfig, hosts: int) -> dict[str, list[int]]:
-    if isinstance(config, RunConfig):
-        return roles_to_hosts(config.placement, hosts)
-    return {role: getattr(config.placement, role) if hosts > 1 else [0] for role in ROLES}
-
-
 def _serve(request: Request, rank: int, hosts: int) -> int:
     embodied = is_embodied(request.config)
     if request.help:
@@ -136,7 +118,11 @@ def _serve(request: Request, rank: int, hosts: int) -> int:
         sys.path.append(os.getcwd())
     config = (load_embodied if embodied else load_config)(request.config, request.overrides, hosts)
     if request.dry_run:
-        return _say(describe(config, hosts), rank)
+        if rank == 0:
+            from rlinf.dry_run import describe  # torch comes with it: it looks at the model and the algorithm
+
+            print(describe(config, hosts))
+        return 0
     train(config, rank, request.resume)
     return 0
 
@@ -163,15 +149,17 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     if rank != 0:
         run(_serve_only, trace=True)
         return
-    main = _main_of(config)
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    placed, main = _main_of(config, hosts)
     begun = _begun(resume, path.absolute())
     directory = _make_directory(path.absolute(), config, begun)
     # Always traced: where a step's time went is told from it; `trace` only decides about the file.
-    run(lambda system: main(system, directory, begun), hosts=1, trace=True)
+    memory = None if placed.memory is None else dict.fromkeys(range(hosts), placed.memory)
+    run(lambda system: main(system, directory, begun), hosts=1, trace=True, device_memory=memory)
 
 
-def _main_of(config: RunConfig | EmbodiedConfig) -> Main:
-    """What rank 0 runs, with everything imported that the configuration names.
+def _main_of(config: RunConfig | EmbodiedConfig, hosts: int) -> tuple[Placed, Main]:
+    """Where roles run, and what rank 0 runs, with everything imported that the configuration names.
 
     Raises:
         ConfigError: some of it is not there, or does not fit.
@@ -180,13 +168,13 @@ def _main_of(config: RunConfig | EmbodiedConfig) -> Main:
         from rlinf.learning import learn
         from rlinf.preparation import prepare
 
-        prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
-        return lambda system, directory, begun: learn(system, config, prepared, directory, begun)
+        prepared = prepare(config, hosts)
+        return prepared.placed, lambda system, directory, begun: learn(system, config, prepared, directory, begun)
     from rlinf.embodied import learn_by_acting
     from rlinf.embodied_roles import prepared as control_prepared
 
-    code = control_prepared(config)
-    return lambda system, directory, begun: learn_by_acting(system, config, code, directory, begun)
+    code = control_prepared(config, hosts)
+    return code.placed, lambda system, directory, begun: learn_by_acting(system, config, code, directory, begun)
 
 
 async def _serve_only(system: ActorSystem) -> None:

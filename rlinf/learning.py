@@ -14,7 +14,7 @@ from typing import Any
 
 from rlinf.actors.judge import RewardError
 from rlinf.checkpointing import Checkpoints
-from rlinf.config import BESIDE_THE_TRAINER, ROLES, InputError, RunConfig, RunFailure
+from rlinf.config import InputError, RunConfig, RunFailure
 from rlinf.data.dataset import Data
 from rlinf.data.rows import DataError
 from rlinf.flows.evaluate import Evaluation, evaluate
@@ -72,12 +72,12 @@ async def learn(
         system,
         config,
         problems,
+        prepared.placed,
         algorithm=prepared.algorithm,
         beside=prepared.roles,
         rescue=str(directory.path),
     )
-    order = (*ROLES, *BESIDE_THE_TRAINER)
-    report.begins({role: roles[role].hosts for role in order if role in roles})
+    report.begins({role: group.hosts for role, group in roles.items()})
     tracking = tracking_of(config, directory, begun, report)
     async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
         run = Run(config, prepared, directory, problems, roles, report, recorder)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlinf.algorithm_choice import algorithm_of, flow_of, roles_of
@@ -18,15 +19,20 @@ from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config import ConfigError, Problem, RunConfig
 from rlinf.config_keys import MetricsConfig, RewardConfig
+from rlinf.config_placement import Placing
 from rlinf.dotted import resolve
 from rlinf.memory import complaints
 from rlinf.metrics.tracking import chosen, missing
+from rlinf.placement.grammar import PlacementError
+from rlinf.placing import TEXT, Placed, RoleKind, place, split_complaint
 from rlinf.rewards.base import Reward
 from rlinf.schema import nearest
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
 """One step; it takes what it names of `step` and the roles, and returns the step's metrics."""
 
+_FILLED = 0.92
+"""Share of a GPU's memory that roles may fill: the rest is for the contexts of CUDA and its libraries."""
 OFFERED = ("step", "rollout", "judge", "trainer")
 """What every flow may take, by name."""
 OPTIONAL = ("critic", "reference", "teacher")
@@ -43,6 +49,8 @@ class Prepared:
     """How answers become a gradient."""
     roles: tuple[str, ...]
     """Which of `OPTIONAL` the algorithm needs."""
+    placed: Placed
+    """Where each role runs."""
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `offered` that the flow takes."""
@@ -68,7 +76,9 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
     except ValueError as error:
         raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
     path = config.flow or flow_of(algorithm)
-    prepared = Prepared(resolve(path), algorithm, tuple(roles_of(config, algorithm)))
+    roles = tuple(roles_of(config, algorithm))
+    placed = placed_or_refused(config.placement, kinds_of(roles), hosts)
+    prepared = Prepared(resolve(path), algorithm, roles, placed)
     problems = [
         *_flow_problems(path, prepared.flow, prepared.roles),
         *_algorithm_problems(config, algorithm),
@@ -79,6 +89,31 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
     if problems:
         raise ConfigError(problems)
     return prepared
+
+
+def kinds_of(roles: Sequence[str]) -> list[RoleKind]:
+    """The roles of a run that are to be placed: those of every run, and those of `OPTIONAL` that it has."""
+    return [kind for kind in TEXT if kind.name in (*OFFERED, *roles)]
+
+
+def placed_or_refused(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
+    """Where roles run.
+
+    Raises:
+        ConfigError: with every reason why they cannot.
+    """
+    gpu_memory = None
+    if torch.cuda.is_available():
+        gpu_memory = int(_FILLED * torch.cuda.get_device_properties(0).total_memory)
+    try:
+        return place(wanted, kinds, hosts, gpu_memory=gpu_memory)
+    except PlacementError as error:
+        found = (split_complaint(complaint) for complaint in error.complaints)
+        problems = [
+            Problem("configuration", key, getattr(wanted, key.rpartition(".")[2], MISSING), advice)
+            for key, advice in found
+        ]
+        raise ConfigError(problems) from None
 
 
 def _flow_problems(path: str, flow: Any, roles: Sequence[str]) -> Iterator[Problem]:

@@ -16,8 +16,9 @@ from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config import ROLES, InputError, RunConfig, roles_to_hosts
+from rlinf.config import InputError, RunConfig
 from rlinf.data.dataset import Data
+from rlinf.placing import Placed
 from rlinf.rewards.base import OFFERED, Reward
 from rlinf.runtime.actor import Actor
 from rlinf.runtime.group import ActorGroup
@@ -32,6 +33,7 @@ async def spawn_roles(
     system: ActorSystem,
     config: RunConfig,
     data: Data,
+    placed: Placed,
     *,
     algorithm: AlgorithmSpec | None = None,
     beside: Sequence[str] = (),
@@ -43,6 +45,7 @@ async def spawn_roles(
         system: where.
         config: what.
         data: what is answered: its tokenizer, and the columns that a reward may take.
+        placed: on which host and devices.
         algorithm: what is trained by; None starts no trainer.
         beside: which of `critic`, `reference` and `teacher` to start too.
         rescue: directory for a batch whose loss is no number.
@@ -51,7 +54,6 @@ async def spawn_roles(
         InputError: the reward takes a column that there is not.
     """
     _check_reward(config, data)
-    hosts = roles_to_hosts(config.placement, system.hosts, (*ROLES, *beside))
     shared: dict[str, Any] = {
         "model": config.model.path or config.model.config,
         "tokenizer": data.tokenizer_source,
@@ -68,7 +70,7 @@ async def spawn_roles(
         for role in ("reference", "teacher"):
             if role in beside:
                 kinds[role] = (Reference, {**shared, **_onlooker(config, role)})
-    spawned = (system.spawn(kind, hosts=hosts[role], name=role, **given) for role, (kind, given) in kinds.items())
+    spawned = (system.spawn(kind, name=role, **placed.spawning(role), **given) for role, (kind, given) in kinds.items())
     return dict(zip(kinds, await asyncio.gather(*spawned), strict=True))
 
 

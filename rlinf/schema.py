@@ -2,8 +2,9 @@
 
 A schema is a dataclass whose fields are values or further dataclasses ("sections"). The string literal under a field
 is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as a
-single text, which is that key's; a field of type Any takes a mapping, null, or a text that is short for {name: text}.
-Knows no key of ours (those are in `config_keys.py`) and imports nothing heavy.
+single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
+takes a mapping, null, or a text that is short for {name: text}. Knows no key of ours (those are in `config_keys.py`)
+and imports nothing heavy.
 """
 
 from __future__ import annotations

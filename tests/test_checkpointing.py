@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 
 import pytest
 
@@ -55,6 +56,29 @@ async def test_a_checkpoint_waits_for_the_one_before(directory):
     await second
     await checkpoints.finish()
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step_000002"]
+
+
+async def test_a_run_that_is_given_up_while_a_checkpoint_gets_its_name_leaves_it_whole(directory, monkeypatch):
+    checkpoints, model = Checkpoints(directory, keep=1), Model()
+    named, go, finish = asyncio.Event(), threading.Event(), directory.finish_checkpoint
+    loop = asyncio.get_running_loop()
+
+    def slowly(*how):
+        loop.call_soon_threadsafe(named.set)
+        go.wait(10)
+        return finish(*how)
+
+    monkeypatch.setattr(directory, "finish_checkpoint", slowly)
+    model.go.set()
+    await checkpoints.begin(4, model.save, {})
+    await named.wait()
+    giving_up = asyncio.create_task(checkpoints.abandon())
+    await asyncio.sleep(0)
+    go.set()
+    await giving_up
+    found = find_checkpoint(directory.path)
+    assert found is not None
+    assert (found.path / "model").exists()
 
 
 async def test_a_full_disk_is_said_at_the_next_step_and_the_checkpoint_before_is_whole(directory):

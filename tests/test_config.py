@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.config import ConfigError, InputError, RunConfig, dump, load_config, roles_to_hosts
+from rlinf.config import ConfigError, InputError, RunConfig, dump, load_config
 from rlinf.config_docs import as_markdown, as_text
 from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 from rlinf.config_loading import load
@@ -72,10 +72,11 @@ def problems_of(path: Path | None, *overrides: str, hosts: int | None = None) ->
 
 
 def test_a_file_and_overrides_become_one_typed_configuration(yaml_file):
-    path = yaml_file("steps: 7\noptimizer:\n  lr: 1e-3\n  betas: [0.8, 0.95]\nplacement: {rollout: [1, 2]}\n")
-    config = load_config(path, ["optimizer.lr=2e-4", "name=mine", "placement.trainer=[3]", "optimizer.lr=3e-4"])
+    path = yaml_file('steps: 7\noptimizer:\n  lr: 1e-3\n  betas: [0.8, 0.95]\nplacement: {"rollout,judge": 1-2}\n')
+    config = load_config(path, ["optimizer.lr=2e-4", "name=mine", "placement.trainer=3", "optimizer.lr=3e-4"])
     assert (config.steps, config.optimizer.lr, config.optimizer.betas, config.name) == (7, 3e-4, (0.8, 0.95), "mine")
-    assert (config.placement.rollout, config.placement.trainer) == ([1, 2], [3])
+    placement = config.placement
+    assert (placement.rollout, placement.judge, placement.trainer) == ("1-2", "1-2", 3)
     assert config.sft.steps == RunConfig().sft.steps, "what nobody sets keeps its default"
 
 
@@ -113,8 +114,9 @@ def test_all_mistakes_come_together_each_with_place_key_value_and_advice(yaml_fi
         ("trace=maybe", "true or false (bool)"),
         ("optimizer.betas=[0.9]", "a list of 2 numbers"),
         ("optimizer.betas=[0.9, 1.0]", "less than 1"),
-        ("placement.trainer=1", "a list of whole numbers, such as [0, 1]"),
-        ("placement.trainer=[a]", "a list of whole numbers, such as [0, 1]"),
+        ("placement.trainer=[0, 1]", "neither a placement string nor a rank: write for example 0-3"),
+        ("placement.trainer=a", "column 1"),
+        ("placement.mode=colocated", '"collocated" or "disaggregated"'),
         ("model.config=tiny", "a mapping"),
         ("task.name=sotr", "one of sort, copy"),
     ],
@@ -165,23 +167,18 @@ def test_a_missing_file_and_an_empty_one(tmp_path, yaml_file):
     assert load_config(yaml_file("sft:\n#  steps: 3\n")) == RunConfig(), "a section of comments is an empty one"
 
 
-def test_one_process_takes_every_role_and_several_take_only_hosts_that_exist():
-    config = load_config(None, ["placement.rollout=[0, 1]", "placement.trainer=[3]"], hosts=1)
-    assert roles_to_hosts(config.placement, 1) == {"rollout": [0], "trainer": [0], "judge": [0]}
-    assert roles_to_hosts(config.placement, 4) == {"rollout": [0, 1], "trainer": [3], "judge": [0]}
-    found = problems_of(None, "placement.trainer=[3]", "placement.judge=[]", "placement.rollout=[1, 1]", hosts=2)
-    assert "this job has 2 hosts, 0 to 1, so there is no host 3" in found["placement.trainer"]
-    assert "--nproc-per-node 4" in found["placement.trainer"]
-    assert "at least one host" in found["placement.judge"]
-    assert "twice" in found["placement.rollout"]
-
-
-def test_roles_beside_the_trainer_share_its_hosts_unless_they_name_some():
-    roles = ("trainer", "critic", "teacher")
-    config = load_config(None, ["placement.trainer=[1, 2]", "placement.teacher=[3]"], hosts=4)
-    assert roles_to_hosts(config.placement, 4, roles) == {"trainer": [1, 2], "critic": [1, 2], "teacher": [3]}
-    assert roles_to_hosts(config.placement, 1, roles) == {role: [0] for role in roles}
-    assert "no host 7" in problems_of(None, "placement.critic=[7]", hosts=2)["placement.critic"]
+def test_placements_are_checked_against_the_processes_of_the_job():
+    load_config(None, ["placement.rollout=0-1", "placement.trainer=3"], hosts=1)  # one process takes every role
+    load_config(None, ["placement.rollout=0-1", "placement.trainer=3"], hosts=4)
+    found = problems_of(None, "placement.trainer=3", "placement.judge=null", "placement.rollout=1,1", hosts=2)
+    assert "resource 3 does not exist, the last of 2 is 1" in found["placement.trainer"]
+    assert "start 4 processes" in found["placement.trainer"]
+    assert "resource 1 is in '1' already" in found["placement.rollout"]
+    assert "placement.judge" not in found
+    assert "start 8 processes" in problems_of(None, "placement.critic=7", hosts=2)["placement.critic"]
+    assert "a device of its own" in problems_of(None, "placement.trainer=0:0-1", hosts=2)["placement.trainer"]
+    group = problems_of(None, "placement.node_groups={big: 3}")["placement.node_groups.big"]
+    assert group.startswith("command line: placement.node_groups.big: write {nodes: 0-3}")
 
 
 @pytest.mark.parametrize(

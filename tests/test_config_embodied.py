@@ -7,7 +7,8 @@ import pytest
 
 from rlinf.config import ConfigError, InputError
 from rlinf.config_embodied import is_embodied, load_embodied
-from rlinf.launch import describe, main
+from rlinf.dry_run import describe
+from rlinf.launch import main
 from tests.launching import QUICKSTART, ROOT
 
 TOY = ROOT / "configs/embodied/toy.yaml"
@@ -50,7 +51,7 @@ def test_every_configuration_that_is_shipped_loads(path):
         ("trials.videos=40", "there are only 32 episodes"),
         ("flow=rlinf.flows.embodid", "did you mean rlinf.flows.embodied?"),
         ("flow=rlinf.envs.toy.draw", "must be an `async def`"),
-        ("placement.trainer=[0, 0]", "each once"),
+        ("placement.trainer=0,0", "is in '0' already"),
         ("name=a/b", "no slash"),
     ],
 )
@@ -68,9 +69,9 @@ def test_all_mistakes_are_said_at_once():
 
 
 def test_roles_must_fit_the_processes_of_the_job():
-    assert "start 4 processes" in refused("placement.trainer=[3]", hosts=2)
-    load_embodied(TOY, ["placement.trainer=[3]"], 1)  # one process does everything
-    load_embodied(TOY, ["placement.trainer=[3]"], 4)
+    assert "start 4 processes" in refused("placement.trainer=3", hosts=2)
+    load_embodied(TOY, ["placement.trainer=3"], 1)  # one process does everything
+    load_embodied(TOY, ["placement.trainer=3"], 4)
 
 
 def test_a_mistake_on_the_command_line_is_one_message_and_exit_code_2(capsys):
@@ -80,10 +81,10 @@ def test_a_mistake_on_the_command_line_is_one_message_and_exit_code_2(capsys):
 
 
 def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_run(tmp_path, capsys):
-    config = load_embodied(TOY, ["steps=7", "placement.trainer=[1]"])
+    config = load_embodied(TOY, ["steps=7", "placement.trainer=1"])
     (tmp_path / "again.yaml").write_text(describe(config, 2))
     assert load_embodied(tmp_path / "again.yaml") == config
-    assert "#   trainer    host 1" in describe(config, 2)
+    assert "#   trainer    device 1" in describe(config, 2)
     assert "torchrun --nproc-per-node 2 would place them" in describe(config, 1)
     assert main(["--config", str(TOY), "--dry-run", f"output_dir={tmp_path}/none"]) == 0
     assert "simulator: rlinf.envs.toy.Reach" in capsys.readouterr().out

@@ -34,8 +34,9 @@ VARIANTS = {
     "under way": ("env.fresh=false",),
     "actions in chunks": ("policy.settings={chunk: 3, value_level: action}", "trials.every=2"),
     "grpo": ("algorithm=grpo", "env.group_size=4", "policy.settings={value_level: null}"),
+    "acting ahead": ("flow=rlinf.flows.embodied_async", "env.fresh=false"),
 }
-RESUMED = ("ppo", "under way", "grpo")
+RESUMED = ("ppo", "under way", "grpo", "acting ahead")
 
 
 def test_the_example_learns_the_task(tmp_path):
@@ -133,6 +134,12 @@ def test_where_episodes_go_on_over_steps_they_are_another_experience(runs):
     assert any(step.get("episodes/length", 0) > 5 for step in under_way)
 
 
+def test_nothing_is_acted_ahead_over_a_checkpoint(runs):
+    """Checkpoints come after every second step, and the weights that act are at most one version old."""
+    assert [step["staleness/mean"] for step in metrics_of(runs / "whole" / "acting_ahead")] == [0, 1] * 3
+    assert [step["staleness/mean"] for step in metrics_of(runs / "whole" / "under_way")] == [0] * STEPS
+
+
 @pytest.mark.parametrize("name", ["under way"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(runs, plain, tmp_path, name):
     run = tmp_path / "under_way"
@@ -153,7 +160,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(runs, plain, tmp_path, name)
 
 @pytest.mark.torchrun
 def test_two_processes_and_child_processes_learn_what_one_process_does(runs, plain, tmp_path):
-    launch("--config", plain, *arguments("ppo", tmp_path), "env.workers=2", "placement.trainer=[1]", processes=2)
+    launch("--config", plain, *arguments("ppo", tmp_path), "env.workers=2", "placement.trainer=1", processes=2)
     equal(tmp_path / "ppo", runs / "whole" / "ppo")
 
 

@@ -110,7 +110,7 @@ def test_it_goes_on_bit_for_bit(runs, name):
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("placement", ["placement.trainer=[0, 1]", "placement.critic=[1]"])
+@pytest.mark.parametrize("placement", ["placement.trainer=0-1", "placement.critic=1"])
 def test_ppo_on_two_processes_shares_or_divides_them(tmp_path, placement):
     launch("--config", "configs/quickstart.yaml", *SMALL, "algorithm=ppo", f"output_dir={tmp_path}", placement,
            "algorithm.kl={place: reward, kind: k1, beta: 0.1}", processes=2)  # fmt: skip

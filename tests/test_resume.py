@@ -84,7 +84,7 @@ def test_a_killed_run_on_two_hosts_goes_on_in_one_process(uninterrupted, tmp_pat
 @pytest.mark.torchrun
 def test_a_run_goes_on_with_another_number_of_trainer_ranks(uninterrupted, tmp_path):
     launch(*RUN, f"output_dir={tmp_path}", "steps=4")
-    launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto", "placement.trainer=[0,1]", processes=2)
+    launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto", "placement.trainer=0-1", processes=2)
     lines, reference = learned(tmp_path / "quickstart"), learned(uninterrupted)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[4]["reward/mean"] == reference[4]["reward/mean"], "the same samples, since the weights are the same"

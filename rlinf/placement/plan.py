@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def mode(self) -> Mode:
-        """What users call it: all roles on the same devices, on disjoint ones, or a mixture."""
-        sets = [frozenset(role.devices) for role in self.roles.values()]
+        """What users call it: all roles that have devices on the same ones, on disjoint ones, or a mixture."""
+        sets = [frozenset(role.devices) for role in self.roles.values() if role.devices]
         if len(set(sets)) <= 1:
             return "collocated"
         if all(first.isdisjoint(second) for first, second in combinations(sets, 2)):

@@ -1,0 +1,60 @@
+"""What a run would do, without doing it: the resolved configuration, where each role would be, and whether it fits.
+
+In: a checked configuration and the number of processes. Out: YAML that loads as the same configuration, with the rest
+as comments below. Code that the configuration names is imported; no process is started and no device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlinf.config import RunConfig, dump
+from rlinf.config_embodied import EmbodiedConfig
+from rlinf.embodied_roles import prepared as control_prepared
+from rlinf.placing import CONTROL, TEXT, Placed
+from rlinf.preparation import prepare
+
+
+def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
+    """The resolved configuration, and what a job of `hosts` processes would make of it.
+
+    Raises:
+        ConfigError: it could not run; the text says what does not fit, and what would.
+    """
+    prepared = prepare(config, hosts) if isinstance(config, RunConfig) else control_prepared(config, hosts)
+    lines = _roles(config, prepared.placed)
+    return "\n".join([dump(config), *(f"# {line}" for line in lines)])
+
+
+def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
+    if placed.devices == 1:
+        named = _named_devices(config)
+        yield "Roles: one process, which all roles share" + (
+            f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
+        )
+    else:
+        shared = ", taking turns" if placed.turns else ""
+        yield f"Roles: {placed.devices} processes, a device each; {placed.plan.mode}{shared}"
+    for role, seat in placed.seats.items():
+        where = ("device" if any(seat.devices) else "host") + ("s" if len(set(seat.hosts)) > 1 else "")
+        yield f"  {role:<10} {where} {listed(seat.hosts)}"
+
+
+def _named_devices(config: RunConfig | EmbodiedConfig) -> int:
+    """How many devices the placement counts on, as far as plain numbers tell."""
+    roles = [kind.name for kind in (*TEXT, *CONTROL)]
+    given = (value for name, value in vars(config.placement).items() if name in roles)
+    texts = [str(value) for value in given if isinstance(value, str | int)]
+    numbers = [int(part) for text in texts for part in text.replace("-", ",").split(",") if part.isdigit()]
+    return 1 + max(numbers, default=0)
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    """Numbers as people write them: `0-3, 6`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

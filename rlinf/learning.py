@@ -149,6 +149,7 @@ class Run:
             await restore_roles(self.roles, begun.path, begun.run)
         except (ValueError, FileNotFoundError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
+        await self.roles["rollout"].load(self.roles["trainer"].weights())
         queue: Any = begun.queue
         self.done = begun.step
         try:

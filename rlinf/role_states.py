@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.config import RunConfig
 from rlinf.runtime.group import ActorGroup
 
-CRITIC, REFERENCE = "critic", "reference"
+TRAINER, CRITIC, REFERENCE = "trainer", "critic", "reference"
 
 
 async def follow_warm_up(config: RunConfig, roles: Mapping[str, ActorGroup], directory: Path) -> None:
@@ -38,11 +38,13 @@ def save_roles(roles: Mapping[str, ActorGroup], directory: Path, moving_referenc
     """Begin to write what changes from step to step; every role is asked before this returns.
 
     Args:
-        roles: running.
+        roles: running; those that have nothing to keep are passed over.
         directory: of the checkpoint.
         moving_reference: the reference policy is not the same in every step.
     """
-    calls = [roles["trainer"].save(str(directory))]
+    calls = []
+    if TRAINER in roles:
+        calls.append(roles[TRAINER].save(str(directory)))
     if CRITIC in roles:
         calls.append(roles[CRITIC].save(str(directory / CRITIC)))
     if REFERENCE in roles and moving_reference:
@@ -51,10 +53,10 @@ def save_roles(roles: Mapping[str, ActorGroup], directory: Path, moving_referenc
 
 
 async def restore_roles(roles: Mapping[str, ActorGroup], checkpoint: Path, run: Path) -> None:
-    """Be where a checkpoint was written.
+    """Be where a checkpoint was written; whoever generates still has to be handed the trainer's weights.
 
     Args:
-        roles: running, as new.
+        roles: running, as new; those that have nothing to restore are passed over.
         checkpoint: its directory.
         run: the directory of the run that wrote it.
 
@@ -62,11 +64,11 @@ async def restore_roles(roles: Mapping[str, ActorGroup], checkpoint: Path, run: 
         FileNotFoundError: a role's part is missing.
         ValueError: a part does not fit, or is damaged.
     """
-    await roles["trainer"].restore(str(checkpoint / "state"))
+    if TRAINER in roles:
+        await roles[TRAINER].restore(str(checkpoint / "state"))
     if CRITIC in roles:
         await roles[CRITIC].restore(str(checkpoint / CRITIC))
     if REFERENCE in roles:
         kept = [place / REFERENCE for place in (checkpoint, run) if (place / REFERENCE).exists()]
         if kept:
             await roles[REFERENCE].restore(str(kept[0]))
-    await roles["rollout"].load(roles["trainer"].weights())

@@ -5,12 +5,12 @@ In: a checked configuration and what it names. Out: a handle per role, under the
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rlinf.actors.critic import Critic
+from rlinf.actors.joint import JointActor
 from rlinf.actors.judge import Judge
 from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
@@ -22,6 +22,7 @@ from rlinf.placing import Placed
 from rlinf.rewards.base import OFFERED, Reward
 from rlinf.runtime.actor import Actor
 from rlinf.runtime.group import ActorGroup
+from rlinf.runtime.stages import all_or_none
 from rlinf.runtime.system import ActorSystem
 
 Roles = dict[str, ActorGroup]
@@ -38,6 +39,7 @@ async def spawn_roles(
     algorithm: AlgorithmSpec | None = None,
     beside: Sequence[str] = (),
     rescue: str | None = None,
+    only: Collection[str] | None = None,
 ) -> Roles:
     """Start every role on its hosts, all at once.
 
@@ -49,6 +51,7 @@ async def spawn_roles(
         algorithm: what is trained by; None starts no trainer.
         beside: which of `critic`, `reference` and `teacher` to start too.
         rescue: directory for a batch whose loss is no number.
+        only: the roles to start; None for all.
 
     Raises:
         InputError: the reward takes a column that there is not.
@@ -70,8 +73,20 @@ async def spawn_roles(
         for role in ("reference", "teacher"):
             if role in beside:
                 kinds[role] = (Reference, {**shared, **_onlooker(config, role)})
-    spawned = (system.spawn(kind, name=role, **placed.spawning(role), **given) for role, (kind, given) in kinds.items())
-    return dict(zip(kinds, await asyncio.gather(*spawned), strict=True))
+    if only is not None:
+        kinds = {role: kind for role, kind in kinds.items() if role in only}
+    found: Roles = {}
+
+    async def spawn(roles: Iterable[str]) -> None:
+        for role in roles:
+            kind, given = kinds[role]
+            found[role] = await system.spawn(kind, name=role, **placed.spawning(role), **given)
+
+    # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
+    # for each other for ever, one on each of two hosts.
+    joint = [role for role in kinds if issubclass(kinds[role][0], JointActor)]
+    await all_or_none([spawn(joint), *(spawn([role]) for role in kinds if role not in joint)])
+    return {role: found[role] for role in kinds}
 
 
 def _check_reward(config: RunConfig, data: Data) -> None:

@@ -16,7 +16,8 @@ ModelSource = str | Mapping[str, Any]
 
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is made or tried out: transformers switches the default dtype of the whole process meanwhile, and
-initialisation draws from its one random generator."""
+initialisation draws from its one random generator. Trying out a model that is spread over ranks is a collective, so
+two groups with hosts in common must be spawned one after the other, or each may hold it where the other waits."""
 
 
 def build_model(

@@ -3,6 +3,8 @@
     python -m rlinf config [--embodied]             every key of a configuration
     python -m rlinf evaluate --model DIR --config FILE [--output FILE] [key=value ...]
     python -m rlinf report DIR                      makes a run's report.html again
+    python -m rlinf plan --profile FILE --devices N [-o FILE]     the best placement of a profiled flow
+    python -m rlinf trace plot|summary TRACE ...    devices over time
 
 `torchrun --nproc-per-node N -m rlinf evaluate ...` evaluates with several processes.
 """
@@ -28,7 +30,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, as `rlinf.launch` does."""
+    """Run one command, importing no more than it needs; returns the exit code, as `rlinf.launch` does."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["plan"]:
+        from rlinf.plan_command import main as plan
+
+        return plan(arguments[1:])
+    if arguments[:1] == ["trace"]:
+        from rlinf.trace_command import main as trace
+
+        return trace(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m rlinf", description="Commands around a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     config = commands.add_parser("config", help="list every configuration key with type, default and meaning")
@@ -51,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="make the report.html of a run's directory again")
     report.add_argument("directory", metavar="DIR")
     report.set_defaults(run=_report)
+    commands.add_parser("plan", help="find the best placement of a profiled flow on any number of devices")
+    commands.add_parser("trace", help="draw or sum up what devices did over time")
     options = parser.parse_args(arguments)
     try:
         options.run(options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlinf.config_common import common_mistakes
 from rlinf.config_keys import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.config_loading import ConfigError, InputError, Problem, RunFailure, dump, load
 from rlinf.config_placement import PlacementConfig
@@ -46,10 +47,7 @@ def roles_to_hosts(placement: PlacementConfig, hosts: int, roles: Sequence[str] 
 
 def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     """(key, advice) for what the type and the limits of a single key cannot say."""
-    if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
-        yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
-    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
-        yield "flow", flow
+    yield from common_mistakes(config)
     yield from _reward_mistakes(config.reward)
     yield from _reference_mistakes(config)
     for key, directory in (

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from rlinf.config_common import CommonConfig, common_mistakes
 from rlinf.config_keys import CheckpointConfig, TrackingConfig
 from rlinf.config_loading import load
 from rlinf.config_placement import EmbodiedPlacementConfig
@@ -181,24 +182,12 @@ class TrialsConfig:
 
 
 @dataclass
-class EmbodiedConfig:
+class EmbodiedConfig(CommonConfig):
     """One training run of a policy that acts."""
 
-    name: str = "run"
-    """Names the run directory, `<output_dir>/<name>`."""
-    output_dir: str = "outputs"
-    """Where run directories are made."""
-    seed: int = number(0, low=0)
-    """Seed of the policy, the episodes and the actions."""
-    steps: int = number(100, low=0)
-    """Steps of the flow; 0 only evaluates."""
     flow: str | None = None
     """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
     `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac."""
-    log_every: int = number(10, low=1)
-    """A progress line is printed every this many steps; metrics.jsonl has every step."""
-    trace: bool = True
-    """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
@@ -238,10 +227,7 @@ def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts:
 
 
 def _mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
-    if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
-        yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
-    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
-        yield "flow", flow
+    yield from common_mistakes(config)
     if (simulator := mistake_in(config.env.simulator)) is not None:
         yield "env.simulator", simulator
     env = config.env

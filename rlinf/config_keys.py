@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rlinf.config_common import CommonConfig
 from rlinf.config_placement import PlacementConfig
 from rlinf.schema import number
 
@@ -241,6 +242,9 @@ class RolloutConfig:
     """Tokens for which the key-value cache has room, prompts and answers together; null makes room for max_rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which answers are generated."""
+    rescale: bool = False
+    """When the last answers of a step are few, gather them on fewer ranks, so that the devices of the others are free
+    earlier. Samples stay the same up to rounding; see docs/rescaling.md for when it pays."""
 
 
 @dataclass
@@ -324,25 +328,13 @@ class MetricsConfig(TrackingConfig):
 
 
 @dataclass
-class RunConfig:
+class RunConfig(CommonConfig):
     """One training run."""
 
-    name: str = "run"
-    """Names the run directory, `<output_dir>/<name>`."""
-    output_dir: str = "outputs"
-    """Where run directories are made."""
-    seed: int = number(0, low=0)
-    """Seed of the model, the problems and the sampling."""
-    steps: int = number(100, low=0)
-    """Steps of the flow; 0 only warms up and evaluates."""
     flow: str | None = None
     """Dotted path of the async function that is one step: `package.module.function`, or a module with a function of
     its own name. Your own file works the same. null takes the algorithm's: rlinf.flows.grpo, or rlinf.flows.ppo where
     there is a critic."""
-    log_every: int = number(10, low=1)
-    """A progress line is printed every this many steps; metrics.jsonl has every step."""
-    trace: bool = True
-    """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -26,10 +26,13 @@ class Placing:
     plan: str | None = None
     """A plan.yaml, as `python -m rlinf plan` or a run writes it; edited as you like. It wins over all else."""
     profile: str | None = None
-    """A profile.json, as every run leaves one: mode then takes the sizes that the planner finds best. null takes even
-    shares, and `auto` measures first."""
+    """A profile.json, as every run leaves one: the planner then finds the best sizes for the mode, or the best mode for
+    auto or null. Without one a mode takes even shares, and `auto` measures first."""
+    extrapolate: bool = False
+    """Let the planner use numbers of devices and items that were not profiled: a guess. `auto` always does."""
     profile_steps: int = number(3, low=1)
-    """auto: plan after so many steps, the first of which is left out as warm-up if there are several."""
+    """auto: measure so many steps of each placement before planning; the first is left out as warm-up if there are
+    several."""
     replan_above: float = number(0.15, above=0)
     """auto: plan anew once the last few steps took longer or shorter than predicted by more than this share."""
     device_memory_gb: float | None = number(None, above=0)

@@ -6,11 +6,13 @@ as comments below. Code that the configuration names is imported; no process is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from rlinf.choosing import Chosen
 from rlinf.config import RunConfig, dump
 from rlinf.config_embodied import EmbodiedConfig
 from rlinf.embodied_roles import prepared as control_prepared
+from rlinf.placement.plan import GB
 from rlinf.placing import CONTROL, TEXT, Placed
 from rlinf.preparation import prepare
 
@@ -21,8 +23,13 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
     Raises:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
-    prepared = prepare(config, hosts) if isinstance(config, RunConfig) else control_prepared(config, hosts)
-    lines = _roles(config, prepared.placed)
+    if isinstance(config, RunConfig):
+        text = prepare(config, hosts)
+        placed, chosen, held = text.placed, text.chosen, text.held
+    else:  # how large the policy is, only the simulator tells
+        control = control_prepared(config, hosts)
+        placed, chosen, held = control.placed, control.chosen, {}
+    lines = [*_roles(config, placed), *_memory(placed, held), *_prediction(chosen, placed)]
     return "\n".join([dump(config), *(f"# {line}" for line in lines)])
 
 
@@ -38,6 +45,32 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
     for role, seat in placed.seats.items():
         where = ("device" if any(seat.devices) else "host") + ("s" if len(set(seat.hosts)) > 1 else "")
         yield f"  {role:<10} {where} {listed(seat.hosts)}"
+
+
+def _memory(placed: Placed, held: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """What each role takes on a device by its model's shape; what cannot fit was refused before."""
+    if not held:
+        return
+    limit = "no limit" if placed.memory is None else f"of {placed.memory / GB:.3g}"
+    parts = ", ".join(f"{role} {active / GB:.2g}" for role, (active, _) in held.items() if active)
+    turns = "; roles of a device take turns, and are parked where they do not fit" if placed.turns else ""
+    yield f"Memory of a device, GB, at least: {parts} ({limit}{turns})"
+
+
+def _prediction(chosen: Chosen | None, placed: Placed) -> Iterator[str]:
+    if chosen is None:
+        yield "Time: not known without a profile; every run leaves a profile.json, for placement.profile"
+        return
+    predicted = placed.plan.predicted
+    assert predicted is not None  # of every plan that was chosen
+    yield (
+        f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
+        f"is possible ({predicted.bound_seconds:.3g} s, {chosen.bound.binding})"
+    )
+    for row in chosen.best_of_modes:
+        sizes = ", ".join(f"{name} {len(role.devices)}" for name, role in row.plan.roles.items() if role.devices)
+        yield f"  {row.mode:<13} {row.seconds:.3g} s  ({sizes})"
+    yield f"  {chosen.reason}"
 
 
 def _named_devices(config: RunConfig | EmbodiedConfig) -> int:

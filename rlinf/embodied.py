@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,27 @@ from rlinf.actors.control_lesson import summary
 from rlinf.checkpointing import Checkpoints
 from rlinf.config import InputError, RunFailure
 from rlinf.config_embodied import ROLES, EmbodiedConfig
-from rlinf.embodied_roles import NEW, TRIALS, Prepared, Roles, spawn_roles
-from rlinf.envs.episodes import Episode
+from rlinf.embodied_roles import NEW, TRIALS, Prepared, Roles, described, spawn_learners, spawn_roles
+from rlinf.envs.episodes import Episode, NothingHappened
 from rlinf.envs.seat import EnvironmentLost
+from rlinf.flows.ahead import Ahead
 from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.flows.imitate import imitate
 from rlinf.flows.trials import trials
 from rlinf.html_report import write_report
 from rlinf.metrics.recorder import Recorder
+from rlinf.placing import CONTROL, Placed
 from rlinf.report import Report, tracking_of
 from rlinf.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.group import ActorGroup
 from rlinf.runtime.observer import Watch
 from rlinf.runtime.system import ActorSystem
+from rlinf.settling import Settling
 
 VIDEOS, SIMULATORS = "videos", "environments.pt"
+MOST_SKIPPED = 3
+"""Steps in a row that may be skipped because every episode was lost: a worker's crash may cost one, and simulators that
+leave nothing of three steps, each with other starts, need a person."""
 
 
 async def learn_by_acting(
@@ -68,14 +75,16 @@ async def learn_by_acting(
     roles = await spawn_roles(system, config, code, directory.path / VIDEOS)
     report.begins({role: group.hosts for role, group in roles.items()})
     tracking = tracking_of(config, directory, begun, report)
-    async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
-        run = EmbodiedRun(config, code.flow, directory, roles, report, recorder)
+    settling = settling_of(config, code)
+    async with report, Recorder(directory.path, watch, tracking, system.hosts, settling.ledger) as recorder:
+        run = EmbodiedRun(system, config, code, directory, roles, settling, report, recorder)
         try:
             await (run.begin() if begun is None else run.go_on(begun))
             await run.steps()
         except (FloatingPointError, EnvironmentLost) as error:
             raise RunFailure(f"step {run.done + 1}: {error}") from error
         finally:
+            await run.ahead.close()
             await run.checkpoints.abandon()
         if config.trace:
             await system.trace(directory.trace)
@@ -83,31 +92,51 @@ async def learn_by_acting(
     report.ends(_compared(run.before, run.after))
 
 
+def settling_of(config: EmbodiedConfig, code: Prepared) -> Settling:
+    """Where roles are, and what a step is to the planner: environments that are acted in."""
+    return Settling(
+        config.placement,
+        code.placed,
+        CONTROL,
+        flow=code.flow,
+        path=code.path,
+        model=described(config),
+        items=config.env.num_envs,
+        held={},
+    )
+
+
 class EmbodiedRun:
     """A run under way: what its steps share.
 
     Args:
-        config, directory: as for `learn_by_acting`.
-        flow: one step.
+        system, config, code, directory: as for `learn_by_acting`.
         roles: running.
+        settling: where they are.
         report: told of every event.
         recorder: writes down every step.
     """
 
     def __init__(
         self,
+        system: ActorSystem,
         config: EmbodiedConfig,
-        flow: Callable[..., Awaitable[Mapping[str, float]]],
+        code: Prepared,
         directory: RunDirectory,
         roles: Roles,
+        settling: Settling,
         report: Report,
         recorder: Recorder,
     ) -> None:
-        self.config, self.flow, self.directory, self.roles = config, flow, directory, roles
-        self.report, self.recorder = report, recorder
+        self.system, self.config, self.code, self.directory, self.roles = system, config, code, directory, roles
+        self.settling, self.report, self.recorder = settling, report, recorder
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        self.ahead = Ahead(config.algorithm.staleness)
+        """What a flow has begun for steps to come."""
         self.done = 0
         """Steps taken."""
+        self.skipped = 0
+        """Of those, how many in a row there was nothing to learn from, up to now."""
         self.before: dict[str, float] = {}
         """How trials went before the first step; empty where there are none."""
         self.after: dict[str, float] = {}
@@ -148,20 +177,17 @@ class EmbodiedRun:
     async def steps(self) -> None:
         """The steps that are left."""
         config = self.config
-        parameters = inspect.signature(self.flow).parameters
         while self.done < config.steps:
-            step = EmbodiedStep(self.done, config.policy.horizon, config.env.slices, config.env.fresh)
-            offered = {"step": step, **{role: self.roles[role] for role in ROLES}}
             self.recorder.step_begins()
-            returned = await self.flow(**{name: offered[name] for name in parameters if name in offered})
-            if not isinstance(returned, Mapping):
-                raise InputError(
-                    f"flow: {self.flow.__qualname__} returned {returned!r}; it must return the step's metrics"
-                )
+            try:
+                returned = await self._step()
+                self.skipped = 0
+            except NothingHappened as error:
+                returned = await self._skip(error)
             self.done += 1
             metrics = await self.recorder.step_ends(self.done, returned)
             last = self.done == config.steps
-            if last or _due(self.done, config.trials.every):
+            if last or self._tries(self.done):
                 self.after = await self._try()
                 metrics |= _named(self.after)
             self.recorder.write(self.done, metrics)
@@ -170,7 +196,64 @@ class EmbodiedRun:
             if last or _due(self.done, config.checkpoint.every):
                 told = {"before": self.before, "after": self.after}
                 await self.checkpoints.begin(self.done, await self._filling(), told)
+            if not last:
+                await self._settle(metrics["timing/step"])
         await self.checkpoints.finish()
+
+    async def _settle(self, seconds: float) -> None:
+        """Move roles if it is time to."""
+
+        async def save(roles: Mapping[str, ActorGroup], aside: Path) -> None:
+            if "trainer" in roles:
+                await roles["trainer"].save(str(aside))
+
+        async def spawn(placed: Placed, moving: Collection[str]) -> Roles:
+            simulators = {"env": self.roles["env"]}
+            return await spawn_learners(self.system, self.config, self.code, placed, simulators, moving)
+
+        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
+            if "trainer" in moving:
+                await roles["trainer"].restore(str(aside / "state"))
+            await roles["policy"].load(roles["trainer"].weights())
+
+        self.roles = await self.settling.after(
+            seconds, self.system, self.roles, self.directory.path,
+            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=spawn, restore=restore,
+        )  # fmt: skip
+
+    async def _step(self) -> Mapping[str, float]:
+        """Call the flow for the next step."""
+        config = self.config
+        following = range(self.done + 1, config.steps)
+        until = next((done for done in following if self._looked_at(done)), config.steps)
+        step = EmbodiedStep(self.done, config.policy.horizon, config.env.slices, config.env.fresh, until, self.ahead)
+        offered = {"step": step, **{role: self.roles[role] for role in ROLES}}
+        flow = self.code.flow
+        parameters = inspect.signature(flow).parameters
+        returned = await flow(**{name: offered[name] for name in parameters if name in offered})
+        if not isinstance(returned, Mapping):
+            raise InputError(f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics")
+        return returned
+
+    async def _skip(self, error: NothingHappened) -> dict[str, float]:
+        """Count a step that left nothing to learn from as one that changed nothing."""
+        self.skipped += 1
+        if self.skipped > MOST_SKIPPED:
+            raise RunFailure(
+                f"step {self.done + 1}: {error}, as in the {MOST_SKIPPED} steps before it: the simulators die or hang "
+                f"all the time. The warnings above say of what; or raise "
+                f"env.step_timeout={self.config.env.step_timeout:g} s"
+            ) from error
+        self.report.line(f"step {self.done + 1} is skipped: {error}")
+        await self.ahead.publish(self.roles["policy"])
+        return {"skipped": 1.0}
+
+    def _looked_at(self, done: int) -> bool:
+        """Whether somebody looks at the policy after so many steps, so that nothing may be under way then."""
+        return self._tries(done) or _due(done, self.config.checkpoint.every)
+
+    def _tries(self, done: int) -> bool:
+        return TRIALS in self.roles and _due(done, self.config.trials.every)
 
     async def _filling(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         """What writes a checkpoint of this moment into a directory."""

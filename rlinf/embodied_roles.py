@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlinf.actors.deciding import Decider
 from rlinf.actors.experience import OffPolicyDecider
@@ -21,14 +23,18 @@ from rlinf.actors.simulation import Simulation
 from rlinf.algorithm_choice import control_algorithm_of
 from rlinf.algos.parts import GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.choosing import Chosen
 from rlinf.config import ConfigError, InputError, Problem
 from rlinf.config_embodied import ROLES, SAC, EmbodiedConfig
 from rlinf.dotted import resolve
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
-from rlinf.models.building import fitted
+from rlinf.flows.embodied_async import embodied_async
+from rlinf.flows.sac import sac
+from rlinf.memory import control_footprints
+from rlinf.models.building import build_policy_model, fitted
 from rlinf.placing import CONTROL, Placed, place
-from rlinf.preparation import placed_or_refused
+from rlinf.preparation import planned_or_refused
 from rlinf.runtime.child import ChildDied
 from rlinf.runtime.errors import UserError
 from rlinf.runtime.group import ActorGroup
@@ -49,10 +55,14 @@ class Prepared:
 
     flow: Callable[..., Awaitable[Mapping[str, float]]]
     """One step."""
+    path: str
+    """Its dotted path."""
     algorithm: AlgorithmSpec | None
     """How trajectories become a gradient; None for soft actor-critic, which learns from single transitions."""
     placed: Placed
     """Where each role runs."""
+    chosen: Chosen | None
+    """What the planner found, where there was a profile to plan from."""
 
 
 def prepared(config: EmbodiedConfig, hosts: int = 1) -> Prepared:
@@ -80,7 +90,25 @@ def prepared(config: EmbodiedConfig, hosts: int = 1) -> Prepared:
         if name not in ("step", *ROLES) and parameter.default is parameter.empty:
             advice = f"it takes {name}, which there is not; a flow may take step, {', '.join(ROLES)}"
             raise ConfigError([Problem("configuration", "flow", path, advice)])
-    return Prepared(flow, algorithm, placed_or_refused(config.placement, CONTROL, hosts))
+    if config.placement.mode == "auto" and (algorithm is None or config.algorithm.staleness) and _crosses(flow):
+        advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
+        raise ConfigError([Problem("configuration", "placement.mode", "auto", advice)])
+    placed, chosen = planned_or_refused(
+        config.placement, CONTROL, hosts, flow=flow, path=path, model=described(config), items=config.env.num_envs
+    )
+    return Prepared(flow, path, algorithm, placed, chosen)
+
+
+def described(config: EmbodiedConfig) -> str:
+    """What a profile of this run is of: the simulator, the policy, and all else that changes what an item costs."""
+    env, policy = config.env, config.policy
+    settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
+    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices"
+
+
+def _crosses(flow: Callable[..., Any]) -> bool:
+    """Whether a flow of ours has something under way between two steps."""
+    return flow in (embodied_async, sac)
 
 
 async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepared | None, videos: Path | None) -> Roles:
@@ -111,6 +139,7 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
     spawning = {}
     if code is not None:
         own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+        own["chunks"] = config.policy.horizon if env.fresh else None
         spawning["env"] = system.spawn(
             Simulation, name="env", seed=config.seed, **placed.spawning("env"), **shared, **own
         )
@@ -120,25 +149,51 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
         )
     try:
         roles = await _together(spawning)
-        shapes = await next(iter(roles.values()))[0].shapes()
-        off_policy = config.algorithm.name == SAC
-        kind = config.policy.type or ("soft" if off_policy else "mlp")
-        policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
-        made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-        acting = OffPolicyDecider if off_policy and code is not None else Decider
-        learning = {"policy": system.spawn(acting, name="policy", **placed.spawning("policy"), **made)}
-        if code is not None:
-            training = OffPolicyTrainer if off_policy else ImitatingTrainer
-            settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
-            learning["trainer"] = system.spawn(
-                training, name="trainer", seed=config.seed, **placed.spawning("trainer"), **made, **settings
-            )
-        learners = await _together(learning)
+        learners = await spawn_learners(system, config, code, placed, roles)
         # one decision: a policy that looks at what there is not says so here
         await learners["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
         return {**roles, **learners}
     except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
         raise InputError(f"env, policy: {_cause(error)}") from error
+
+
+async def spawn_learners(
+    system: ActorSystem,
+    config: EmbodiedConfig,
+    code: Prepared | None,
+    placed: Placed,
+    simulators: Roles,
+    only: Collection[str] = ("policy", "trainer"),
+) -> Roles:
+    """Start what has a policy: who acts, and who trains.
+
+    Args:
+        system, config, code: see `spawn_roles`.
+        placed: where.
+        simulators: running; the policy is fitted to what they show.
+        only: the roles to start.
+    """
+    shapes = await next(iter(simulators.values()))[0].shapes()
+    off_policy = config.algorithm.name == SAC
+    kind = config.policy.type or ("soft" if off_policy else "mlp")
+    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    with torch.device("meta"):
+        held = control_footprints(build_policy_model(made["policy"]), targets=off_policy)
+    where = {
+        role: placed.spawning(role, held[role].active_bytes, held[role].parked_bytes) for role in only if role in held
+    }
+    learning = {}
+    if "policy" in only:
+        acting = OffPolicyDecider if off_policy and code is not None else Decider
+        learning["policy"] = system.spawn(acting, name="policy", **where["policy"], **made)
+    if "trainer" in only and code is not None:
+        training = OffPolicyTrainer if off_policy else ImitatingTrainer
+        settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
+        learning["trainer"] = system.spawn(
+            training, name="trainer", seed=config.seed, **where["trainer"], **made, **settings
+        )
+    return await _together(learning)
 
 
 async def _together(spawning: Mapping[str, Coroutine[Any, Any, ActorGroup]]) -> Roles:

@@ -8,11 +8,12 @@ to save) is here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlinf.actors.judge import RewardError
+from rlinf.algorithm_choice import flow_of
 from rlinf.checkpointing import Checkpoints
 from rlinf.config import InputError, RunConfig, RunFailure
 from rlinf.data.dataset import Data
@@ -24,15 +25,18 @@ from rlinf.held_out import compared, in_words, rows
 from rlinf.html_report import write_report
 from rlinf.metrics.alarm import MismatchAlarm
 from rlinf.metrics.recorder import Recorder
-from rlinf.preparation import Prepared
+from rlinf.placing import Placed
+from rlinf.preparation import Prepared, kinds_of
 from rlinf.problems import answers_of, evaluation_of, evaluation_settings, load_problems
 from rlinf.report import Report, tracking_of
 from rlinf.role_states import follow_warm_up, restore_roles, save_roles
 from rlinf.roles import Roles, spawn_roles
 from rlinf.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.group import ActorGroup
 from rlinf.runtime.observer import Watch
 from rlinf.runtime.stream import Stream
 from rlinf.runtime.system import ActorSystem
+from rlinf.settling import Settling
 
 
 async def learn(
@@ -76,11 +80,13 @@ async def learn(
         algorithm=prepared.algorithm,
         beside=prepared.roles,
         rescue=str(directory.path),
+        held=prepared.held,
     )
     report.begins({role: group.hosts for role, group in roles.items()})
     tracking = tracking_of(config, directory, begun, report)
-    async with report, Recorder(directory.path, watch, tracking, system.hosts) as recorder:
-        run = Run(config, prepared, directory, problems, roles, report, recorder)
+    settling = settling_of(config, prepared)
+    async with report, Recorder(directory.path, watch, tracking, system.hosts, settling.ledger) as recorder:
+        run = Run(system, config, prepared, directory, problems, roles, settling, report, recorder)
         try:
             await (run.begin() if begun is None else run.go_on(begun))
             await run.steps()
@@ -97,29 +103,47 @@ async def learn(
     report.ends(compared(before, after, config.evaluation.temperature) if before and after else ())
 
 
+def settling_of(config: RunConfig, prepared: Prepared) -> Settling:
+    """Where roles are, and what a step is to the planner: a stream of prompts."""
+    return Settling(
+        config.placement,
+        prepared.placed,
+        kinds_of(prepared.roles),
+        flow=prepared.flow,
+        path=config.flow or flow_of(prepared.algorithm),
+        model=prepared.model,
+        items=config.algorithm.prompts_per_step,
+        held=prepared.held,
+    )
+
+
 class Run:
     """A run under way: what its steps share.
 
     Args:
-        config, prepared, directory: as for `learn`.
+        system, config, prepared, directory: as for `learn`.
         problems: what is learned from.
         roles: running.
+        settling: where they are.
         report: told of every event.
         recorder: writes down every step.
     """
 
     def __init__(
         self,
+        system: ActorSystem,
         config: RunConfig,
         prepared: Prepared,
         directory: RunDirectory,
         problems: Data,
         roles: Roles,
+        settling: Settling,
         report: Report,
         recorder: Recorder,
     ) -> None:
-        self.config, self.prepared, self.directory = config, prepared, directory
+        self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
         self.problems, self.roles, self.report, self.recorder = problems, roles, report, recorder
+        self.settling = settling
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
         self.alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self.done = 0
@@ -181,7 +205,32 @@ class Run:
             self.checkpoints.check()
             if last or _due(self.done, config.checkpoint.every):
                 await self.checkpoints.begin(self.done, self._save, self._queue())
+            if not last:
+                await self._settle(metrics["timing/step"])
         await self.checkpoints.finish()
+
+    async def _settle(self, seconds: float) -> None:
+        """Move roles if it is time to."""
+        config, run = self.config, self.directory.path
+
+        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
+            return save_roles(roles, aside, config.reference.kind == "ema")
+
+        async def spawn(placed: Placed, moving: Collection[str]) -> Roles:
+            prepared = self.prepared
+            return await spawn_roles(
+                self.system, config, self.problems, placed,
+                algorithm=prepared.algorithm, beside=prepared.roles, rescue=str(run), held=prepared.held, only=moving,
+            )  # fmt: skip
+
+        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
+            await restore_roles({role: roles[role] for role in moving}, aside, run)
+            await roles["rollout"].load(roles["trainer"].weights())
+
+        self.roles = await self.settling.after(
+            seconds, self.system, self.roles, run,
+            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=spawn, restore=restore,
+        )  # fmt: skip
 
     async def _step(self) -> dict[str, float]:
         """Metrics of one step of the flow, with how long it took and how fast it was."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,9 @@ def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory:
     chosen: dict[str, RolePlan] = {}
     plan = None
     if wanted.plan is not None:
-        plan = read_plan(wanted.plan, [kind.name for kind in on_devices], cluster)
-        chosen = dict(plan.roles)
+        beside = [kind.name for kind in kinds if not kind.on_devices]
+        plan = read_plan(wanted.plan, [kind.name for kind in on_devices], cluster, beside)
+        chosen = by_role(plan)
     elif wanted.mode is not None and hosts > 1:
         mode = "collocated" if wanted.mode == "auto" else wanted.mode
         names = [kind.name for kind in on_devices]
@@ -151,12 +152,22 @@ def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory:
 
 def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
     """The same roles where a plan wants them; those beside the devices stay."""
-    seats = {
-        kind.name: _seat(kind, before.seats[kind.name], plan.roles.get(kind.name)) if kind.on_devices
-        else before.seats[kind.name]
-        for kind in kinds
-    }  # fmt: skip
+    chosen = by_role(plan)
+    seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
     return Placed(seats, before.devices, True, before.memory, plan)
+
+
+def by_role(plan: Plan) -> dict[str, RolePlan]:
+    """A plan's entries by single role: those of a loop, "env+policy", count for each of its members. A role that does
+    not say how many items it takes at a time takes as many as travel to it together."""
+    arriving: dict[str, int | None] = {}
+    for (_, target), edge in plan.edges.items():
+        arriving[target] = edge.items if arriving.get(target) is None else arriving[target]
+    return {
+        member: replace(entry, items=entry.items if entry.items is not None else arriving.get(name))
+        for name, entry in plan.roles.items()
+        for member in name.split("+")
+    }
 
 
 def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Cluster:
@@ -194,12 +205,13 @@ def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Clus
         raise PlacementError([f"placement.node_groups: {error}"]) from None
 
 
-def read_plan(path: str, roles: Sequence[str], cluster: Cluster) -> Plan:
+def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequence[str] = ()) -> Plan:
     """Read a plan, and see that this job can follow it.
 
     Args:
         path: of the file.
         roles: that compute on devices here.
+        beside: those that do not; what a plan says of them is passed over.
         cluster: the devices.
 
     Raises:
@@ -211,16 +223,17 @@ def read_plan(path: str, roles: Sequence[str], cluster: Cluster) -> Plan:
         raise PlacementError([f"placement.plan: {path} cannot be read: {error.strerror or error}"]) from None
     except PlacementError as error:
         raise PlacementError([f"placement.plan: {complaint}" for complaint in error.complaints]) from None
+    entries = by_role(plan)
     problems = [
         f"placement.plan: {path} says nothing of {role}: write `{role}: {{devices: 0}}` under `roles`"
         for role in roles
-        if role not in plan.roles or not plan.roles[role].devices
+        if role not in entries or not entries[role].devices
     ]
-    known = {*roles, *(name for name, role in plan.roles.items() if not role.devices)}
+    known = {*roles, *(name for name, role in entries.items() if not role.devices), *beside}
     problems += [
         f"placement.plan: {path} places {role}, which this run has not on a device: remove it; there are "
         f"{', '.join(roles)}"
-        for role in plan.roles
+        for role in entries
         if role not in known
     ]
     problems += [f"placement.plan: {path}: {complaint}" for complaint in complaints(plan, cluster)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from rlinf.algorithm_choice import algorithm_of, flow_of, roles_of
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.choosing import Chosen, choose
 from rlinf.config import ConfigError, Problem, RunConfig
 from rlinf.config_keys import MetricsConfig, RewardConfig
 from rlinf.config_placement import Placing
+from rlinf.data.tasks import make_task
+from rlinf.data.tokenizer import load_tokenizer
 from rlinf.dotted import resolve
-from rlinf.memory import complaints
+from rlinf.memory import complaints, footprints
+from rlinf.metrics.environment import machine
 from rlinf.metrics.tracking import chosen, missing
 from rlinf.placement.grammar import PlacementError
-from rlinf.placing import TEXT, Placed, RoleKind, place, split_complaint
+from rlinf.placement.profile import load
+from rlinf.placing import KIND, TEXT, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward
 from rlinf.schema import nearest
 
@@ -51,6 +57,12 @@ class Prepared:
     """Which of `OPTIONAL` the algorithm needs."""
     placed: Placed
     """Where each role runs."""
+    model: str
+    """What a profile of this run is of: the model, and all else that changes what an item costs."""
+    chosen: Chosen | None
+    """What the planner found, where there was a profile to plan from."""
+    held: Mapping[str, tuple[int, int]]
+    """By role: bytes on each of its devices while it is loaded, and while it is parked; by its model's shape."""
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `offered` that the flow takes."""
@@ -77,13 +89,24 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
         raise ConfigError([Problem("configuration", "algorithm", config.algorithm.name, str(error))]) from error
     path = config.flow or flow_of(algorithm)
     roles = tuple(roles_of(config, algorithm))
-    placed = placed_or_refused(config.placement, kinds_of(roles), hosts)
-    prepared = Prepared(resolve(path), algorithm, roles, placed)
+    flow, model = resolve(path), described(config, algorithm)
+    kinds = kinds_of(roles)
+    placed, chosen = planned_or_refused(
+        config.placement, kinds, hosts, flow=flow, path=path, model=model, items=config.algorithm.prompts_per_step
+    )
+    model_config, problems = _model(config)
+    held: dict[str, tuple[int, int]] = {}
+    if not problems:
+        seats = {role: seat.devices for role, seat in placed.seats.items()}
+        found = footprints(config, model_config, seats, roles)
+        held = {role: (each.active_bytes, each.parked_bytes) for role, each in found.items()}
+        problems += _memory_problems(config, model_config, placed, roles)
+    prepared = Prepared(flow, algorithm, roles, placed, model, chosen, held)
     problems = [
         *_flow_problems(path, prepared.flow, prepared.roles),
         *_algorithm_problems(config, algorithm),
         *_reward_problems(config.reward),
-        *_model_problems(config, hosts, prepared.roles),
+        *problems,
         *_tracker_problems(config.metrics),
     ]
     if problems:
@@ -96,12 +119,61 @@ def kinds_of(roles: Sequence[str]) -> list[RoleKind]:
     return [kind for kind in TEXT if kind.name in (*OFFERED, *roles)]
 
 
-def placed_or_refused(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
-    """Where roles run.
+def described(config: RunConfig, algorithm: AlgorithmSpec) -> str:
+    """What changes the cost of an item of a step: the model, answers to a prompt, their longest length, the recipe."""
+    shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
+    return f"{shape}, {config.algorithm.group_size} answers of {config.rollout.max_new_tokens} tokens, {algorithm.name}"
+
+
+def planned_or_refused(
+    wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, flow: Any, path: str, model: str, items: int
+) -> tuple[Placed, Chosen | None]:
+    """Where roles run, and what the planner found if there is a profile to plan from.
+
+    Args:
+        wanted: the section `placement`.
+        kinds: the roles that there are.
+        hosts: number of processes of the job.
+        flow: one step, which is rehearsed; there must not be a running event loop.
+        path: its dotted path.
+        model: see `Prepared.model`.
+        items: of a step.
 
     Raises:
         ConfigError: with every reason why they cannot.
     """
+    placed = _placed_or_refused(wanted, kinds, hosts)
+    if wanted.profile is None or wanted.plan is not None or hosts == 1:
+        return placed, None
+    try:
+        profile = load(Path(wanted.profile).expanduser())
+        if problems := profile.mismatch(model, machine(), path):
+            raise PlacementError(problems)
+        memory = None if placed.memory is None else {KIND: placed.memory}
+        chosen = choose(profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate)
+    except OSError as error:
+        advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
+        raise ConfigError([Problem("configuration", "placement.profile", wanted.profile, advice)]) from None
+    except PlacementError as error:
+        said = [
+            complaint.replace("allow extrapolation", "set placement.extrapolate=true") for complaint in error.complaints
+        ]
+        raise ConfigError(
+            [Problem("configuration", "placement.profile", wanted.profile, each) for each in said]
+        ) from None
+    except ValueError as error:
+        raise ConfigError([Problem("configuration", "placement.profile", wanted.profile, str(error))]) from None
+    free = wanted.mode in (None, "auto")
+    rows = [row for row in chosen.best_of_modes if free or row.mode == wanted.mode]
+    if not rows:
+        there = ", ".join(f"{row.mode} ({row.seconds:.3g} s)" for row in chosen.best_of_modes)
+        advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}"
+        raise ConfigError([Problem("configuration", "placement.mode", wanted.mode, advice)])
+    return placed_by(rows[0].plan, placed, kinds), chosen
+
+
+def _placed_or_refused(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
+    """Where roles run without a profile."""
     gpu_memory = None
     if torch.cuda.is_available():
         gpu_memory = int(_FILLED * torch.cuda.get_device_properties(0).total_memory)
@@ -178,21 +250,24 @@ def _tracker_problems(metrics: MetricsConfig) -> Iterator[Problem]:
         yield Problem("configuration", key, getattr(metrics, key.partition(".")[2]), advice)
 
 
-def _model_problems(config: RunConfig, hosts: int, roles: Sequence[str]) -> Iterator[Problem]:
-    problems = [*_new_model_problems(config.model.config)] if config.model.path is None else []
-    yield from problems
-    if problems:
-        return
+def _model(config: RunConfig) -> tuple[Any, list[Problem]]:
+    """The transformers config of the model, with the vocabulary that it will have; or what is wrong with it."""
+    model = config.model
     try:
-        if config.model.path is None:
-            model_config = AutoConfig.for_model(**config.model.config)
-        else:
-            model_config = AutoConfig.from_pretrained(config.model.path)
+        if model.path is not None:
+            return AutoConfig.from_pretrained(model.path), []
+        if problems := list(_new_model_problems(model.config)):
+            return None, problems
+        source = model.tokenizer or make_task(config.task.name, digits=1).tokenizer
+        return AutoConfig.for_model(**{"vocab_size": len(load_tokenizer(source)), **model.config}), []
     except (OSError, ValueError) as error:
+        key, value = ("model.path", model.path) if model.path is not None else ("model.tokenizer", model.tokenizer)
         reason = str(error).strip().splitlines()[0]
-        yield Problem("configuration", "model.path", config.model.path, f"transformers cannot load it: {reason}")
-        return
-    for complaint in complaints(config, model_config, hosts, roles):
+        return None, [Problem("configuration", key, value, f"transformers cannot load it: {reason}")]
+
+
+def _memory_problems(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> Iterator[Problem]:
+    for complaint in complaints(config, model_config, placed, roles):
         limit = config.placement.device_memory_gb
         yield Problem("configuration", "placement.device_memory_gb", limit, complaint)
 

@@ -23,6 +23,7 @@ from rlinf.metrics.live import LiveView
 from rlinf.metrics.table import ProgressTable
 from rlinf.metrics.timing import sentence
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
+from rlinf.metrics.verdict import typical, verdict
 from rlinf.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.errors import ActorDied
 from rlinf.runtime.observer import Watch
@@ -65,6 +66,7 @@ class Report:
         self._since = self._start = time.perf_counter()
         self._table = ProgressTable(steps, log_every, self._out, announced)
         self._timings: dict[str, list[float]] = defaultdict(list)
+        self._bounds: list[dict[str, float]] = []
         self._view: LiveView | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -118,6 +120,9 @@ class Report:
         for name, value in metrics.items():
             if name.startswith("timing/"):
                 self._timings[name].append(value)
+        self._bounds.append(
+            {name: metrics[name] for name in metrics if name.startswith(("bound/", "lost/", "timing/step"))}
+        )
         if self._view is not None:
             self._view.stepped(step, metrics)
         else:
@@ -135,6 +140,8 @@ class Report:
             self.line(line)
         if told := sentence({name: statistics.median(values) for name, values in self._timings.items()}):
             self.line(f"a step took {told} (medians)")
+        for line in verdict(typical(self._bounds)):
+            self.line(line)
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
         for path, what in self._results():
             self.line(f"  {path.relative_to(self._directory.path)!s:<24} {what}")
@@ -157,6 +164,7 @@ class Report:
             (directory.metrics, "every step's numbers"),
             (directory.samples, "some answers of every step"),
             (directory.trace, "what each role did when; open it at https://ui.perfetto.dev"),
+            (directory.path / "profile.json", "what each role costs, to plan other runs with"),
             (directory.resolved, "the configuration in full, to run again"),
         )
         yield from ((path, what) for path, what in results if path.exists())

@@ -5,7 +5,7 @@ In: a checked configuration and what it names. Out: a handle per role, under the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +39,7 @@ async def spawn_roles(
     algorithm: AlgorithmSpec | None = None,
     beside: Sequence[str] = (),
     rescue: str | None = None,
+    held: Mapping[str, tuple[int, int]] | None = None,
     only: Collection[str] | None = None,
 ) -> Roles:
     """Start every role on its hosts, all at once.
@@ -51,6 +52,7 @@ async def spawn_roles(
         algorithm: what is trained by; None starts no trainer.
         beside: which of `critic`, `reference` and `teacher` to start too.
         rescue: directory for a batch whose loss is no number.
+        held: by role, bytes on each of its devices while it is loaded, and while it is parked.
         only: the roles to start; None for all.
 
     Raises:
@@ -80,7 +82,9 @@ async def spawn_roles(
     async def spawn(roles: Iterable[str]) -> None:
         for role in roles:
             kind, given = kinds[role]
-            found[role] = await system.spawn(kind, name=role, **placed.spawning(role), **given)
+            found[role] = await system.spawn(
+                kind, name=role, **placed.spawning(role, *(held or {}).get(role, ())), **given
+            )
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
     # for each other for ever, one on each of two hosts.

@@ -157,7 +157,7 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
 
     done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}")
     check_run_directory(tmp_path / "quickstart")
-    assert "rollout, trainer, judge in one process" in done.stdout
+    assert "rollout, judge, trainer in one process" in done.stdout
     assert "accuracy on 20 held-out problems" in done.stdout
     assert done.stderr == "", "nothing but our own lines"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")

@@ -100,6 +100,17 @@ def test_a_plan_is_followed(tmp_path):
     assert (hosts(moved)["rollout"], moved.seats["rollout"].items, hosts(moved)["judge"]) == ((2,), 4, (1,))
 
 
+def test_who_says_nothing_takes_as_many_items_as_travel_together(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "roles:\n  rollout: {devices: 0, phases: [0], items: 2}\n  trainer: {devices: 0-1, phases: [1]}\n"
+        "edges:\n  rollout -> trainer: {items: 8}\n"
+    )
+    seats = place(PlacementConfig(plan=str(path)), GRPO, 2).seats
+    assert (seats["rollout"].items, seats["trainer"].items) == (2, 8)
+    assert place(PlacementConfig(plan=str(path)), GRPO, 2).spawning("trainer")["items"] == 8
+
+
 def test_a_plan_that_cannot_be_followed_says_all_that_is_wrong(tmp_path):
     path = plan_file(tmp_path, rollout=((0, 7),), tutor=((1,),))
     with pytest.raises(PlacementError) as caught:

@@ -20,6 +20,14 @@ from rlinf.runtime.observer import Watch
 from tests.metrics.terminal import Terminal, plain
 
 STEP = {"reward/mean": 0.5, "timing/step": 2.0, "timing/training": 1.5, "timing/overlap": 0.0, "timing/other": 0.5}
+BOUND = {
+    "bound/seconds": 1.7,
+    "bound/area": 1.7,
+    "bound/devices": 2.0,
+    "bound/efficiency": 0.85,
+    "lost/imbalance": 0.2,
+    "lost/overhead": 0.1,
+}
 
 
 def evaluation(*texts: str, right: str = "1234") -> Evaluation:
@@ -50,7 +58,7 @@ async def tell(report: Report) -> None:
         report.warmed_up({"sft/loss_first": 2.0, "sft/loss": 1.0, "sft/steps": 40.0}, "worked problems")
         report.evaluated(in_words(before, 0.0))
         for step in (1, 2, 3):
-            report.stepped(step, STEP)
+            report.stepped(step, STEP | BOUND)
     report.ends(compared(before, after, 0.0))
 
 
@@ -67,10 +75,13 @@ async def test_in_a_file_it_is_plain_lines(directory):
         "before: 50.0% of 2 held-out problems answered right, greedily",
         "accuracy on 2 held-out problems, greedily: 50.0% -> 100.0%",
         "a step took 2.00 s: training 1.50, other 0.50 (medians)",
+        "85% of what is possible on 2 devices",
+        "lost per step: imbalance 0.20, overhead 0.10 s",
         "report.html              curves",
         "metrics.jsonl            every step's numbers",
     ):
         assert told in text, told
+    assert "profile.json" not in text
     assert "trace.json" not in text, "only what is there is listed"
     rows = [line.split() for line in text.splitlines()]
     assert ["3", "0.500", "2.00", "0", "s"] in rows

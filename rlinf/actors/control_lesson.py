@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.control_learner import Lesson
-from rlinf.actors.trajectory import Trajectory
+from rlinf.actors.trajectory import Trajectory, in_order
 from rlinf.algos.episodes import ChunkAdvantages, advantages_of_chunks, episode_ids, group_advantages, rows
 from rlinf.algos.parts import Decoupled, Gae, GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
@@ -73,8 +73,14 @@ def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Less
     )
 
 
-def described(trajectory: Trajectory, decided: Lesson) -> dict[str, float]:
-    """Metrics of a step's trajectories, learning apart."""
+def described(parts: Sequence[Trajectory], trajectory: Trajectory, decided: Lesson) -> dict[str, float]:
+    """Metrics of a step's trajectories, learning apart.
+
+    Args:
+        parts: of each slice.
+        trajectory: those joined.
+        decided: what is learned from it.
+    """
     chunks = trajectory.chunks
     valid = chunks.valid.bool()
     steps = float(valid.sum())
@@ -84,8 +90,25 @@ def described(trajectory: Trajectory, decided: Lesson) -> dict[str, float]:
         "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
         "episodes/lost": float(trajectory.lost),
         "learned_from": float(decided.mask.float().mean()),
-        **summary(trajectory.episodes),
+        **summary([episode for part in in_order(parts) for episode in counted(part)]),
     }
+
+
+def counted(trajectory: Trajectory) -> tuple[Episode, ...]:
+    """The episodes by which a policy is judged, of those that ended in a slice.
+
+    Where all environments begin new episodes with the step, an early success leaves time for a second episode, which is
+    then counted only if it ends in time too: that is, if it is short. So only the first of each environment counts.
+    Where episodes go on from step to step all of them count: none is left out for being long.
+    """
+    chunks, firsts = trajectory.chunks, dict[int, Episode]()
+    for episode in trajectory.episodes:
+        firsts.setdefault(episode.env - trajectory.first, episode)
+    over = (chunks.terminated | chunks.truncated).any(-1)
+    behind = over.cumsum(0) - over.long()  # episodes that ended before, int64 [T, N]
+    done = (chunks.valid.bool().sum(-1) * (behind == 0)).sum(0).tolist()  # steps until the first one ended
+    whole = all(done[env] == episode.length for env, episode in firsts.items())
+    return tuple(firsts.values()) if whole else trajectory.episodes
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -7,9 +7,9 @@ them take the same optimizer steps (`control_learner.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,13 +19,18 @@ from rlinf.actors.control_lesson import check, described, lesson
 from rlinf.actors.deciding import made
 from rlinf.actors.joint import JointActor
 from rlinf.actors.snapshot import STATE, copy_state, load_state
+from rlinf.actors.state_tensors import held
 from rlinf.actors.trajectory import Trajectory, joined
 from rlinf.algos.sums import LossSum
+from rlinf.data.parking import Parking
 from rlinf.data.seeds import permutation
 from rlinf.data.weights import Weights
+from rlinf.envs.episodes import NothingHappened
 from rlinf.models.base import Policy
 from rlinf.models.building import save_policy
 from rlinf.runtime.actor import endpoint
+
+R = TypeVar("R")
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
@@ -89,6 +94,7 @@ class ControlTrainer(JointActor):
             grad_clip=grad_clip,
             value_coef=value_coef,
         )
+        self._parking = Parking(lambda: held(self.policy, self._learner.optimizer))
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
         self._kl_stop, self._group_size = kl_stop, group_size
         self.version = 0
@@ -105,7 +111,8 @@ class ControlTrainer(JointActor):
             both good and bad ones.
 
         Raises:
-            ValueError: no action was done, or the trajectories do not fit together.
+            NothingHappened: no action was done in an episode that was kept.
+            ValueError: the trajectories do not fit together.
             FloatingPointError: a reward, the loss or its gradient is not finite; that step was not taken.
         """
 
@@ -118,14 +125,14 @@ class ControlTrainer(JointActor):
         whole = joined(trajectories)
         batch = lesson(whole, self._spec, self._group_size)
         if not bool(whole.chunks.valid.any()):
-            raise ValueError("train: there is nothing to learn from: no action was done in an episode that was kept")
+            raise NothingHappened("there is nothing to learn from: no action was done in an episode that was kept")
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
         gathered, steps, stopped = self._update(batch)
         self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
         self.version += 1
         return {
-            **described(whole, batch),
+            **described(trajectories, whole, batch),
             **gathered,
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
@@ -172,8 +179,9 @@ class ControlTrainer(JointActor):
             if self.rank:
                 return None
             named = self.policy.state_dict().items()
-            on_cpu = self.device.type == "cpu"
-            return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if on_cpu else None)
+            # a device that is shared has no room for copies beside whoever comes next
+            in_host = self.device.type == "cpu" or self._cell.leased
+            return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if in_host else None)
 
         return await self.jointly(published)
 
@@ -218,6 +226,18 @@ class ControlTrainer(JointActor):
             return found.version
 
         return await self.jointly(read)
+
+    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`compute` for work on weights, of all ranks together."""
+        return await super().computed(self._parking.needed(fn), *args, **kwargs)
+
+    async def offload(self) -> None:
+        """Keep the policy, gradients and what the optimizer remembers in host memory until `onload`."""
+        await self.compute(self._parking.park)
+
+    async def onload(self) -> None:
+        """Bring back what `offload` moved."""
+        await self.compute(self._parking.unpark)
 
 
 def _on(batch: Lesson, device: torch.device) -> Lesson:

@@ -7,8 +7,8 @@ weights arrive through `load`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.receiving import Receiver
+from rlinf.actors.state_tensors import held
 from rlinf.actors.trajectory import Seen, Trajectory
 from rlinf.algos.episodes import Chunks, without_lost
+from rlinf.data.parking import Parking
 from rlinf.data.weights import Weights, misfits
 from rlinf.envs.episodes import Chunk, Episode
 from rlinf.models.base import Act, Policy
@@ -57,6 +59,7 @@ class Decider(Receiver):
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._policy: Policy = await self.compute(made, policy, path, self.device)
+        self._parking = Parking(lambda: held(self._policy))
         self._diaries: dict[Key, _Diary] = {}
         self._version = 0
 
@@ -73,7 +76,7 @@ class Decider(Receiver):
         Returns:
             Chunks of actions in [-1, 1], float32 [N, C, A].
         """
-        return await self.compute(self._act, key, seen, greedy, keep)
+        return await self.compute(self._parking.needed(self._act), key, seen, greedy, keep)
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, seen: Seen) -> Trajectory:
@@ -86,7 +89,7 @@ class Decider(Receiver):
         Raises:
             ValueError: nothing was decided for it.
         """
-        return await self.compute(self._told, key, seen)
+        return await self.compute(self._parking.needed(self._told), key, seen)
 
     @endpoint
     async def version(self) -> int:
@@ -99,16 +102,21 @@ class Decider(Receiver):
             raise ValueError(f"published weights are not those of this policy: {problems}")
 
     async def switch_weights(self, weights: Weights) -> None:
-        await self.compute(self._policy.load_state_dict, dict(weights.named()))
+        await self.compute(self._parking.needed(self._policy.load_state_dict), dict(weights.named()))
         self._version = weights.version
 
     async def offload(self) -> None:
-        """Keep the policy in host memory until `onload`."""
-        await self.compute(self._policy.to, torch.device("cpu"))
+        """Keep the policy in host memory until `onload`, and what it did for good: trajectories are made there."""
+        await self.compute(self._park)
 
     async def onload(self) -> None:
         """Bring the policy back to the device."""
-        await self.compute(self._policy.to, self.device)
+        await self.compute(self._parking.unpark)
+
+    def _park(self) -> None:
+        for diary in self._diaries.values():
+            diary.acts = [_on_host(act) for act in diary.acts]
+        self._parking.park()
 
     @torch.no_grad()
     def _act(self, key: Key, seen: Seen, greedy: bool, keep: bool) -> Tensor:
@@ -163,8 +171,7 @@ def _trajectory(rank: int, diary: _Diary, seen: Seen, following: Tensor | None, 
         return torch.stack([getattr(chunk, name) for chunk in chunks]).cpu()
 
     terminated, truncated, lost = rows("terminated"), rows("truncated"), rows("lost")
-    values = [act.values for act in acts]
-    known = [value for value in values if value is not None]
+    known = [act.values for act in acts if act.values is not None]
     finals = [final for final in diary.finals if final is not None]
     episodes = tuple(episode for chunk in chunks for episode in chunk.episodes)
     return Trajectory(
@@ -173,18 +180,33 @@ def _trajectory(rank: int, diary: _Diary, seen: Seen, following: Tensor | None, 
             terminated=terminated,
             truncated=truncated,
             valid=without_lost(rows("valid"), terminated | truncated, lost),
-            values=torch.stack(known).float().cpu() if known else None,
+            values=_stacked(known).float() if known else None,
             next_values=following,
             final_values=torch.stack(finals) if finals else None,
         ),
-        stored={name: torch.stack([act.stored[name] for act in acts]).cpu() for name in acts[0].stored},
-        logprobs=torch.stack([act.logprobs for act in acts]).float().cpu(),
+        stored={name: _stacked([act.stored[name] for act in acts]) for name in acts[0].stored},
+        logprobs=_stacked([act.logprobs for act in acts]).float(),
         success=_first_successes(episodes, seen.first, terminated.shape[1]),
         episodes=episodes,
         lost=int(lost.sum()),
         first=seen.first,
         rank=rank,
         version=version,
+    )
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows on the host, of which some may have been there already."""
+    alike = len({row.device for row in rows}) == 1
+    return torch.stack(list(rows)).cpu() if alike else torch.stack([row.cpu() for row in rows])
+
+
+def _on_host(act: Act) -> Act:
+    return replace(
+        act,
+        logprobs=act.logprobs.cpu(),
+        values=None if act.values is None else act.values.cpu(),
+        stored={name: rows.cpu() for name, rows in act.stored.items()},
     )
 
 

@@ -28,7 +28,7 @@ empty one too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -43,10 +43,13 @@ from rlinf.actors.joint import JointActor
 from rlinf.actors.learner import Learner
 from rlinf.actors.micro_batches import InOrder
 from rlinf.actors.orders import Again, Learn, Order, Score, Step
+from rlinf.actors.publishing import reshard
 from rlinf.actors.scoring import Groups, Scoring, gathered
-from rlinf.actors.sharding import dtype_of, move
+from rlinf.actors.sharding import dtype_of
 from rlinf.actors.snapshot import STATE, load_state, save_checkpoint
+from rlinf.actors.state_tensors import held
 from rlinf.algos.sums import LossSum
+from rlinf.data.parking import Parking
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.runtime.actor import Actor, endpoint
@@ -112,7 +115,9 @@ class LearningActor(JointActor):
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.module = await self.compute(build, Place(self.device, self.mesh, computes_in))
-        self._learner = Learner(self.module, mesh=self.mesh, **learner)
+        self._learner = self._at_work = Learner(self.module, mesh=self.mesh, **learner)
+        self._coming_again: list[Learn] = []
+        self._parking = Parking(self._held)
         self.version = 0
         self._in_order = InOrder() if order == "prompt" else None
 
@@ -181,7 +186,7 @@ class LearningActor(JointActor):
         steps: list[Taken] = []
         failed: FloatingPointError | None = None
         met = self.version
-        kept: list[Learn] = []
+        self._at_work, self._coming_again = learner, []
         learner.begin()
         async for order in orders:
             try:
@@ -189,9 +194,9 @@ class LearningActor(JointActor):
                     pass
                 elif isinstance(order, Learn):
                     await self.computed(self._learn, learner, order)
-                    kept += [order] if order.keep else []
+                    self._coming_again += [order] if order.keep else []
                 elif isinstance(order, Again):
-                    await self.computed(self._learn, learner, kept[order.number], again=True)
+                    await self.computed(self._learn, learner, self._coming_again[order.number], again=True)
                 elif isinstance(order, Score):
                     order.tell(await self.computed(self._scored, order))
                 elif isinstance(order, Step):
@@ -201,6 +206,7 @@ class LearningActor(JointActor):
                 failed = error
                 feed.stop()
             feed.done()
+        self._at_work, self._coming_again = self._learner, []
         self.version += learner is self._learner and bool(steps)
         if self.rank == 0 and failed is not None:  # the others leave it to rank 0, which has the batch
             raise failed if explain is None else await explain(failed, met)
@@ -296,12 +302,28 @@ class LearningActor(JointActor):
     # Devices -----------------------------------------------------------------------------------------------------
 
     async def offload(self) -> None:
-        """Keep model and optimizer in host memory until `onload`; nothing happens on the CPU."""
-        await self.compute(move, cast(Any, self.module), self.optimizer, torch.device("cpu"))
+        """Keep weights, gradients and what optimizers remember in host memory until `onload`.
+
+        A call that waits for input has given its devices away in the middle of a batch, so gradients go along.
+        """
+        await self.compute(self._park)
 
     async def onload(self) -> None:
-        """Bring model and optimizer back to the device."""
-        await self.compute(move, cast(Any, self.module), self.optimizer, self.device)
+        """Bring back what `offload` moved."""
+        await self.compute(self._parking.unpark)
+
+    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`compute` for work on weights, of all ranks together."""
+        return await super().computed(self._parking.needed(fn), *args, **kwargs)
+
+    def _park(self) -> None:
+        reshard(self.module)  # a forward that failed leaves whole weights behind
+        self._parking.park()
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from held(self.module, self.optimizer, self._at_work.optimizer)
+        for order in self._coming_again:
+            yield from order.kept.values()
 
 
 class _Between:

@@ -21,9 +21,11 @@ from rlinf.actors.imitating import ImitatingTrainer, remembered
 from rlinf.actors.replay import Replay, Rows
 from rlinf.actors.snapshot import STATE, copy_state, load_state
 from rlinf.actors.soft_learner import SoftLearner, SoftSettings
+from rlinf.actors.state_tensors import held
 from rlinf.actors.trajectory import Trajectory
 from rlinf.algos.sums import LossSum
 from rlinf.data.demonstrations import read_demonstrations
+from rlinf.data.parking import Parking
 from rlinf.data.seeds import mix
 from rlinf.models.building import save_policy
 from rlinf.models.soft import SoftPolicy
@@ -90,6 +92,7 @@ class OffPolicyTrainer(ImitatingTrainer):
                 "rlinf.models.soft.SoftPolicy, or a class derived from it"
             )
         self._soft = SoftLearner(self.policy, SoftSettings(**settings), self.mesh)
+        self._parking = Parking(lambda: held(self._soft.learned, self._soft.optimizer))  # the replay is in host memory
         self._replay = Replay(capacity)
         self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
         self._actor_every, self._updates, self.version = actor_every, 0, 0

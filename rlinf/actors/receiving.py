@@ -10,6 +10,9 @@ decides, whatever becomes of its own call. Then rank 0 has all of them switch (`
 (`load_abandon`) because somebody refused, failed, was cancelled or did not answer in time; a round that was dropped
 cannot switch any more. Every rank switches in the order of rank 0's decisions, so ranks that get two versions at once
 end on the same.
+
+Devices are needed for the switch alone, and each rank takes its own for it: `load(trainer.weights())` holds none while
+the trainer still needs them, and a rank that generates shares its lease with the switch.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from rlinf.runtime.errors import RuntimeFault
 from rlinf.runtime.waits import Lock
 
 DEADLINE = 300.0
-"""Seconds for all ranks to be ready, and again for all to switch: a slow network moves a large model in that time."""
+"""Seconds for all ranks to be ready, and again for all to switch: a slow network moves a large model in that time, and
+other roles end what they do on shared devices."""
 GRACE = 5.0
 """Seconds that a late rank has to say how far it is: an answer takes milliseconds unless its host is in trouble."""
 
@@ -88,7 +92,8 @@ class Receiver(Actor):
         raise NotImplementedError
 
     async def switch_weights(self, weights: Weights) -> None:
-        """Use these weights from now on. They were verified and checked, and every other rank is ready too."""
+        """Use these weights from now on. They were verified and checked, every other rank is ready too, and this rank
+        has its devices."""
         raise NotImplementedError
 
     @endpoint(joint=True)
@@ -192,9 +197,9 @@ class Receiver(Actor):
             raise LoadRefused(f"{self._here(offer)}: its call has ended before all ranks were ready")
         offer.round = number
 
-    @endpoint
+    @endpoint(device=True)
     async def load_switch(self, number: int) -> int:
-        """Rank 0 has decided: switch. Returns the version now in use."""
+        """Rank 0 has decided: switch, on this rank's devices. Returns the version now in use."""
         offer = self._bound(number)
         if offer is None:
             raise LoadError(f"rank {self.rank} (host {self.host}) knows of no round {number} of load")

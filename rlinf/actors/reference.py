@@ -9,7 +9,7 @@ they are replaced (`load`), or move towards others (`follow`), on all ranks or o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -24,14 +24,16 @@ from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.actors.policy_model import PolicyModel
 from rlinf.actors.receiving import DEADLINE, Receiver
 from rlinf.actors.sharding import dtype_of
+from rlinf.actors.state_tensors import held
 from rlinf.actors.tensor_files import make_room, write_tensors
 from rlinf.data.batch import Row, cut, pack
 from rlinf.data.iterate import each
+from rlinf.data.parking import Parking
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers import InThreads
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor import current_call, endpoint
 
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""
@@ -90,6 +92,7 @@ class Reference(Receiver):
             exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
+        self._parking = Parking(self._held)
         self._writer = InThreads()
 
     @endpoint(device=True)
@@ -109,7 +112,7 @@ class Reference(Receiver):
         arrivals = _Arrivals(groups, self._budget)
         try:
             while taken := await arrivals.take():
-                for group in await self.compute(self._told, taken):
+                for group in await self.compute(self._parking.needed(self._told), taken):
                     yield group
         finally:
             await arrivals.close()
@@ -153,10 +156,10 @@ class Reference(Receiver):
         if isinstance(weights, _Towards):
             assert self._decay is not None
             share = 1.0 - self._decay
-        await self.compute(self._move_towards, dict(weights.named()), share)
+        await self.compute(self._parking.needed(self._move_towards), dict(weights.named()), share)
         self.version = weights.version
 
-    @endpoint(joint=True)
+    @endpoint(device=True, joint=True)
     async def save(self, path: str | Path) -> str:
         """Write the weights as they are now; they may change again while the file is still being written.
 
@@ -170,11 +173,14 @@ class Reference(Receiver):
             OSError: it cannot be written; the text says what is missing.
         """
         if self.rank == 0:  # the others have the same
-            version, weights = self.version, await self.compute(_copies, self._exact)
+            version, weights = self.version, await self.compute(self._parking.needed(_copies), self._exact)
+            call = current_call.get()
+            if call is not None and call.lease is not None:
+                call.lease.give()  # the writing needs no device
             await self._writer(_write, Path(path), weights, version)
         return str(path)
 
-    @endpoint(joint=True)
+    @endpoint(device=True, joint=True)
     async def restore(self, path: str | Path) -> int:
         """Take over weights that `save` wrote; returns their version.
 
@@ -185,7 +191,7 @@ class Reference(Receiver):
             FileNotFoundError: there are none.
             ValueError: they do not fit this model, or are damaged.
         """
-        self.version = await self.compute(self._read, Path(path) / FILE)
+        self.version = await self.compute(self._parking.needed(self._read), Path(path) / FILE)
         return self.version
 
     def _read(self, file: Path) -> int:
@@ -220,18 +226,16 @@ class Reference(Receiver):
     # Devices -----------------------------------------------------------------------------------------------------
 
     async def offload(self) -> None:
-        """Keep the weights in host memory until `onload`; nothing happens on the CPU."""
-        await self.compute(self._move, _CPU)
+        """Keep the weights in host memory until `onload`."""
+        await self.compute(self._parking.park)
 
     async def onload(self) -> None:
         """Bring the weights back to the device."""
-        await self.compute(self._move, self.device)
+        await self.compute(self._parking.unpark)
 
-    def _move(self, device: torch.device) -> None:
-        if self.device != _CPU:
-            self.policy.to(device)
-            self._exact.to(device)
-            torch.cuda.empty_cache()
+    def _held(self) -> Iterator[Tensor]:
+        yield from held(self.policy)
+        yield from held(self._exact)
 
 
 class _Towards(Weights):

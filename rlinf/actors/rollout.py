@@ -1,20 +1,22 @@
 """The rollout: samples answers to prompts.
 
 Consumes prompts, as a list or a stream; produces groups, each as soon as its last sample is finished; unblocked by the
-engine. New weights arrive through `load`, also while answers are being generated.
+engine. New weights arrive through `load`, also while answers are being generated. Towards the end ranks may hand what
+they have left over to each other (`consolidating.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlinf.actors.answering import Answering, Asked
+from rlinf.actors.consolidating import Consolidating
 from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.actors.receiving import Receiver
 from rlinf.data.iterate import each
@@ -29,17 +31,7 @@ from rlinf.runtime.actor import endpoint
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A prompt that is being answered."""
-
-    prompt: Prompt
-    """What was asked."""
-    done: list[tuple[int, Completion]] = field(default_factory=list)
-    """Its finished answers, with their index."""
-
-
-class Rollout(Receiver):
+class Rollout(Receiver, Consolidating):
     """Generates groups of samples with an engine in its own process."""
 
     async def setup(  # type: ignore[override]
@@ -57,6 +49,7 @@ class Rollout(Receiver):
         max_rows: int = 128,
         max_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        rescale: bool = False,
     ) -> None:
         """Make the model and the engine.
 
@@ -72,6 +65,8 @@ class Rollout(Receiver):
             max_tokens: for which the key-value cache has room, prompts and possible answers together; None for as many
                 as `max_rows` answers may have.
             dtype: in which answers are computed; weights of another are cast.
+            rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
+                the devices of the others are free earlier. The samples stay the same, up to rounding.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
@@ -86,7 +81,8 @@ class Rollout(Receiver):
         )
         settings = {"compute": self.compute, "max_rows": max_rows, "max_tokens": max_tokens}
         self._engine = await self.compute(_engine, model, self._tokenizer, seed, _DTYPES[dtype], settings)
-        self._ids = itertools.count()  # of requests, unique among calls that overlap
+        self._ids = itertools.count()  # of requests and prompts, unique among calls that overlap
+        self._rescale = rescale
 
     @endpoint(device=True)
     async def generate(
@@ -122,36 +118,38 @@ class Rollout(Receiver):
         if n < 1:
             raise ValueError(f"generate: n={n} must be at least 1")
         rules = _overridden(self._sampling, temperature, max_new_tokens, sampling)
-        asked: dict[int, tuple[_Asked, int]] = {}  # by request: whose sample it is, and which
+        answering = Answering(self._engine, self._ids, n)
+        key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
             async for prompt in each(prompts):
-                one = _Asked(prompt)
-                for index in range(n):
-                    number = next(self._ids)
-                    asked[number] = (one, index)
-                    yield Request(number, prompt.token_ids, rules, mix(self._seed, prompt.id, index))
+                for request in answering.requests(prompt, (mix(self._seed, prompt.id, i) for i in range(n)), rules):
+                    yield request
+            answering.exhausted = True
+            self._tell(key)
 
-        unfinished: dict[int, _Asked] = {}  # by identity, in order of their first answer
-        async with contextlib.aclosing(self._engine.batches(requests())) as batches:
-            async for completions in batches:
-                complete = []
-                for completion in completions:
-                    one, index = asked.pop(completion.id)
-                    one.done.append((index, completion))
-                    unfinished[id(one)] = one
-                    if len(one.done) == n:
-                        complete.append(unfinished.pop(id(one)))
-                if complete:
-                    for group in await self.compute(_groups, complete, rules.temperature, self._tokenizer):
-                        yield group
-        if unfinished:  # the reading of requests was aborted half way through these
-            for group in await self.compute(_groups, list(unfinished.values()), rules.temperature, self._tokenizer):
+        self._answering[key or answering] = answering
+        try:
+            answering.start(requests())
+            async for complete in answering.complete():
+                self._tell(key)
+                for group in await self._groups(complete, rules.temperature):
+                    yield group
+            for group in await self._groups(answering.rest, rules.temperature):
                 yield group
+        finally:
+            await answering.close()
+            self._tell(key)
+            del self._answering[key or answering]
+
+    async def _groups(self, answered: Sequence[Asked], temperature: float) -> list[Group]:
+        return await self.compute(_groups, answered, temperature, self._tokenizer) if answered else []
 
     @endpoint
     async def abort(self) -> None:
         """End all answers under way where they stand, and read no more prompts: `generate` yields what there is."""
+        for answering in self._answering.values():
+            answering.aborted = True
         await self._engine.abort()
 
     @endpoint
@@ -201,7 +199,7 @@ def _overridden(
     return replace(own, **settings)
 
 
-def _groups(answered: Sequence[_Asked], temperature: float, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+def _groups(answered: Sequence[Asked], temperature: float, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
     """The samples of each prompt, in order of their index."""
     groups = []
     for asked in answered:

@@ -52,17 +52,3 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 def local(tensor: Tensor) -> Tensor:
     """The slice of a tensor that this rank owns; the tensor itself where it is not spread."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def move(policy: PolicyModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move weights, buffers, and what the optimizer remembers to a device; gradients are dropped."""
-    if all(parameter.device == device for parameter in policy.parameters()):
-        return
-    optimizer.zero_grad()
-    policy.to(device)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
-                state[name] = value.to(device)
-    if device.type == "cpu":
-        torch.cuda.empty_cache()

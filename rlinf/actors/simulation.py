@@ -35,6 +35,7 @@ class Simulation(Actor):
         seed: int = 0,
         group_size: int = 1,
         auto_reset: bool = True,
+        chunks: int | None = None,
         ignore_terminations: bool = False,
         max_steps: int | None = None,
         recording: Recording | None = None,
@@ -50,7 +51,7 @@ class Simulation(Actor):
             workers: child processes that they are divided over; 0 simulates in a thread of this process.
             slices: parts that are acted on independently.
             seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, ignore_terminations, max_steps: see `Rules`.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps: see `Rules`.
             recording: which episodes become videos; None for none.
             step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
@@ -63,6 +64,7 @@ class Simulation(Actor):
             seed=self._seed >> 33,
             group_size=group_size,
             auto_reset=auto_reset,
+            chunks=chunks,
             ignore_terminations=ignore_terminations,
             max_steps=max_steps,
         )
@@ -98,7 +100,7 @@ class Simulation(Actor):
             "max_steps": pool.max_steps,
         }
 
-    @endpoint
+    @endpoint(device=True)
     async def reset(self, number: int, epoch: int) -> Seen:
         """Begin new episodes in a slice.
 
@@ -110,7 +112,7 @@ class Simulation(Actor):
         self._epochs[number], self._times[number] = epoch, 0
         return self._seen(number, start.observation, start.instructions, None)
 
-    @endpoint
+    @endpoint(device=True)
     async def observe(self, number: int, epoch: int) -> Seen:
         """What a slice shows where it stands; new episodes of that epoch, if it has none yet.
 
@@ -123,7 +125,7 @@ class Simulation(Actor):
             return await self.reset(number, epoch)
         return self._seen(number, *now, None)
 
-    @endpoint
+    @endpoint(device=True)
     async def step(self, number: int, actions: Tensor) -> Seen:
         """Do a chunk of actions in a slice.
 
@@ -138,7 +140,7 @@ class Simulation(Actor):
         self._times[number] += 1
         return self._seen(number, chunk.observation, chunk.instructions, chunk)
 
-    @endpoint
+    @endpoint(device=True)
     async def state(self) -> list[dict[str, Any]]:
         """All that the next steps depend on, one part per slice, for `restore`."""
         return [
@@ -146,7 +148,7 @@ class Simulation(Actor):
             for epoch, time, now, part in zip(self._epochs, self._times, self._now, self._pool.slices, strict=True)
         ]
 
-    @endpoint
+    @endpoint(device=True)
     async def restore(self, state: list[dict[str, Any]]) -> None:
         """Go on from a saved state.
 

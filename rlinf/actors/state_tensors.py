@@ -1,4 +1,4 @@
-"""A trainer's state as flat named tensors, and back: model, optimizer, random generators.
+"""A trainer's state as tensors: by name, and back, for checkpoints; and whatever there is of it on the device.
 
 Flows in: a model and its optimizer. Flows out: tensors by key (`model.NAME`, `optimizer.NAME.KEY`, `rng.DEVICE.RANK`)
 that share memory with the originals, and JSON values for the rest. Nobody waits here, and nothing communicates: a
@@ -7,7 +7,7 @@ sharded tensor stays sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,19 @@ LOCAL_CHOICES = frozenset({"params", "param_names", "foreach", "fused", "captura
 
 OptimizerState = dict[nn.Parameter, tuple[str, dict[str, Tensor]]]
 """Per parameter its name and what the optimizer keeps for it."""
+
+
+def held(module: nn.Module, *optimizers: Optimizer) -> Iterator[Tensor]:
+    """The tensors themselves, as they are now: parameters, what gathered of their gradients, buffers, and what the
+    optimizers remember. Some may come twice, or share their storage."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

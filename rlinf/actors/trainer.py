@@ -234,9 +234,11 @@ class Trainer(LearningActor):
     @endpoint(device=True, joint=True)
     async def weights(self) -> Weights | None:
         """The weights as they are between two batches; a copy, so that training may go on. None but on rank 0."""
+        # a device that is shared has no room for the copy beside whoever comes next
+        where = "cpu" if self._cell.leased else None
 
         async def published(_: None) -> Weights | None:
-            return await publish(self, self.model, self.version)
+            return await publish(self, self.model, self.version, device=where)
 
         return await self.jointly(published)
 

@@ -64,6 +64,11 @@ class Trajectory:
     """Of the weights that decided."""
 
 
+def in_order(parts: Sequence[Trajectory]) -> list[Trajectory]:
+    """Slices by simulation and environment, whatever order they came in."""
+    return sorted(parts, key=lambda part: (part.rank, part.first))
+
+
 def joined(parts: Sequence[Trajectory]) -> Trajectory:
     """Several slices as one, in the order of simulation and environment, whatever order they came in.
 
@@ -72,7 +77,7 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
     """
     if not parts:
         raise ValueError("train: not one trajectory came")
-    parts = sorted(parts, key=lambda part: (part.rank, part.first))
+    parts = in_order(parts)
     if len({part.logprobs.shape[0] for part in parts}) > 1:
         lengths = [part.logprobs.shape[0] for part in parts]
         raise ValueError(f"train: trajectories have {lengths} decisions; let all slices act equally often")

@@ -199,6 +199,15 @@ def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[Asyn
 def _check(request: Request, stop_texts: bool) -> None:
     if len(request.prompt_ids) == 0:
         raise ValueError(f"request {request.id} has an empty prompt: there is nothing to continue")
+    begun = request.begun
+    if begun is not None:
+        lengths = {len(begun.response_ids), len(begun.logprobs), len(begun.versions)}
+        if len(lengths) > 1 or not 0 < max(lengths) < request.sampling.max_new_tokens:
+            raise ValueError(
+                f"request {request.id} has begun with {len(begun.response_ids)} tokens, {len(begun.logprobs)} "
+                f"log-probs and {len(begun.versions)} versions: as many of each are wanted, at least one and fewer "
+                f"than max_new_tokens={request.sampling.max_new_tokens}"
+            )
     if request.sampling.stop_texts and not stop_texts:
         raise ValueError(
             f"request {request.id} has stop texts {request.sampling.stop_texts}, but the engine has no tokenizer to "

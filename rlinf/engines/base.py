@@ -56,6 +56,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """What there is of an answer that an engine has begun; see `Completion` for the fields."""
+
+    response_ids: np.ndarray
+    """int64 [begun], at least one token, none of which ended the answer."""
+    logprobs: np.ndarray
+    """float32 [begun]"""
+    versions: np.ndarray
+    """int32 [begun]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One answer wanted."""
 
@@ -66,7 +78,15 @@ class Request:
     sampling: Sampling
     """How to answer."""
     seed: int = 0
-    """Of the random choices: the same seed gives the same answer, whatever shares the batch, up to rounding."""
+    """Of the random choices: the same seed gives the same answer, whatever shares the batch, up to rounding. Token k is
+    drawn with random number k of the seed, so an answer goes on elsewhere as it would have gone on here."""
+    begun: Begun | None = None
+    """What another engine has answered so far; it is read, not made again, and is part of the completion."""
+
+    def ended(self, finish: Finish) -> Completion:
+        """Its end as it came, without a token more."""
+        begun = self.begun or Begun(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
+        return Completion(self.id, begun.response_ids, begun.logprobs, begun.versions, finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +134,17 @@ class Engine(Protocol):
         """
         ...
 
+    async def take_out(self, ids: Iterable[int]) -> list[Request]:
+        """Let go of requests that have come, for another engine to go on with: none of them is yielded here.
+
+        Returns:
+            Those that had not ended, each with what there is of its answer in `begun`; given to `generate` of any
+            engine with the same weights, they end as they would have ended here, up to rounding. (An engine around a
+            server aborts them and keeps their tokens; to go on, it sends prompt and tokens as one prompt and asks for
+            so many fewer. It may offer this only if the server's random numbers are counted by token as well.)
+        """
+        ...
+
     async def pause(self) -> None:
         """Stop after the step under way; nothing is lost. Returns when the device is idle."""
         ...
@@ -123,7 +154,10 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights) -> None:
-        """Switch to other weights, all of them or, with a ValueError, none. Answers under way go on with the new."""
+        """Switch to other weights, all of them or, with a ValueError, none. Answers under way go on with the new.
+
+        An engine that sleeps keeps them until it wakes.
+        """
         ...
 
     async def sleep(self) -> None:

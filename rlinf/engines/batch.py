@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Finish
+from rlinf.engines.base import Completion, Finish, Request
 from rlinf.engines.cache import Band, Layers
+from rlinf.engines.pace import Pace
 from rlinf.engines.records import Decode, Records, Ticket
 from rlinf.engines.rectangles import pad_left, rectangles
 from rlinf.engines.sampling import Rules, choose
@@ -53,7 +54,9 @@ class Forward(Protocol):
 
     def load(self, weights: Weights) -> None: ...
 
-    def move(self, device: torch.device) -> None: ...
+    def park(self) -> None: ...
+
+    def unpark(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +101,8 @@ class Batch:
         """Parked: `advance` does nothing."""
         self.tokens = 0
         """Of cache that the answers under way may come to."""
+        self.pace = Pace()
+        """How long steps and reading took."""
         self._decode = decode
         self._records = Records(max_rows, decode)
         self._bands: list[Band] = []
@@ -141,6 +146,17 @@ class Batch:
         """End these requests (None: all) where they stand; they count as finished."""
         self._remove({ticket for ticket in self.tickets() if ids is None or ticket.request.id in ids}, "abort")
 
+    def take_out(self, ids: Collection[int]) -> list[tuple[Ticket, Request]]:
+        """Forget these requests; each comes with what there is of its answer, for another engine to go on with."""
+        taken = [(ticket, ticket.request) for ticket in self.newcomers if ticket.request.id in ids]
+        taken += [
+            (ticket, replace(ticket.request, begun=self._records.begun(slot)))
+            for slot, ticket in self._records.tickets.items()
+            if ticket.request.id in ids
+        ]
+        self._remove({ticket for ticket, _ in taken}, None)
+        return taken
+
     def _remove(self, tickets: set[Ticket], finish: Finish | None) -> None:
         """End these answers; with a reason they count as finished, without they are forgotten."""
         for _ in range(len(self.newcomers)):
@@ -148,12 +164,14 @@ class Batch:
             if ticket not in tickets:
                 self.newcomers.append(ticket)
             elif finish is not None:
-                self.finished.append((ticket, nothing(ticket, finish)))
+                self.finished.append((ticket, ticket.request.ended(finish)))
         slots = np.array([slot for slot, one in self._records.tickets.items() if one in tickets], dtype=np.int64)
         self._close(slots, [finish or "abort"] * len(slots), keep=finish is not None)
         self._view = None
         for band in self._bands:
             band.end(np.flatnonzero(np.isin(band.slots, slots)))
+        if not self.live:  # nobody may advance for a while, and the memory is free for others
+            self._forget()
 
     def tickets(self) -> list[Ticket]:
         """Of all answers under way, newcomers included."""
@@ -172,12 +190,12 @@ class Batch:
         """Give back the memory of keys and values, and move the weights to the host's."""
         self._forget()
         self.asleep = True
-        self.forward.move(torch.device("cpu"))
+        self.forward.park()
 
     def unpark(self) -> None:
         """Undo `park`: move the weights back, and read all answers under way again."""
         if self.asleep:
-            self.forward.move(self.forward.device)
+            self.forward.unpark()
             self.asleep = False
             self.reread()
 
@@ -198,21 +216,25 @@ class Batch:
         self._bands, self._view = [], None
 
     def _join(self) -> None:
-        """Read the newcomers' prompts and draw their first tokens."""
+        """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
         self._tidy()
         self._view = None
         tickets = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
         slots = self._records.open(tickets).tolist()
         self.tokens += sum(ticket.need for ticket in tickets)
         for some, logits in self._read(slots):
-            rules = Rules.of(self._records.draws[some], self.forward.device)
-            drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
-            self._extend(some, *drawn)
+            if len(new := np.flatnonzero(self._records.lengths[some] == 0)):
+                if len(new) < len(some):
+                    some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
+                rules = Rules.of(self._records.draws[some], self.forward.device)
+                drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
+                self._extend(some, *drawn)
         self._merge()
 
     def _step(self) -> None:
         """One token more for every row."""
         self._tidy()
+        start = time.perf_counter()
         view = self._view = self._view or self._look()
         for band in self._bands:
             band.reserve()
@@ -227,6 +249,7 @@ class Batch:
         if rows:
             view.slots[rows] = -1
             view.positions[rows] = 0  # ballast must not walk off the end of a table of positions
+        self.pace.stepped(len(view.slots), time.perf_counter() - start)
 
     def _extend(self, slots: np.ndarray, tokens: Tensor, logprobs: Tensor) -> list[int]:
         """Add a token to each answer; those that end leave. Returns their rows."""
@@ -281,6 +304,7 @@ class Batch:
             text = self._records.text_ids(slot)
             readers.setdefault(text.tobytes(), (text, []))[1].append(slot)
         for rectangle in rectangles(sorted(readers.values(), key=lambda reader: -len(reader[0]))):
+            start = time.perf_counter()
             ids, real = pad_left([text for text, _ in rectangle], self.forward.device)
             logits, read = self.forward.read(ids, real)
             which = np.array([slot for _, slots in rectangle for slot in slots], dtype=np.int64)
@@ -291,6 +315,7 @@ class Batch:
             room = self._records.room(which)
             self._band_for(ids.shape[1], read, room).place(which, lengths, read, source)
             yield which, logits.index_select(0, source)
+            self.pace.read(ids.numel(), time.perf_counter() - start)  # now that the device has done it: it was asked
 
     def _band_for(self, width: int, read: Layers, room: int) -> Band:
         """The band where rows of this width belong."""
@@ -309,13 +334,6 @@ class Batch:
             else:
                 merged.append(band)
         self._bands = merged
-
-
-def nothing(ticket: Ticket, finish: Finish) -> Completion:
-    """The end of an answer that had not begun."""
-    return Completion(
-        ticket.request.id, np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), finish
-    )  # fmt: skip
 
 
 def _alike(one: int, other: int) -> bool:

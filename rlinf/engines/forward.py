@@ -1,4 +1,4 @@
-"""The model as decoding sees it, by way of the model's own `forward`; how it takes new weights, and moves."""
+"""The model as decoding sees it, by way of its own `forward`; how it takes new weights, and leaves its device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from rlinf.data.parking import Parking
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.cache import Band, BandCache, Layers
 
@@ -38,6 +39,8 @@ class ModelForward:
         self.dtype: torch.dtype = model.dtype
         self.version = version
         self._model = model
+        self._parking: Parking | None = None
+        self._arrived: Weights | None = None
 
     def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]:
         """Read texts from their beginnings.
@@ -99,23 +102,43 @@ class ModelForward:
                 f"weights of version {weights.version} do not fit {type(self._model).__name__}: {problems}"
             )
 
-    @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Copy `weights` into the model, cast to its type, or raise ValueError and change nothing."""
+        """Take `weights`, cast to the model's type, or raise ValueError and change nothing.
+
+        While the model is parked they are kept as they came, and taken when it is back: there is no device to put
+        them on.
+        """
         self.check(weights)
+        self.version = weights.version
+        if self._parking is None:
+            self._take(weights)
+        else:
+            self._arrived = weights
+
+    @torch.no_grad()
+    def _take(self, weights: Weights) -> None:
         parameters = dict(self._model.named_parameters())
         for name, tensor in weights.named():
             parameters[name].copy_(tensor)
-        self.version = weights.version
 
-    def move(self, device: torch.device) -> None:
-        """Move the weights to another device; `read` and `step` need them on the one where they began."""
-        if self._model.device != device:
-            self._model.to(device)  # type: ignore[arg-type]
-            self._moved()
+    def park(self) -> None:
+        """Give the memory of all weights back; `read` and `step` need them again."""
+        if self._parking is None:
+            self._parking = Parking(self._held())
+        self._parking.park()
 
-    def _moved(self) -> None:
-        """The parameters lie elsewhere now."""
+    def unpark(self) -> None:
+        """Undo `park`, with the weights that have come meanwhile."""
+        if self._parking is not None:
+            self._parking.unpark()
+            self._parking = None
+        if self._arrived is not None:
+            self._take(self._arrived)
+            self._arrived = None
+
+    def _held(self) -> list[Tensor]:
+        """All that lies on the device."""
+        return [*self._model.parameters(), *self._model.buffers()]
 
 
 def positions_of(ids: Tensor, real: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ class LeanForward(ModelForward):
     """The same answers as `ModelForward`, faster, for models that `lean_check.fits`.
 
     Args:
-        model: in place on its device, in evaluation mode; only `move` may move it from now on: anything else would
+        model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
             part its parameters from the joined matrices.
         version: of the weights it has.
     """
@@ -57,8 +57,8 @@ class LeanForward(ModelForward):
             hidden = block.step(hidden, cos, sin, bands, masks, number)
         return self._logits(hidden)
 
-    def _moved(self) -> None:
-        self._join()
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._cos, self._sin]
 
     def _join(self) -> None:
         trunk: Any = self._model.model

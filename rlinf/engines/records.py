@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.engines.base import Completion, Finish, Request
+from rlinf.engines.base import Begun, Completion, Finish, Request
 from rlinf.engines.sampling import DRAWS
 
 Decode = Callable[[list[int]], Any]
@@ -70,7 +70,7 @@ class Records:
         return len(self._free)
 
     def open(self, tickets: Sequence[Ticket]) -> np.ndarray:
-        """Begin answers; returns their slots, int64 [tickets]."""
+        """Begin answers, or go on with those that were begun elsewhere; returns their slots, int64 [tickets]."""
         samplings = [ticket.request.sampling for ticket in tickets]
         self._widen(max(s.max_new_tokens for s in samplings), max(len(s.stop_ids) for s in samplings))
         slots = np.array([self._free.pop() for _ in tickets], dtype=np.int64)
@@ -86,7 +86,18 @@ class Records:
         width = self._stops.shape[1]
         self._stops[slots] = [s.stop_ids + (-1,) * (width - len(s.stop_ids)) for s in samplings]
         self._texts.update(slot for slot, s in zip(slots.tolist(), samplings, strict=True) if s.stop_texts)
+        for slot, ticket in zip(slots.tolist(), tickets, strict=True):
+            if (begun := ticket.request.begun) is not None:
+                count = self.lengths[slot] = len(begun.response_ids)
+                self._tokens[slot, :count], self.last[slot] = begun.response_ids, begun.response_ids[-1]
+                self._logprobs[slot, :count], self._versions[slot, :count] = begun.logprobs, begun.versions
         return slots
+
+    def begun(self, slot: int) -> Begun | None:
+        """What there is of an answer; None if there is nothing yet."""
+        count = int(self.lengths[slot])
+        arrays = (self._tokens, self._logprobs, self._versions)
+        return Begun(*(array[slot, :count].copy() for array in arrays)) if count else None
 
     def add(
         self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int

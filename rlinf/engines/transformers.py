@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlinf.data.weights import Weights
 from rlinf.engines.admission import Admission, Call
 from rlinf.engines.base import Completion, Request
-from rlinf.engines.batch import Batch, nothing
+from rlinf.engines.batch import Batch
 from rlinf.engines.lean_check import fastest
+from rlinf.engines.pace import Pace
 
 Compute = Callable[..., Awaitable[Any]]
 """`await compute(fn, *args)` runs blocking work somewhere, one function at a time, and gives its result. Cancelled
@@ -77,7 +78,7 @@ class TransformersEngine:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1, or None for no bound")
-        self.max_rows = max_rows
+        self.max_rows, self.max_tokens = max_rows, max_tokens
         self._compute = compute or InThreads()
         self._reread = reread
         self._forward = fastest(model.eval(), version)
@@ -91,6 +92,11 @@ class TransformersEngine:
     def version(self) -> int:
         """Of the weights in use."""
         return self._forward.version
+
+    @property
+    def pace(self) -> Pace:
+        """How long its steps took."""
+        return self._batch.pace
 
     async def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
         """Answer requests, which may still be coming; yields each answer as soon as it is finished.
@@ -143,8 +149,27 @@ class TransformersEngine:
             ended = [ticket for ticket in call.waiting if wanted is None or ticket.request.id in wanted]
             for ticket in ended:
                 call.waiting.remove(ticket)
-                call.finished.append(nothing(ticket, "abort"))
+                call.finished.append(ticket.request.ended("abort"))
         await self._work(self._batch.abort, wanted)
+
+    async def take_out(self, ids: Iterable[int]) -> list[Request]:
+        """Let go of requests that have come, for another engine to go on with: none of them is yielded here.
+
+        Returns:
+            Those that had not ended, each with what there is of its answer in `begun`.
+        """
+        wanted = set(ids)
+        taken: list[Request] = []
+        for call in self._admission.calls:
+            here = [ticket for ticket in call.waiting if ticket.request.id in wanted]
+            for ticket in here:
+                call.waiting.remove(ticket)
+            taken += [ticket.request for ticket in here]
+        for ticket, request in await self._work(self._batch.take_out, wanted):
+            ticket.owner.running -= 1
+            taken.append(request)
+        self._admission.wake()
+        return taken
 
     async def pause(self) -> None:
         """Stop after the step under way; nothing is lost. Returns when the device is idle."""
@@ -170,7 +195,8 @@ class TransformersEngine:
         await self._compute(self._forward.check, weights)
 
     async def sleep(self) -> None:
-        """Drop keys and values and move the weights to the host's memory. Answers under way wait for `wake`."""
+        """Drop keys and values and move the weights to the host's memory. Answers under way wait for `wake`, and so do
+        weights that are loaded meanwhile."""
         await self._work(self._batch.park)
 
     async def wake(self) -> None:
@@ -203,21 +229,21 @@ class TransformersEngine:
             admission.wake()
         return not batch.asleep
 
-    async def _work(self, fn: Callable[..., None], *args: Any, interrupt: bool = True) -> None:
-        """Have the thread work on the batch, and hand out what has finished."""
+    async def _work(self, fn: Callable[..., Any], *args: Any, interrupt: bool = True) -> Any:
+        """Have the thread work on the batch, and hand out what has finished; returns what `fn` does."""
         self._batch.interrupted = interrupt and self._driving
         self._working += 1
         try:
-            await self._compute(self._guarded, fn, *args)
+            return await self._compute(self._guarded, fn, *args)
         finally:
             self._working -= 1
             self._settle()
             self._admission.wake()
 
-    def _guarded(self, fn: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, fn: Callable[..., Any], *args: Any) -> Any:
         """In the thread: what goes wrong is the end of all answers under way."""
         try:
-            fn(*args)
+            return fn(*args)
         except Exception as error:
             for ticket in self._batch.clear():
                 ticket.owner.error = error

@@ -34,6 +34,9 @@ class Rules:
     """So many neighbouring environments begin their episodes of equal number alike."""
     auto_reset: bool = True
     """After a chunk in which an episode ended, the next one begins; otherwise the environment waits for `reset`."""
+    chunks: int | None = None
+    """So many chunks follow on a `reset`, and after the last one no episode is begun that nobody would act in; None: it
+    is not known."""
     ignore_terminations: bool = False
     """Episodes go on when their task ends, so that all last until their time limit."""
     max_steps: int | None = None
@@ -44,6 +47,8 @@ class Rules:
             raise ValueError(f"group_size={self.group_size} must be at least 1")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks} must be at least 1")
 
 
 class Environment:
@@ -78,6 +83,7 @@ class Environment:
             raise ValueError("ignore_terminations needs max_steps: nothing else would end an episode")
         self._everyone = torch.arange(self.num_envs)
         self._epoch: int | None = None
+        self._done = 0  # chunks since the last reset
 
     def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
         """Begin new episodes everywhere.
@@ -87,7 +93,7 @@ class Environment:
             episode: numbers of the episodes to begin, int64 [N]; 0 if None.
         """
         device = self.simulator.device
-        self._epoch = epoch
+        self._epoch, self._done = epoch, 0
         self._episode = torch.zeros(self.num_envs, dtype=torch.int64) if episode is None else episode.clone()
         self._steps = torch.zeros(self.num_envs, dtype=torch.int64, device=device)
         self._total = torch.zeros(self.num_envs, dtype=torch.float64, device=device)
@@ -112,6 +118,7 @@ class Environment:
             ValueError: the actions have another shape.
         """
         self._check(actions)
+        self._done += 1
         actions = self.simulator.action_spec.scaled(actions.to(self.simulator.device))
         shape = actions.shape[:2]
         rewards = torch.zeros(shape, device=actions.device)
@@ -137,6 +144,7 @@ class Environment:
             "rules": self._fingerprint(),
             "simulator": self.simulator.save(),
             "epoch": self._epoch,
+            "chunks": self._done,
             "observation": {name: array.clone() for name, array in self._observation.items()},
             "tells_success": self._tells_success,
             **{name: getattr(self, f"_{name}").clone() for name in _COUNTERS},
@@ -158,7 +166,7 @@ class Environment:
             )
         device = self.simulator.device
         self.simulator.restore(state["simulator"], self._everyone)
-        self._epoch = state["epoch"]
+        self._epoch, self._done = state["epoch"], state["chunks"]
         self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
         self._tells_success = state["tells_success"]
         for name in _COUNTERS:
@@ -226,7 +234,7 @@ class Environment:
         if len(ended):
             episodes = self._finished(ended, truncated.any(1))
             self._running &= ~over
-            if self.rules.auto_reset:
+            if self.rules.auto_reset and self._done != self.rules.chunks:
                 self._next(ended)
         return Chunk(
             rewards=rewards,

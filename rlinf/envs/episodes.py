@@ -16,6 +16,10 @@ from rlinf.envs.base import Observation
 from rlinf.envs.observations import joined
 
 
+class NothingHappened(ValueError):
+    """A step in which no action was done in an episode that was kept; another step may go well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Episode:
     """A finished episode."""

@@ -21,7 +21,7 @@ from rlinf.dotted import resolve
 from rlinf.envs.base import Observation, Simulator, State, Transition
 from rlinf.envs.spaces import actions_of, observations_of
 
-_SUCCESS = ("success", "is_success")
+SUCCESS = ("success", "is_success")
 """Names under which `info` says that the task is solved: Meta-World's and ManiSkill's, gymnasium-robotics'."""
 
 
@@ -64,7 +64,7 @@ class Gymnasium(Simulator):
         self.max_steps = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
         self.observation_spec, self._read = observations_of(self._envs[0].observation_space, id)
         self.action_spec, self._write = actions_of(self._envs[0].action_space, id)
-        self._success = _SUCCESS if success is None else (success,)
+        self._success = SUCCESS if success is None else (success,)
         self._rows: list[dict[str, np.ndarray]] = [
             {name: np.zeros(spec.shape, _NUMPY[spec.dtype]) for name, spec in self.observation_spec.items()}
             for _ in range(num_envs)

@@ -1,9 +1,9 @@
 """A task so small that every return can be worked out by hand: move a point onto a target.
 
 In each of D dimensions the point starts on a grid of 1/8 between -1 and 1, and so does the target. An action moves it
-by at most 1/4, and the walls at -1 and 1 hold it. The reward is minus the mean distance that is left; the task is
-solved, and ends, when no dimension is further than 1/8 away. All numbers are multiples of powers of two, so that sums
-come out exactly, in any order.
+by at most 1/4, and the walls at -1 and 1 hold it. The reward is minus the mean distance that is left, or, if it is
+`sparse`, 1 for the step that solves the task and 0 before; the task is solved, and ends, when no dimension is further
+than 1/8 away. All numbers are multiples of powers of two, so that sums come out exactly, in any order.
 
 It is for tests, for examples, and for trying a policy from pixels within minutes: `pixels` draws the world.
 """
@@ -39,6 +39,7 @@ class Reach(Simulator):
         pixels: side of the square pictures in the observation ("rgb"); 0 for none.
         wind: a random push in every step, which follows from the seed of the episode and the step alone.
         words: give each environment an instruction.
+        sparse: reward nothing but the solution.
         max_steps: time limit.
     """
 
@@ -50,6 +51,7 @@ class Reach(Simulator):
         pixels: int = 0,
         wind: bool = False,
         words: bool = False,
+        sparse: bool = False,
         max_steps: int = 12,
     ):
         if dims not in (1, 2):
@@ -60,7 +62,7 @@ class Reach(Simulator):
         self.observation_spec = {"state": ArraySpec((2 * dims,), torch.float32)}
         if pixels:
             self.observation_spec["rgb"] = ArraySpec((pixels, pixels, 3), torch.uint8)
-        self._dims, self._pixels, self._wind, self._words = dims, pixels, wind, words
+        self._dims, self._pixels, self._wind, self._words, self._sparse = dims, pixels, wind, words, sparse
         self._point = torch.zeros(num_envs, dims)
         self._target = torch.zeros(num_envs, dims)
         self._seed = torch.zeros(num_envs, dtype=torch.int64)
@@ -82,7 +84,7 @@ class Reach(Simulator):
         solved = (distance <= NEAR).all(1)
         return Transition(
             observation=self._look(torch.arange(self.num_envs)),
-            reward=-distance.mean(1),
+            reward=solved.float() if self._sparse else -distance.mean(1),
             terminated=solved,
             truncated=torch.zeros_like(solved),
             success=solved,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlinf.flows.embodied_step import EmbodiedStep
+if TYPE_CHECKING:
+    from rlinf.flows.embodied_step import EmbodiedStep
 
 
 def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[Any, Any, Any]]:

@@ -1,4 +1,4 @@
-"""How good a policy is now: whole episodes by its likeliest actions."""
+"""How good a policy is now: whole episodes by its likeliest actions, or by drawn ones, as in training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from rlinf.envs.episodes import Episode
 
 
-async def trials(env: Any, policy: Any, episodes: int) -> tuple[Episode, ...]:
+async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True) -> tuple[Episode, ...]:
     """Act in environments that begin no new episode by themselves, until enough episodes have ended.
 
     Args:
         env: simulations with one slice each and without automatic resets; their starts are the same each time.
         policy: the role.
         episodes: how many, at least 1.
+        greedy: take the likeliest actions; otherwise draw them.
 
     Returns:
         So many, in the order of their rounds and environments; those that were lost with their simulator are left out.
@@ -25,7 +26,7 @@ async def trials(env: Any, policy: Any, episodes: int) -> tuple[Episode, ...]:
         ended: list[Episode] = []
         seen = await simulation.reset(0, epoch)
         while seen.chunk is None or bool(seen.chunk.running.any()):
-            seen = await simulation.step(0, decider.act(key, seen, greedy=True, keep=False))
+            seen = await simulation.step(0, decider.act(key, seen, greedy=greedy, keep=False))
             ended += seen.chunk.episodes
         return sorted(ended, key=lambda episode: episode.env)
 

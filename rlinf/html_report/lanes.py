@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from rlinf.runtime.waits import FLOW
 WAITING = "waiting"
 """A call runs, but is waiting for its input, for room for its output, or for the device."""
 _STEP = re.compile(r"step (\d+)")
+_WHEN = re.compile(r'"ts": ([\d.e+-]+), "dur": ([\d.e+-]+)')
+"""As the runtime writes it. A quotation mark inside of a name has a backslash before it, so no name looks like this."""
+_FIRST_LINE = 1000
+"""Characters: it is short in a file of ours, and may be all there is in another."""
+_KEYS = {"pid", "name", "cat", "ts", "dur"}
 _TRACE_UNIT = 1e6
 """Microseconds, in which Chrome's format counts, per second."""
 
@@ -77,11 +83,17 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._steps: dict[int, Interval] = {}
-        for event in _events(path, f'"cat": "{FLOW}"'):
-            if event.get("cat") == FLOW and (named := _STEP.fullmatch(str(event.get("name")))):
+        hosts: set[int] = set()
+        for event in _events(path, lambda line: f'"cat": "{FLOW}", ' in line or '"thread_name"' in line):
+            if event.get("name") == "thread_name" and isinstance(host := event.get("pid"), int):
+                if is_actor(str((event.get("args") or {}).get("name")).partition(" ")[0]):
+                    hosts.add(host)
+            elif event.get("cat") == FLOW and _is_span(event) and (named := _STEP.fullmatch(str(event["name"]))):
                 self._steps[int(named[1])] = _times(event)
         self.steps = sorted(self._steps)
         """Numbers of the steps that it holds whole; of a long run, the last ones."""
+        self.hosts = sorted(hosts)
+        """Those on which an actor ever did something."""
 
     def first_middle_last(self) -> list[int]:
         """Three steps that show how a run went, or fewer if there are not so many.
@@ -91,54 +103,88 @@ class Trace:
         steps = self.steps[1:] if len(self.steps) > 1 else self.steps
         return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
+    def window(self, step: int) -> Interval:
+        """Start and end of a step, seconds of the trace.
+
+        Raises:
+            ValueError: the trace does not have it.
+        """
+        if step not in self._steps:
+            there = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step at all"
+            raise ValueError(f"step {step} is not in {self._path}, which has {there}")
+        return self._steps[step]
+
+    def spans(self, windows: Sequence[Interval]) -> list[dict[int, list[Span]]]:
+        """The spans that reach into some times, per time by host."""
+        kept: list[dict[int, list[Span]]] = [{} for _ in windows]
+        first, last = min(start for start, _ in windows), max(end for _, end in windows)
+        for event in filter(_is_span, _events(self._path, lambda line: _near(line, (first, last)))):
+            start, end = _times(event)
+            track, name = sys.intern(str(event["cat"])), sys.intern(str(event["name"]))
+            for (begin, finish), hosts in zip(windows, kept, strict=True):
+                if end > begin and start < finish:
+                    hosts.setdefault(event["pid"], []).append((track, name, start, end, event.get("args")))
+        return kept
+
     def lanes(self, steps: Sequence[int]) -> list[StepLanes]:
         """What every actor did during some steps.
 
         Raises:
             ValueError: the trace has not all of these.
         """
-        for step in steps:
-            if step not in self._steps:
-                there = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step at all"
-                raise ValueError(f"step {step} is not in {self._path}, which has {there}")
-        windows = [self._steps[step] for step in steps]
-        kept: list[dict[int, list[Span]]] = [{} for _ in steps]
-        for event in _events(self._path, '"ph": "X"'):
-            if event.get("ph") == "X":
-                start, end = _times(event)
-                span = (str(event["cat"]), str(event["name"]), start, end, event.get("args"))
-                for (begin, finish), hosts in zip(windows, kept, strict=True):
-                    if end > begin and start < finish:
-                        hosts.setdefault(int(event["pid"]), []).append(span)
-        return [_step(*each) for each in zip(steps, windows, kept, strict=True)]
+        windows = [self.window(step) for step in steps]
+        return [_step(*each) for each in zip(steps, windows, self.spans(windows), strict=True)] if steps else []
 
 
-def _events(path: Path, containing: str) -> Iterator[dict[str, Any]]:
-    """The events of a trace whose text contains something. The runtime writes one per line, so a long trace is never
-    in memory as a whole; one that somebody has written anew is read as it is."""
-    with path.open(encoding="utf-8") as file:
-        if not file.readline().rstrip().endswith('"traceEvents": ['):
-            yield from _rewritten(path)
+def _events(path: Path, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """The events of a trace whose lines are wanted.
+
+    The runtime writes one per line, so a long trace is never in memory as a whole; one that somebody has written anew
+    is read as it is, with all its events.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if not file.readline(_FIRST_LINE).rstrip().endswith('"traceEvents": ['):
+            yield from (event for event in _rewritten(path) if isinstance(event, dict))
             return
         for line in file:
-            if containing in line and (event := _event(line)) is not None:
+            if wanted(line) and isinstance(event := _event(line), dict):
                 yield event
 
 
-def _event(line: str) -> dict[str, Any] | None:
+def _is_span(event: Mapping[str, Any]) -> bool:
+    """Whether it is a span as the runtime writes them, not something else that a trace may hold."""
+    return (
+        event.get("ph") == "X"
+        and event.keys() >= _KEYS
+        and isinstance(event["pid"], int)
+        and all(isinstance(event[key], (int, float)) for key in ("ts", "dur"))
+    )
+
+
+def _near(line: str, within: Interval) -> bool:
+    """Whether a span may reach into some seconds: cheaper than reading it, which a long trace is mostly spared."""
+    found = _WHEN.search(line)
+    if found is None:
+        return False
+    start, lasts = float(found[1]) / _TRACE_UNIT, float(found[2]) / _TRACE_UNIT
+    return start < within[1] and start + lasts > within[0]
+
+
+def _event(line: str) -> Any:
     """One event; None for a line that was cut when its writer was killed."""
     try:
-        event: dict[str, Any] = json.loads(line.rstrip().removesuffix(","))
+        return json.loads(line.rstrip().removesuffix(","))
     except ValueError:
         return None
-    return event
 
 
-def _rewritten(path: Path) -> list[dict[str, Any]]:
+def _rewritten(path: Path) -> list[Any]:
     try:
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace in Chrome's format: {error!r}") from error
+    if not isinstance(events, list):
+        raise ValueError(f"{path} is no trace in Chrome's format: its traceEvents are a {type(events).__name__}")
     return events
 
 

@@ -120,7 +120,7 @@ def _lane(lane: Lane, name: str, y: float, seconds: float, scale: float, several
     yield f'<rect class="row" x="{left}" y="{y}" width="{seconds * scale:.1f}" height="{LANE}" rx="3"/>'
     for stretch in _joined(lane.stretches, FINEST / scale):
         thin = stretch.activity == WAITING
-        tip = f"{stretch.activity}, {_time(stretch.end - stretch.start)} from {_time(stretch.start)}"
+        tip = f"{stretch.activity}, {in_words(stretch.end - stretch.start)} from {in_words(stretch.start)}"
         x, width = left + stretch.start * scale, (stretch.end - stretch.start) * scale
         yield _bar(_class(stretch.activity), x, width, y + (LANE / 2 - 1 if thin else 0), 2 if thin else LANE, tip)
 
@@ -149,19 +149,19 @@ def _near(intervals: Iterable[Interval], nearer: float) -> list[Interval]:
 
 
 def _axis(seconds: float, scale: float, top: float, bottom: float) -> Iterable[str]:
-    left, spacing = MARGIN + LABELS, _spacing(seconds)
-    for number in range(int(seconds / spacing) + 1):
-        x = left + number * spacing * scale
+    left, apart = MARGIN + LABELS, spacing(seconds, _TICKS)
+    for number in range(int(seconds / apart) + 1):
+        x = left + number * apart * scale
         yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{bottom - GAP}"/>'
-        yield f'<text class="soft" x="{x:.1f}" y="{bottom + 8}" text-anchor="middle">{_time(number * spacing)}</text>'
+        yield f'<text class="soft" x="{x:.1f}" y="{bottom + 8}" text-anchor="middle">{in_words(number * apart)}</text>'
 
 
-def _spacing(seconds: float) -> float:
-    """A round number of seconds between ticks."""
+def spacing(seconds: float, ticks: int) -> float:
+    """A round number of seconds between so many ticks at most."""
     power = 1e-6
     while True:
         for factor in (1, 2, 5):
-            if seconds / (power * factor) <= _TICKS:
+            if seconds / (power * factor) <= ticks:
                 return power * factor
         power *= 10
 
@@ -187,7 +187,8 @@ def _bar(kind: str, x: float, width: float, y: float, height: float, tip: str) -
     return f'<rect class="{kind}" {where}><title>{escape(tip)}</title></rect>'
 
 
-def _time(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Seconds with their unit, such as "250 ms"."""
     if seconds == 0:
         return "0"
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -19,6 +19,7 @@ from rlinf.html_report.lanes import StepLanes
 from rlinf.html_report.lanes_svg import STYLE, picture
 from rlinf.html_report.run_data import RunData, curves
 from rlinf.metrics.timing import ACTIVITIES
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
 
 _CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -48,6 +49,7 @@ SECTIONS = (
             "tokens_per_s",
             "env_steps_per_s",
             "timing/step",
+            "bound/efficiency",
             "timing/generation",
             "timing/simulation",
             "timing/training",
@@ -79,6 +81,7 @@ def page(run: RunData, lanes: Sequence[StepLanes]) -> str:
             f'<section class="headline">{"".join(_headline(run))}</section>',
             _charts(numbers["metrics"]) if run.rows else "<p>No step is over yet.</p>",
             _where_time_went(run),
+            _beside_the_possible(run),
             _lanes(lanes),
             answers_section(run),
             _setup(run),
@@ -179,7 +182,7 @@ def _places(names: Iterable[str]) -> str:
 
 def _where_time_went(run: RunData) -> str:
     step = run.median("timing/step")
-    told = [(name, run.median(f"timing/{name}")) for name in (*ACTIVITIES, "overlap", "other")]
+    told = [(name, run.median(f"timing/{name}")) for name in (*ACTIVITIES, "switching", "overlap", "other")]
     found = [(name, seconds) for name, seconds in told if seconds is not None]
     if not step or not found:
         return ""
@@ -194,6 +197,30 @@ def _where_time_went(run: RunData) -> str:
         "<section><h2>Where the time of a step went</h2><p>Medians over all steps, beside the "
         f"{step:.3g} s of a step. Roles work at the same time, so the parts may add up to more than the whole.</p>"
         f'<div class="card bars">{bars}</div></section>'
+    )
+
+
+def _beside_the_possible(run: RunData) -> str:
+    told = typical(run.rows)
+    if not told:
+        return ""
+    step, which, devices = told["timing/step"], binding(told), round(told["bound/devices"])
+    parts = [("the least possible", told["bound/seconds"], f"{which}: {BINDING[which]}", "least")]
+    parts += [(part, told.get(f"lost/{part}", 0.0), MEANINGS[part], part) for part in PARTS]
+    before, bars = 0.0, []
+    for name, seconds, meaning, style in parts:
+        start, share = before / step, max(0.0, seconds / step)
+        before += seconds
+        bars.append(
+            f"<span>{name}<small>{meaning}</small></span>"
+            f'<span class="bar"><i class="{style}" style="margin-left:{start:.1%};width:{share:.1%}"></i></span>'
+            f'<span class="number">{seconds:.3f} s, {seconds / step:.0%}</span>'
+        )
+    return (
+        f"<section><h2>How far from the possible</h2><p>{told['bound/efficiency']:.0%} of what is possible on "
+        f"{devices} device{'s' if devices != 1 else ''}, at what the roles cost in this run. The parts add up to the "
+        f"{step:.3g} s of a step (means over the middle half of the steps).</p>"
+        f'<div class="card bars possible">{"".join(bars)}</div></section>'
     )
 
 

@@ -36,6 +36,13 @@ def environment(hosts: int) -> dict[str, Any]:
     }
 
 
+def machine() -> str:
+    """What this process computes on, as a profile names it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -1,7 +1,8 @@
 """Everything that is written down about the steps of a run: files always, trackers by choice, and where the time went.
 
 In: what a flow returned, and some samples. Out: lines in metrics.jsonl and samples.jsonl, messages to the trackers'
-threads. Who wakes whom: nobody; only `step_ends` awaits, the hosts' answers to where the time went.
+threads, and the ledger's file at the end. Who wakes whom: nobody; only `step_ends` awaits, the hosts' answers to where
+the time went.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf.metrics.environment import environment
 from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
 from rlinf.metrics.timing import timing
 from rlinf.metrics.tracking import Tracking
-from rlinf.runtime.observer import Watch
+from rlinf.runtime.observer import Lap, Watch
 
 METRICS, SAMPLES, ENVIRONMENT = "metrics.jsonl", "samples.jsonl", "environment.json"
 """File names in a run directory."""
+
+
+class Ledger(Protocol):
+    """Keeps account of what steps cost: `rlinf.placement.ledger.Ledger`, which stands above this package."""
+
+    def step(self, lap: Lap) -> Mapping[str, float]:
+        """Take a step; its metrics."""
+
+    def save(self, directory: Path) -> None:
+        """Write what was learned of all steps into the run's directory."""
 
 
 class Recorder:
@@ -29,12 +40,15 @@ class Recorder:
         watch: of its system.
         tracking: its trackers, closed with this.
         hosts: processes of the job.
+        ledger: says of every step how far it was from the possible, and is saved at the end; None says nothing.
 
     Use it as `async with Recorder(...) as recorder:`.
     """
 
-    def __init__(self, directory: Path, watch: Watch, tracking: Tracking, hosts: int) -> None:
-        self._watch, self._tracking = watch, tracking
+    def __init__(
+        self, directory: Path, watch: Watch, tracking: Tracking, hosts: int, ledger: Ledger | None = None
+    ) -> None:
+        self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
         (directory / ENVIRONMENT).write_text(json.dumps(environment(hosts), indent=2) + "\n", encoding="utf-8")
@@ -51,13 +65,16 @@ class Recorder:
             returned: what the flow returned.
 
         Returns:
-            The same with `timing/...`, seconds; with `tokens_per_s` if it tells `response_tokens`, `env_steps_per_s` if
-            it tells `env_steps`; and with `kl`, from the policy that sampled, if no reference model gave one.
+            The same with `timing/...`, seconds; with `bound/...` and `lost/...` if there is a ledger; with
+            `tokens_per_s` if it tells `response_tokens`, `env_steps_per_s` if it tells `env_steps`; and with `kl`, from
+            the policy that sampled, if no reference model gave one.
         """
         lap = await self._watch.ends(f"step {step}")
         metrics = {**returned, "timing/step": lap.end - lap.start, "timing/elapsed": self._watch.now() - self._began}
         if lap.busy:
             metrics |= timing(lap)
+            if self._ledger is not None:
+                metrics |= self._ledger.step(lap)
         for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):
             if counted in metrics:
                 metrics[speed] = metrics[counted] / max(metrics["timing/step"], 1e-9)
@@ -81,6 +98,8 @@ class Recorder:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._ledger is not None:
+            self._ledger.save(self._directory)
         self._metrics.close()
         self._samples.close()
         await self._tracking.__aexit__(kind, error, trace)

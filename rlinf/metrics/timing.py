@@ -27,6 +27,7 @@ _BY_ENDPOINT = {
     "weights": "sync",
     "load": "sync",
     "load_switch": "sync",
+    "follow": "sync",
     "save": "saving",
     "act": "acting",
     "trajectory": "acting",
@@ -54,14 +55,15 @@ READABLE = 0.005
 def activity_of(actor: str, endpoint: str) -> str | None:
     """What a call contributes to: one of `ACTIVITIES`, `saving`, or for a role of one's own the endpoint's name.
 
-    None for what our roles do besides, such as agreeing among ranks: it is waiting, or too short to be told.
+    None for what our roles do besides, such as agreeing among ranks: it is waiting, or too short to be told. None for
+    loading and parking, which is read off a lap's moves.
     """
     role = actor.partition("[")[0]
     if endpoint in _BY_ENDPOINT:
         return _BY_ENDPOINT[endpoint]
     if endpoint == UNKNOWN:
         return _BY_ROLE.get(role, role)
-    return None if role in _BY_ROLE else endpoint
+    return None if role in _BY_ROLE or endpoint in ("onload", "offload") else endpoint
 
 
 def timing(lap: Lap) -> dict[str, float]:
@@ -69,7 +71,8 @@ def timing(lap: Lap) -> dict[str, float]:
 
     `timing/generation`, `timing/scoring`, `timing/training` and `timing/sync` are the times in which at least one rank
     of any host was at it; they overlap, so their sum may exceed the step. `timing/overlap` is the time in which at
-    least two of them went on side by side, `timing/other` that in which none did.
+    least two of them went on side by side. `timing/switching` is the time in which roles were loaded or parked, if any
+    was; `timing/other` that in which nothing of all this went on.
     """
     intervals: dict[str, list[Interval]] = defaultdict(list)
     for part in lap.busy:
@@ -77,9 +80,12 @@ def timing(lap: Lap) -> dict[str, float]:
             intervals[activity].extend(part.intervals)
     merged = {name: union(times) for name, times in intervals.items()}
     ours = {name: merged.get(name, []) for name in ACTIVITIES}
-    everything = union(itertools.chain.from_iterable(ours.values()))
+    switching = union((move.start, move.end) for move in lap.moves if move.end > move.start)
+    everything = union(itertools.chain(switching, *ours.values()))
     metrics = {f"timing/{name}": _length(times) for name, times in ours.items() if times}
     metrics |= {f"timing/{name}": _length(times) for name, times in merged.items() if name not in ACTIVITIES}
+    if switching:
+        metrics["timing/switching"] = _length(switching)
     metrics["timing/overlap"] = _shared(list(ours.values()))
     metrics["timing/other"] = max(0.0, lap.end - lap.start - _length(everything))
     return metrics
@@ -90,7 +96,7 @@ def sentence(metrics: Mapping[str, float]) -> str:
     empty where the metrics have none."""
     if "timing/step" not in metrics or "timing/other" not in metrics:
         return ""
-    named = [(name, metrics.get(f"timing/{name}", 0.0)) for name in ACTIVITIES]
+    named = [(name, metrics.get(f"timing/{name}", 0.0)) for name in (*ACTIVITIES, "switching")]
     shown = [(name, seconds) for name, seconds in named if seconds >= READABLE]
     text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(shown, key=lambda part: -part[1]))
     if (beside := metrics.get("timing/overlap", 0.0)) >= READABLE:

@@ -6,10 +6,10 @@ waits here. Where the time above the bound went is `losses.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .workload import Option, Stage, Workload
+from .workload import Edge, Option, Stage, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Bound:
     area: float
     """B1: all device-seconds of work, each stage at its most efficient size, spread over all devices without a gap."""
     saturation: float
-    """B2: the slowest stage at its fastest size."""
+    """B2: the slowest stage at its fastest size; or stages in a row, where each needs all that the one before makes."""
     tail: float
     """B3: the longest item alone at full speed, and what must follow it."""
     memory: float
@@ -55,7 +55,10 @@ def bound(workload: Workload, *, source: str | None = None, longest_item: float 
         longest_item: seconds of its longest item with an engine for itself, L_max (a + b).
     """
     area = _area(workload)
-    saturation = max(min(quickest(workload, stage, one) for one in workload.usable(stage)) for stage in workload.stages)
+    fastest = {
+        stage.name: min(quickest(workload, stage, one) for one in workload.usable(stage)) for stage in workload.stages
+    }
+    saturation = longest_row(fastest, workload.edges)
     network = sum(min(sync.together, sync.apart) for sync in workload.sync)
     tail = 0.0
     if source is not None:
@@ -66,6 +69,27 @@ def bound(workload: Workload, *, source: str | None = None, longest_item: float 
 def quickest(workload: Workload, stage: Stage, option: Option) -> float:
     """Seconds of all items at a size, in as many chunks as is best for it."""
     return min(stage.alone(option, count) for count in workload.chunks)
+
+
+def longest_row(seconds: Mapping[str, float], edges: Iterable[Edge]) -> float:
+    """Return the most seconds that stages take one after the other, along edges that are barriers.
+
+    Args:
+        seconds: by stage.
+        edges: of the flow's graph, which has no cycle.
+    """
+    before: dict[str, list[str]] = {name: [] for name in seconds}
+    for edge in edges:
+        if edge.barrier and edge.source in seconds and edge.target in seconds:
+            before[edge.target].append(edge.source)
+    memo: dict[str, float] = {}
+
+    def done(name: str) -> float:
+        if name not in memo:
+            memo[name] = seconds[name] + max((done(source) for source in before[name]), default=0.0)
+        return memo[name]
+
+    return max((done(name) for name in seconds), default=0.0)
 
 
 def _area(workload: Workload) -> float:

@@ -29,8 +29,15 @@ KINDS = 15
 """First column of devices and memory, three per kind."""
 SOURCE, SOURCE_CHUNK, LATENCY, PERIOD, WHOLE, ONLOAD, OFFLOAD = range(7)
 """Columns inside of a phase."""
+_AT_ONCE = 256
+"""Labels that are compared with each other at once: more takes more comparisons, fewer more calls."""
 EVEN = -1
 """In place of a release curve's number: no source with one."""
+
+
+_PER_CHUNK = np.zeros(KINDS + 1, dtype=bool)
+_PER_CHUNK[[start + own for start in (HEAD.start, TAIL.start) for own in (PERIOD, SOURCE_CHUNK)]] = True
+"""Per column whether it counts once per chunk; the last stands for all of devices and memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,26 +273,43 @@ def best_of(block: Block, seconds: float, chunks: int) -> Block:
     columns, slack = rows[:, differ], _slack(differ, seconds, chunks)
     if len(differ) == 1:
         return block.take(np.array([columns[:, 0].argmin()]))
-    # A label that is better everywhere has the smaller sum, so one pass in that order finds all survivors.
+    # A label that is better everywhere has the smaller sum, so only those before a label in that order can drop it.
     order = np.argsort((columns / columns.max(axis=0).clip(1e-300)).sum(axis=1), kind="stable")
     columns = np.ascontiguousarray(columns[order].T)
-    kept = []
-    while len(order):
-        kept.append(order[0])
-        worse = columns[0] >= columns[0, 0] - slack[0]
-        for column, least in zip(columns[1:], slack[1:], strict=True):
-            worse &= column >= column[0] - least
-        worse[0] = True
-        order, columns = order[~worse], columns[:, ~worse]
-    return block.take(np.array(kept))
+    kept = np.empty(0, dtype=np.int64)
+    for start in range(0, len(order), _AT_ONCE):
+        fresh = np.arange(start, min(start + _AT_ONCE, len(order)))
+        if len(kept):
+            fresh = fresh[~_covered(columns[:, kept], columns[:, fresh], slack).any(axis=0)]
+        kept = np.concatenate([kept, fresh[_greedy(_covered(columns[:, fresh], columns[:, fresh], slack))]])
+    return block.take(order[kept])
+
+
+def _covered(by: Array, these: Array, slack: Array) -> NDArray[np.bool_]:
+    """Whether a label is at least as good as another in every column: `[columns, a]`, `[columns, b]` to `[a, b]`."""
+    covered: NDArray[np.bool_] = by[0][:, None] <= these[0] + slack[0]
+    for one, other, least in zip(by[1:], these[1:], slack[1:], strict=True):
+        covered &= one[:, None] <= other + least
+    return covered
+
+
+def _greedy(covered: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Numbers of labels that none is kept for; each that is kept drops those after it that it covers."""
+    chosen = []
+    left = np.ones(len(covered), dtype=bool)
+    at = 0
+    while at < len(left):
+        chosen.append(at)
+        left[at:] &= ~covered[at, at:]
+        at += 1 + int(left[at + 1 :].argmax()) if left[at + 1 :].any() else len(left)
+    return np.array(chosen, dtype=np.int64)
 
 
 def _slack(differ: NDArray[np.int64], seconds: float, chunks: int) -> Array:
     """Per column that differs, how much worse a label may be so that no plan around it gets slower by `seconds`."""
     timed = differ < KINDS
     slack = np.where(timed, seconds / max(1, int(timed.sum())), 0.0)
-    per_chunk = np.isin(differ, [start + own for start in (HEAD.start, TAIL.start) for own in (PERIOD, SOURCE_CHUNK)])
-    return np.where(per_chunk, slack / chunks, slack)
+    return np.where(_PER_CHUNK[np.minimum(differ, KINDS)], slack / chunks, slack)
 
 
 def _origin(pairs: tuple[Any, Any]) -> NDArray[np.int64]:

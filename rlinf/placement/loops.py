@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .interpolation import OutOfRange
+from .profile import StageProfile
 from .workload import Edge, Option, Stage
 
 
@@ -44,6 +46,14 @@ class InnerPlan:
     """Members take turns on all devices."""
     seconds: float
     """Of all turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOption(Option):
+    """A size of a loop, and how it then runs inside."""
+
+    inner: InnerPlan = InnerPlan((), 1, True, 0.0)
+    """What the planner has chosen by choosing this size: devices of each member, and slices."""
 
 
 def turn_seconds(slice_seconds: Sequence[float], slices: int) -> float:
@@ -131,7 +141,69 @@ def loop_stage(
     return Stage(name, tuple(options))
 
 
-def _option(inner: InnerPlan, members: Sequence[Member], items: int, count: int, kind: str) -> Option:
+def measured(name: str, profile: StageProfile, turns: int, *, extrapolate: bool = False) -> Member:
+    """Return a member of a loop as it was measured.
+
+    Args:
+        name: of the role.
+        profile: seconds of all turns of a step by (items, devices), and what it holds.
+        turns: around the loop that these seconds are of.
+        extrapolate: use it outside of what was measured; otherwise such sizes and slices are left out.
+    """
+
+    def seconds(items: int, devices: int) -> float:
+        try:
+            return profile.time(items, devices, extrapolate=extrapolate).seconds / turns
+        except OutOfRange:
+            return float("inf")
+
+    def held(items: int, devices: int) -> int:
+        return profile.footprint(devices).active_bytes if profile.footprints else 0
+
+    parked = max((one.parked_bytes for one in profile.footprints), default=0)
+    switch = max((max(one.onload_seconds, one.offload_seconds) for one in profile.footprints), default=0.0)
+    return Member(name, seconds, held, parked, switch)
+
+
+def measured_loop(
+    name: str,
+    profiles: Mapping[str, StageProfile],
+    items: int,
+    turns: int,
+    counts: Sequence[int],
+    *,
+    slices: Iterable[int] = (1, 2, 4),
+    quantum: int = 1,
+    extrapolate: bool = False,
+) -> Stage:
+    """Return a loop as one stage from what was measured of its members: the planner then chooses devices and slices.
+
+    What it chose is `LoopOption.inner` of the leaf's option: its `slices` are the run's `pipeline_slices`.
+
+    Args:
+        name: of the stage.
+        profiles: by role, in the order of the loop; seconds of all turns of a step.
+        items: of the whole batch.
+        turns: around the loop in a step, for which the seconds were measured.
+        counts: device counts that it may have.
+        slices: see `inner_plans`.
+        quantum: see `inner_plans`.
+        extrapolate: see `measured`; without it, a number of slices needs a measurement of so much smaller batches.
+
+    Raises:
+        ValueError: it can run on none of the counts, or its members were measured on devices of several kinds.
+    """
+    kinds = {profile.kind for profile in profiles.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"loop {name!r}: its members were measured on {' and '.join(sorted(kinds))}: "
+            "plan them as stages of their own"
+        )
+    members = [measured(role, profile, turns, extrapolate=extrapolate) for role, profile in profiles.items()]
+    return loop_stage(name, members, items, turns, counts, kind=kinds.pop(), slices=slices, quantum=quantum)
+
+
+def _option(inner: InnerPlan, members: Sequence[Member], items: int, count: int, kind: str) -> LoopOption:
     held = [m.bytes_per_device(items, own) for m, own in zip(members, inner.devices, strict=True)]
     parked = [member.parked_bytes for member in members]
     join = sum if inner.collocated else max
@@ -139,7 +211,8 @@ def _option(inner: InnerPlan, members: Sequence[Member], items: int, count: int,
     how = "taking turns" if inner.collocated else f"{inner.slices} slices"
     active = max(join(held), join(parked))
     switch = sum(m.switch_seconds for m in members) if inner.collocated else max(m.switch_seconds for m in members)
-    return Option(count, inner.seconds, kind, active, join(parked), switch, switch, note=f"{shares}, {how}")
+    note = f"{shares}, {how}"
+    return LoopOption(count, inner.seconds, kind, active, join(parked), switch, switch, note=note, inner=inner)
 
 
 def _shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:

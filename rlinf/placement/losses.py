@@ -12,10 +12,13 @@ the tail first, then off imbalance and the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+import numpy as np
+
 from .bound import Bound
+from .spans import NEVER, Spans, in_turn, joined, until
 
 Span = tuple[float, float]
 """Start and end in seconds after the start of the step."""
@@ -64,6 +67,20 @@ class Losses:
         return sum(float(getattr(self, part.name)) for part in fields(self))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """What one device did during a step; seconds after its start."""
+
+    work: Spans
+    """It did a stage's work, `[spans, 2]`; in order, apart, like the others."""
+    switch: Spans = field(default_factory=lambda: NEVER)
+    """It loaded or parked."""
+    sync: Spans = field(default_factory=lambda: NEVER)
+    """It published weights, or took them."""
+    empty: float = 0.0
+    """Seconds of its work in the tail that empty slots of the engine amount to."""
+
+
 def split(
     intervals: Iterable[Interval],
     devices: int,
@@ -74,7 +91,7 @@ def split(
     expected: float,
     tail: Sequence[Span] = (),
 ) -> Losses:
-    """Split the time of a step above its bound.
+    """Split the time of a step above its bound; see `split_lanes`.
 
     Args:
         intervals: what devices 0 … `devices` - 1 did, within 0 … `seconds`; may overlap.
@@ -88,41 +105,53 @@ def split(
     Raises:
         ValueError: a device or a time lies outside.
     """
-    step = [(0.0, seconds)]
-    lanes: dict[int, list[Interval]] = {number: [] for number in range(devices)}
-    for interval in intervals:
-        if interval.device not in lanes or not 0 <= interval.start <= interval.end <= seconds * (1 + 1e-9):
-            raise ValueError(f"{interval} lies outside of {devices} devices and {seconds} s")
-        lanes[interval.device].append(interval)
-    busy = _union((i.start, i.end) for lane in lanes.values() for i in lane if i.kind == "work")
-    tails = _union(tail)
-    work = empty = 0.0
-    idle = dict.fromkeys(("tail", "imbalance", "overhead", "switch", "sync"), 0.0)
-    for lane in lanes.values():
-        free = step
-        for kind in ("work", "switch", "sync"):
-            spans = _union((i.start, i.end) for i in lane if i.kind == kind)
-            taken = _length(_common(free, spans))
-            free = _without(free, spans)
-            if kind == "work":
-                work += taken
-            else:
-                idle[kind] += taken
-        empty += sum((1 - i.slots) * _length(_common([(i.start, i.end)], tails)) for i in lane if i.kind == "work")
-        rest = _without(free, tails)
-        idle["tail"] += _length(_common(free, tails))
-        idle["imbalance"] += _length(_common(rest, busy))
-        idle["overhead"] += _length(_without(rest, busy))
+    did: list[dict[str, list[Span]]] = [{"work": [], "switch": [], "sync": []} for _ in range(devices)]
+    tails, empty = joined(_array(tail)), [0.0] * devices
+    for one in intervals:
+        if not (0 <= one.device < devices and 0 <= one.start <= one.end <= seconds * (1 + 1e-9)):
+            raise ValueError(f"{one} lies outside of {devices} devices and {seconds} s")
+        did[one.device][one.kind].append((one.start, one.end))
+        if one.kind == "work" and one.slots < 1:
+            before, after = until(tails, np.array([one.start, one.end]))
+            empty[one.device] += (1 - one.slots) * float(after - before)
+    lanes = [
+        Lane(**{kind: joined(_array(spans)) for kind, spans in own.items()}, empty=none)
+        for own, none in zip(did, empty, strict=True)
+    ]
+    return split_lanes(lanes, seconds, limit, least=least, expected=expected, tail=tails)
+
+
+def split_lanes(
+    lanes: Sequence[Lane],
+    seconds: float,
+    limit: Bound,
+    *,
+    least: float,
+    expected: float,
+    tail: Spans = NEVER,
+) -> Losses:
+    """Split the time of a step above its bound, over the lanes of all its devices; otherwise as `split`."""
+    anywhere = joined(*(lane.work for lane in lanes))
+    sums = dict.fromkeys(("work", "switching", "sync", "tail", "imbalance", "overhead"), 0.0)
+    for lane in lanes:
+        own = in_turn((lane.work, lane.switch, lane.sync, tail, anywhere))
+        for name, part in zip(sums, (*own, seconds - sum(own)), strict=True):
+            sums[name] += part
+    empty, devices = sum(lane.empty for lane in lanes), len(lanes)
     found = Losses(
-        imbalance=idle["imbalance"] / devices,
-        tail=(idle["tail"] + empty) / devices,
-        switching=idle["switch"] / devices,
-        sync=idle["sync"] / devices,
+        imbalance=sums["imbalance"] / devices,
+        tail=(sums["tail"] + empty) / devices,
+        switching=sums["switching"] / devices,
+        sync=sums["sync"] / devices,
         scaling=(expected - least) / devices,
-        interference=(work - empty - expected) / devices,
-        overhead=idle["overhead"] / devices,
+        interference=(sums["work"] - empty - expected) / devices,
+        overhead=sums["overhead"] / devices,
     )
     return _excused(found, limit.seconds - least / devices)
+
+
+def _array(intervals: Sequence[Span]) -> Spans:
+    return np.array(intervals, np.float64).reshape(-1, 2)
 
 
 def _excused(losses: Losses, seconds: float) -> Losses:
@@ -133,43 +162,3 @@ def _excused(losses: Losses, seconds: float) -> Losses:
         losses = replace(losses, **{name: part - taken})
         seconds -= taken
     return replace(losses, interference=losses.interference - seconds)
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans in order."""
-    joined: list[Span] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _common(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What lies in both; each in order and disjoint."""
-    found, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            found.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def _without(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What lies in the first alone; each in order and disjoint."""
-    found: list[Span] = []
-    for start, end in first:
-        for cut in _common([(start, end)], second):
-            found.append((start, cut[0]))
-            start = cut[1]
-        found.append((start, end))
-    return [(start, end) for start, end in found if start < end]
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)

@@ -1,6 +1,6 @@
 """What stages cost on this machine: the measured input of the planner.
 
-Flows in: timings of ordinary steps (reading them off a trace is not done here). Flows out: `profile.json`, merged over
+Flows in: timings of ordinary steps, read off their spans by `observed.py`. Flows out: `profile.json`, merged over
 runs; estimates with error bars; the release curve of generation. Nothing waits here.
 """
 
@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 from .interpolation import Estimate, OutOfRange, Point, interpolate
 
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 """Of the file. A file of another version is refused rather than misread."""
+BESIDE = "none"
+"""Kind of device of a stage that needs none, such as scoring in processes of its own: its timings say 1 device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +31,27 @@ class Timing:
     devices: int
     """Devices of the stage."""
     seconds: float
-    """Mean time of the whole batch."""
+    """Time that the whole batch needs when nothing else runs: until its last device is done. The mean of measurements,
+    or where outliers were seen, such as first steps, their median."""
     spread: float = 0.0
     """Standard deviation of single times, in seconds."""
     count: int = 1
     """Number of measurements."""
+    busy: float | None = None
+    """Mean seconds that each of the devices worked, less than `seconds` if some are done earlier; None: the same."""
+
+    @property
+    def work(self) -> float:
+        """Device-seconds of the batch."""
+        return self.devices * (self.seconds if self.busy is None else self.busy)
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.devices < 1 or self.count < 1:
             raise ValueError(f"batch, devices and count must be at least 1: {self}")
         if not (0 < self.seconds < math.inf and 0 <= self.spread < math.inf):
             raise ValueError(f"seconds must be above 0 and spread at least 0, both finite: {self}")
+        if self.busy is not None and not 0 <= self.busy <= self.seconds * (1 + 1e-9):
+            raise ValueError(f"busy must lie between 0 and seconds: {self}")
 
     def merged(self, other: Timing) -> Timing:
         """Pool two sets of measurements of the same batch and devices (Chan et al. 1979, equation 2.1)."""
@@ -48,7 +60,10 @@ class Timing:
         squares = self.count * self.spread**2 + other.count * other.spread**2
         squares += apart**2 * self.count * other.count / count
         mean = self.seconds + apart * other.count / count
-        return Timing(self.batch, self.devices, mean, math.sqrt(squares / count), count)
+        busy = None
+        if self.busy is not None or other.busy is not None:
+            busy = min(mean, (self.work * self.count + other.work * other.count) / count / self.devices)
+        return Timing(self.batch, self.devices, mean, math.sqrt(squares / count), count, busy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +144,7 @@ class StageProfile:
     footprints: tuple[Footprint, ...] = ()
     """One per number of devices."""
     kind: str = "gpu"
-    """Kind of device it was measured on."""
+    """Kind of device it was measured on; `BESIDE` for none."""
 
     def time(self, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
         """Estimate the seconds of a batch; see `interpolation.interpolate`.
@@ -188,6 +203,15 @@ class Profile:
     """Seconds per item between disjoint devices, by producer and consumer."""
     sync: tuple[Timing, ...] = ()
     """Weight synchronisation: batch is always 1, devices those that receive."""
+    flow: str = ""
+    """Dotted path of the flow function."""
+    items: int = 0
+    """Items of one step that was measured; 0: unknown."""
+    edges: tuple[tuple[str, str, bool], ...] = ()
+    """The flow's graph as it was observed, without loops: producer, consumer, and whether that began, in every step
+    that was seen, only when all items were there."""
+    published: tuple[tuple[str, str], ...] = ()
+    """Who publishes weights to whom."""
 
     def time(self, stage: str, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
         """Estimate the seconds of a batch of a stage.
@@ -200,9 +224,11 @@ class Profile:
         except OutOfRange as error:
             raise OutOfRange(f"profile of {self.model}, stage {stage!r}: {error}{_advice(error)}") from None
 
-    def mismatch(self, model: str, machine: str) -> tuple[str, ...]:
-        """Return why this profile is not one of that model and machine; nothing if it is."""
-        pairs = (("model", self.model, model), ("machine", self.machine, machine))
+    def mismatch(self, model: str, machine: str, flow: str | None = None) -> tuple[str, ...]:
+        """Return why this profile is not one of that model, machine and (where given) flow; nothing if it is."""
+        pairs = [("model", self.model, model), ("machine", self.machine, machine)]
+        if flow is not None:
+            pairs.append(("flow", self.flow, flow))
         return tuple(
             f"the profile is of {what} {ours!r}, this run has {theirs!r}: profile again, or name another profile"
             for what, ours, theirs in pairs
@@ -210,12 +236,12 @@ class Profile:
         )
 
     def merged(self, other: Profile) -> Profile:
-        """Join the profiles of two runs.
+        """Join the profiles of two runs; the number of items of a step is the other's.
 
         Raises:
-            ValueError: they are of different models, machines or kinds of device.
+            ValueError: they are of different models, machines, flows or kinds of device.
         """
-        problems = list(other.mismatch(self.model, self.machine))
+        problems = list(other.mismatch(self.model, self.machine, self.flow))
         both = self.stages.keys() & other.stages.keys()
         for name in sorted(both):
             if self.stages[name].kind != other.stages[name].kind:
@@ -230,7 +256,10 @@ class Profile:
         for edge in self.transfers.keys() & other.transfers.keys():
             transfers[edge] = (self.transfers[edge] + other.transfers[edge]) / 2
         sync = _join((*self.sync, *other.sync), lambda one: one.devices, Timing.merged)
-        return Profile(self.model, self.machine, stages, transfers, sync)
+        edges = _join((*self.edges, *other.edges), lambda edge: edge[:2], lambda one, two: min(one, two))
+        published = tuple(dict.fromkeys((*self.published, *other.published)))
+        items = other.items or self.items
+        return Profile(self.model, self.machine, stages, transfers, sync, self.flow, items, edges, published)
 
     def _stage(self, name: str) -> StageProfile:
         if name not in self.stages:
@@ -244,9 +273,13 @@ def save(profile: Profile, path: Path) -> None:
         "version": VERSION,
         "model": profile.model,
         "machine": profile.machine,
+        "flow": profile.flow,
+        "items": profile.items,
+        "edges": [list(edge) for edge in profile.edges],
         "stages": {name: asdict(stage) for name, stage in profile.stages.items()},
         "transfers": [[source, target, seconds] for (source, target), seconds in profile.transfers.items()],
         "sync": [asdict(one) for one in profile.sync],
+        "published": [list(pair) for pair in profile.published],
     }
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
@@ -269,6 +302,10 @@ def load(path: Path) -> Profile:
             {name: _stage_in(name, entry) for name, entry in body["stages"].items()},
             {(source, target): float(seconds) for source, target, seconds in body["transfers"]},
             tuple(Timing(**entry) for entry in body["sync"]),
+            str(body["flow"]),
+            int(body["items"]),
+            tuple((source, target, bool(barrier)) for source, target, barrier in body["edges"]),
+            tuple((source, target) for source, target in body["published"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error

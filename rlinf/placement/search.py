@@ -11,8 +11,9 @@ dropped as soon as its own seconds, or the device-seconds that must still be spe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -112,16 +113,21 @@ class Search:
         lefts = {left for own in cuts.values() for left, _ in own}
         rights = {right for own in cuts.values() for _, right in own}
         slowest = 0.0 if self.limit == np.inf else self.limit * self.slack
-        slack = slowest / (2 * len(self.names))  # each part of a plan may be worse by so much
+        slack = slowest / (4 * len(self.names))  # each part of a plan is pruned twice, and there are fewer than twice V
         table: dict[int, list[Block]] = {}
-        for part in sorted(cuts, key=lambda part: (part.bit_count(), part)):
-            made: dict[Shape, list[Block]] = {}
-            blocks = [self._leaf(part)] if part.bit_count() == 1 else self._composed(part, cuts[part], table)
+        units: dict[int, list[Block]] = {}  # without those that are in turns: (A, B), C is found as A, (B, C)
+
+        def settled(blocks: Iterable[Block], part: int) -> Iterator[Block]:
             for block in blocks:
-                block = settle(block, head=part not in rights, tail=part not in lefts)
-                block = self._typical(block, part)
-                made.setdefault(block.shape, []).append(block)
-            table[part] = [best_of(joined(own), slack, self.chunks) for own in made.values()]
+                yield self._typical(settle(block, head=part not in rights, tail=part not in lefts), part)
+
+        for part in sorted(cuts, key=lambda part: (part.bit_count(), part)):
+            if part.bit_count() == 1:
+                table[part] = units[part] = _pruned(settled([self._leaf(part)], part), slack, self.chunks)
+                continue
+            units[part] = _pruned(settled(self._side_by_side(part, cuts[part], table), part), slack, self.chunks)
+            turns = list(settled(self._in_turns(part, cuts[part], units, table), part))
+            table[part] = _pruned([*units[part], *turns], slack, self.chunks) if turns else units[part]
         return self._best(table[self.everything])
 
     def _best(self, blocks: Sequence[Block]) -> Found | None:
@@ -175,16 +181,25 @@ class Search:
             )  # fmt: skip
         return row
 
-    def _composed(
+    def _side_by_side(
         self, part: int, cuts: Sequence[tuple[int, int]], table: Mapping[int, list[Block]]
     ) -> Iterator[Block]:
-        for first, second in cuts:
-            for left in table[first]:
-                for right in table[second]:
-                    if self.mode != "disaggregated":
-                        yield from self._pair(part, first, second, left, right, spatial=False)
-                    if self.mode != "collocated":
-                        yield from self._pair(part, first, second, left, right, spatial=True)
+        if self.mode != "collocated":
+            for first, second in cuts:
+                for left, right in itertools.product(table[first], table[second]):
+                    yield from self._pair(part, first, second, left, right, spatial=True)
+
+    def _in_turns(
+        self,
+        part: int,
+        cuts: Sequence[tuple[int, int]],
+        units: Mapping[int, list[Block]],
+        table: Mapping[int, list[Block]],
+    ) -> Iterator[Block]:
+        if self.mode != "disaggregated":
+            for first, second in cuts:
+                for left, right in itertools.product(units[first], table[second]):
+                    yield from self._pair(part, first, second, left, right, spatial=False)
 
     def _pair(self, part: int, first: int, second: int, left: Block, right: Block, *, spatial: bool) -> Iterator[Block]:
         one, two = left.least(), right.least()
@@ -250,18 +265,23 @@ class Search:
         if shape.single:
             # One phase is both ends, so it is replaced only by one that looks alike from both sides.
             head = tail = self._representative(part, shape.head, outgoing=None)
-        block.shape = replace(shape, head=head, tail=tail)
+        block.shape = Shape(shape.single, head, tail, shape.head_curve, shape.tail_curve, shape.ways)
         return block
 
     def _representative(self, part: int, end: int, outgoing: bool | None) -> int:
         """The first set of stages met whose edges out of (or into, or both) the part are those of this one."""
+        known = self.representatives.get((part, outgoing, end))
+        if known is not None:
+            return known
         edges = []
         for source, target, edge in self.edges:
             if outgoing is not False and end >> source & 1 and not part >> target & 1:
                 edges.append((target, edge.barrier, edge.seconds))
             if outgoing is not True and end >> target & 1 and not part >> source & 1:
                 edges.append((-1 - source, edge.barrier, edge.seconds))
-        return self.representatives.setdefault((part, outgoing, frozenset(edges)), end)
+        first = self.representatives.setdefault((part, outgoing, frozenset(edges)), end)
+        self.representatives[part, outgoing, end] = first
+        return first
 
     def _elsewhere(self, part: int) -> float:
         if part not in self.elsewhere:
@@ -291,6 +311,14 @@ class Search:
             times = [(option.devices, stage.alone(option, self.chunks)) for option in own]
             least.append(min((devices * time for devices, time in times if time <= self.limit), default=0.0))
         return least
+
+
+def _pruned(blocks: Iterable[Block], slack: float, chunks: int) -> list[Block]:
+    """The labels worth keeping, those of one shape in one block."""
+    made: dict[Shape, list[Block]] = {}
+    for block in blocks:
+        made.setdefault(block.shape, []).append(block)
+    return [best_of(joined(own), slack, chunks) for own in made.values()]
 
 
 def _ancestors(count: int, edges: Sequence[tuple[int, int, Any]]) -> list[int]:

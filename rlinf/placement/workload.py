@@ -6,12 +6,14 @@ and the bound. One step is M items; all seconds here are of one step unless they
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .grammar import PlacementError
+from .interpolation import OutOfRange
 from .plan import GB
-from .profile import Profile, Release
+from .profile import BESIDE, Profile, Release, StageProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,8 @@ def from_profile(
         memory: bytes of one, by kind.
         chunks: into how many a step may be cut; each must divide `items`.
         sync: what is published.
-        extrapolate: use the profile outside of what was measured.
+        extrapolate: use the profile outside of what was measured. Chunks never are: where no smaller batch was
+            measured, a chunk takes its share of the whole.
 
     Raises:
         PlacementError: it cannot be planned.
@@ -204,31 +207,49 @@ def from_profile(
         raise PlacementError([f"chunks: {items} items cannot be cut into {wrong[0]} equal ones"])
     stages = []
     for name, sizes in counts.items():
-        measured = profile.stages[name]
+        stage = profile.stages[name]
+        anywhere = next(iter(devices), "gpu")
         options = []
         for size in sizes:
-            held = measured.footprint(size) if measured.footprints else None
-            options.append(
-                Option(
-                    size,
-                    profile.time(name, items, size, extrapolate=extrapolate).seconds,
-                    measured.kind,
-                    held.active_bytes if held else 0,
-                    held.parked_bytes if held else 0,
-                    held.onload_seconds if held else 0.0,
-                    held.offload_seconds if held else 0.0,
-                    {
-                        count: profile.time(name, items // count, size, extrapolate=extrapolate).seconds
-                        for count in chunks
-                    },
-                )
-            )
-        stages.append(Stage(name, tuple(options), measured.release))
+            counted = 1 if stage.kind == BESIDE else size
+            seconds = profile.time(name, items, counted, extrapolate=extrapolate).seconds
+            options.append(_option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere))
+        stages.append(Stage(name, tuple(options), stage.release))
     moved = [
         Edge(edge.source, edge.target, edge.barrier, profile.transfers.get((edge.source, edge.target), 0.0) * items)
         for edge in edges
     ]
     return Workload(tuple(stages), tuple(moved), devices, memory or {}, tuple(chunks), tuple(sync))
+
+
+def _chunk_seconds(stage: StageProfile, items: int, devices: int, chunks: Sequence[int]) -> dict[int, float]:
+    """Times of one chunk, where smaller batches were measured; elsewhere the planner divides the whole batch."""
+    found: dict[int, float] = {}
+    if len({one.batch for one in stage.timings}) < 2:
+        return found
+    for count in chunks:
+        with contextlib.suppress(OutOfRange):
+            found[count] = stage.time(items // count, devices).seconds
+    return found
+
+
+def _option(stage: StageProfile, devices: int, seconds: float, times: Mapping[int, float], anywhere: str) -> Option:
+    """One size. What runs beside the devices is of some kind that there is, and takes none of it."""
+    if stage.kind == BESIDE:
+        return Option(0, seconds, anywhere, chunk_seconds=times)
+    if not stage.footprints:
+        return Option(devices, seconds, stage.kind, chunk_seconds=times)
+    held = stage.footprint(devices)
+    return Option(
+        devices,
+        seconds,
+        stage.kind,
+        held.active_bytes,
+        held.parked_bytes,
+        held.onload_seconds,
+        held.offload_seconds,
+        times,
+    )
 
 
 def _cycle(names: Sequence[str], edges: Sequence[Edge]) -> list[str]:

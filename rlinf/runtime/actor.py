@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 import torch
 
 from .compute import ComputeThread
+from .flows import FLOW, role_of
+from .granularity import Granularity
 
 if TYPE_CHECKING:
     from .group import ActorGroup
@@ -166,13 +168,14 @@ class Call:
     """A call that is running on this host: for stall reports, traces, and the name on errors."""
 
     __slots__ = (
-        "_label", "caller", "doing", "gang", "killed", "lease",
-        "moves", "name", "number", "parent", "promise", "since", "task",
+        "_label", "_role", "caller", "doing", "gang", "killed", "lease",
+        "moves", "name", "number", "parent", "promise", "since", "task", "within",
     )  # fmt: skip
 
     def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
         self.name = name
         self._label: str | None = None
+        self._role: str | None = None
         self.caller = caller
         self.number = number
         self.parent = parent
@@ -187,6 +190,20 @@ class Call:
         self.killed = False
         """Its actor was ended over it, so nothing it had in hand is done."""
         self.task: asyncio.Task[Any] | None = None
+        self.within: Call | None = None
+        """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
+
+    def helps(self, call: Call | None) -> None:
+        """It is no call of an actor, but does a part of this one, or of the flow."""
+        self.within = call
+        self._role = here(call)
+
+    @property
+    def role(self) -> str:
+        """Its endpoint without the rank, e.g. "judge.score"."""
+        if self._role is None:
+            self._role = role_of(self.name)
+        return self._role
 
     @property
     def label(self) -> str:
@@ -198,6 +215,12 @@ class Call:
 
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 """The endpoint call in which the running task is."""
+
+
+def here(call: Call | None) -> str:
+    """The endpoint that a call is of, without its rank; None is the flow."""
+    return FLOW if call is None else call.role
+
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
 """The scope that owns what the running task spawns."""
@@ -216,6 +239,8 @@ class Cell:
         self.calls: set[Call] = set()
         self.leased = False
         """Its devices are declared, so device endpoints need a lease."""
+        self.granularity = Granularity()
+        """When its device calls ask for its devices, and for how long they keep them."""
         self.scope: Scope | None = None
         self._thread: ComputeThread | None = None
         actor._cell = self
@@ -225,18 +250,18 @@ class Cell:
             self._thread = ComputeThread(self.name, self.host.loop)
         call = current_call.get()
         name = getattr(fn, "__name__", type(fn).__name__)
-        start = self.host.now()
-        if call is not None:
-            call.doing = f"computing {name}"
-            call.moves += 1
         lease = call.lease if call is not None else None
-        try:
-            async with lease.computing() if lease is not None else contextlib.nullcontext():
-                return await self._thread.run(fn, *args, **kwargs)
-        finally:
+        async with lease.computing() if lease is not None else contextlib.nullcontext():
+            start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:
-                call.doing = None
-            self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+                call.doing = f"computing {name}"
+                call.moves += 1
+            try:
+                return await self._thread.run(fn, *args, **kwargs)
+            finally:
+                if call is not None:
+                    call.doing = None
+                self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
 
     def stop_computing(self) -> None:
         if self._thread is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .actor import Actor, current_call, endpoint
 from .context import SERVICE, show_wait, waiter
 from .errors import QueueClosed
+from .flows import Origin
 from .payload import Key, ValueRef, reading_codec
 from .promise import Promise
 from .queue import ItemQueue, Taken, Token
@@ -32,16 +33,18 @@ class QueueHandle:
     host in this process, are handed over as they are; all others are sealed by the producer and opened by the consumer.
     """
 
-    __slots__ = ("host", "id", "name", "owner")
+    __slots__ = ("host", "id", "name", "origin", "owner")
 
-    def __init__(self, host: Host, owner: int, id: Key, name: str):
+    def __init__(self, host: Host, owner: int, id: Key, name: str, origin: Origin | None = None):
         self.host = host
         self.owner = owner
         self.id = id
         self.name = name
+        self.origin = origin
+        """Who makes the items of a stream."""
 
     def __reduce__(self) -> Any:
-        return _arrived, (self.owner, self.id, self.name)
+        return _arrived, (self.owner, self.id, self.name, self.origin)
 
     def local(self) -> ItemQueue | None:
         """The queue itself, where it lives on this host."""
@@ -54,7 +57,7 @@ class QueueHandle:
 
     def rebind(self, host: Host) -> QueueHandle:
         """The same queue, seen from another host of this process."""
-        return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name)
+        return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name, self.origin)
 
     async def put(self, value: Any, key: Hashable, weight: float) -> None:
         """Put one item, waiting for space.
@@ -100,6 +103,14 @@ class QueueHandle:
         asked: Promise[Taken] = self._call("queue_take", self.id, token, most, wishes)
         asked.want()
         return asked
+
+    async def at_hand(self, token: Token, least: int) -> None:
+        """Wait until so many items are there for whoever has this token, or all that will ever be; take nothing."""
+        queue = self.local()
+        if queue is None:
+            await self.ask(token, 0, least=least, peek=True)
+        else:
+            await queue.take(token, 0, least=least, peek=True, name=waiter())
 
     async def open(self, taken: Taken) -> Taken:
         """Open what was taken, wherever its values are."""
@@ -151,11 +162,11 @@ class QueueHandle:
         return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})
 
 
-def _arrived(owner: int, id: Key, name: str) -> QueueHandle:
+def _arrived(owner: int, id: Key, name: str, origin: Origin | None) -> QueueHandle:
     codec = reading_codec()
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
-    return QueueHandle(codec.host, owner, id, name)
+    return QueueHandle(codec.host, owner, id, name, origin)
 
 
 class QueueService(Actor):

@@ -187,7 +187,8 @@ class EndpointOf:
     def _sink(self) -> Stream[Any]:
         ref = self._refs[0]
         group = ref._name if self._one else ref._name.partition("[")[0]
-        return Stream.new(ref._owner, f"{group}.{self._spec.name}", self._capacity)
+        origin = f"{ref._name.partition('[')[0]}.{self._spec.name}"
+        return Stream.new(ref._owner, f"{group}.{self._spec.name}", self._capacity, origin)
 
 
 class _Addressed:

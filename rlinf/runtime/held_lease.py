@@ -1,7 +1,8 @@
 """The lease of one running call: kept while it computes, given away while it waits for a stream and others want it.
 
 Flows in: the call's computing and waiting. Flows out: acquire and release of the actor's devices. Who wakes whom: word
-that the devices are wanted makes a waiting call give them; its next item makes it take them again.
+that the devices are wanted makes a waiting call give them, or one that has worked off its `lease_items`; its next item,
+or the last of its next `items`, makes it take them again (see `granularity.py`).
 
 So a consumer never starves its own producer: a trainer that iterates the samples of a rollout on the same device holds
 the device only while it has samples to work on.
@@ -44,6 +45,11 @@ class HeldLease:
         self._since = 0.0
         self._wanted = False
         self._over = False
+        self._items = 0  # done since the devices were taken
+        self._enough = False  # at hand, since they were given away
+        self._offering: asyncio.Future[None] | None = None
+        self.puts = False
+        """Its items are those that it puts out, not those that it takes."""
         self._computing = 0
         self._waiting = 0
         self._moves = 0  # waits that are over
@@ -60,7 +66,7 @@ class HeldLease:
                     self._ticket, _ = await self._client.acquire(
                         self._cell, self._call, gang=self._gang, wanted=self._now_wanted
                     )
-                    self._since = self._client.now()
+                    self._since, self._items, self._enough = self._client.now(), 0, False
                 if self._over:
                     self.give()
 
@@ -75,6 +81,53 @@ class HeldLease:
             ticket, self._ticket = self._ticket, None
             self._client.release(ticket)
             self._client.span(self._cell, self._call, self._since)
+        if self._offering is not None:
+            self._offering.set_result(None)
+            self._offering = None
+
+    # Items -------------------------------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> bool:
+        """The devices were given away, and the call is not over."""
+        return self._ticket is None and not self._over
+
+    @property
+    def role(self) -> str:
+        """The call's endpoint, without the rank."""
+        return self._call.role
+
+    def missing(self, items: int) -> int:
+        """How many items, beside so many, must be at hand before devices that were given away are taken again."""
+        return max(self._cell.granularity.items - items, 0) if self.away and not self._enough else 0
+
+    def enough(self) -> None:
+        """As many items are at hand as that: the devices will be taken."""
+        self._enough = self.away
+
+    def done(self, items: int) -> None:
+        """The call has worked off so many items."""
+        self._items += items
+
+    async def offer(self) -> None:
+        """If others wait and the call has had its items, give them the devices: at once, or when what it computes
+        beside this is done."""
+        if self._due and self._computing:
+            if self._offering is None:
+                self._offering = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._offering)
+        elif self._due:
+            self.give()
+
+    @property
+    def _due(self) -> bool:
+        most = self._cell.granularity.lease_items
+        if most is None or self._items < most or not self._wanted or self._ticket is None:
+            return False
+        # Ranks that work in step cannot leave one by one: who stays may need the others to come to its own turn.
+        return not self._gang or self._call.gang is None or self._call.gang[2] == 1
+
+    # Computing and waiting ---------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def computing(self) -> AsyncIterator[None]:
@@ -86,6 +139,8 @@ class HeldLease:
             yield
         finally:
             self._computing -= 1
+            if self._offering is not None and not self._computing:
+                self.give()
             self._linger()
 
     @asynccontextmanager

@@ -25,6 +25,7 @@ from .actor import ActorId, Call, Cell, Gang, current_scope
 from .clock import is_virtual
 from .context import SERVICE, cancel_all, waiter
 from .errors import ActorDied, RemoteError
+from .flows import FlowBook
 from .payload import Key, Payload, Place, is_plain
 from .promise import KEEP, LOCAL, QUEUED, Promise, Sent
 from .queue import ItemQueue
@@ -62,6 +63,7 @@ class Host:
         self.transport = transport
         self.places = places
         self.tracer = Tracer(enabled=trace)
+        self.flows = FlowBook(self.now, enabled=trace)
         self.system: ActorSystem
         self.flow: asyncio.Task[Any] | None = None
         """On the controller, the task that runs the program."""

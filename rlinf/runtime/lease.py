@@ -161,6 +161,26 @@ class LeaseManager:
         self._residency.remove(name)
         self._fail([lease for lease in self._waiting if name in lease.names], f"tenant {name!r} was unregistered")
 
+    def tenant(self, name: str) -> Tenant:
+        """Return the tenant of this name; ValueError if there is none."""
+        return self._residency.tenant(name)
+
+    async def resize(self, tenants: Sequence[Tenant], who: str) -> None:
+        """Give tenants that are registered other bytes, as measured: load them, and make room for them as they are now.
+
+        Raises:
+            ValueError: with these some tenant on one of their devices could never be loaded; nothing has changed.
+            LeaseError, Exception: as `acquire` raises.
+        """
+        self._residency.check(tenants)
+        lease = await self.acquire([tenant.name for tenant in tenants], who)
+        try:
+            self._residency.check(tenants)  # others may have come meanwhile
+            self._residency.declare(tenants)
+            await self._residency.load(lease.names, wanted=lambda: True)
+        finally:
+            self.release(lease)
+
     async def acquire(self, names: Sequence[str], who: str) -> Lease:
         """Wait for all devices of the tenants `names`, at once, with all of these loaded.
 

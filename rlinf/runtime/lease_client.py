@@ -7,13 +7,13 @@ the manager's grant wakes the endpoint; somebody else's wish for the devices tel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from .actor import Call, Cell
 from .channel import QueueHandle
-from .context import CONTROLLER, SERVICE, SHOWN_WAIT, cancel_all, waiter
+from .context import CONTROLLER, SERVICE, SHOWN_WAIT, cancel_all
 from .held_lease import LINGER, HeldLease
 from .payload import Key
 
@@ -47,12 +47,13 @@ class LeaseClient:
 
         Args:
             inputs: the call's arguments. If there are streams among them, the devices are asked for when the first of
-                these has an item, or has ended: before that there is nothing to do with them.
+                these has as many items as the actor's `Granularity` says, or has ended: before that there is nothing,
+                or too little, to do with them.
             wanted: called when others wait for these devices.
         """
         lease = HeldLease(self, cell, call, gang=gang, wanted=wanted)
         try:
-            await self._work_at_hand(call, inputs)
+            await self._work_at_hand(cell, call, inputs)
             await lease.ensure()
             call.lease = lease
             yield
@@ -62,12 +63,13 @@ class LeaseClient:
             if gang and call.gang is not None:
                 self._host.cast(CONTROLLER, SERVICE, "lease_over", call.gang)
 
-    async def _work_at_hand(self, call: Call, inputs: Iterable[Any]) -> None:
+    async def _work_at_hand(self, cell: Cell, call: Call, inputs: Iterable[Any]) -> None:
         streams = [handle for each in inputs if isinstance(handle := getattr(each, "handle", None), QueueHandle)]
         if not streams:
             return
         call.doing = "waiting for work"
-        looks = [asyncio.ensure_future(_has_item(stream.rebind(self._host))) for stream in streams]
+        items, host = cell.granularity.items, self._host
+        looks = [asyncio.ensure_future(stream.rebind(host).at_hand(host.number(), items)) for stream in streams]
         try:
             await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -115,19 +117,11 @@ class LeaseClient:
             tell()
 
 
-async def _has_item(stream: QueueHandle) -> None:
-    """Wait until a stream has an item or has ended, and leave it as it is."""
-    token, queue = stream.host.number(), stream.local()
-    try:
-        await (stream.ask(token, 1) if queue is None else queue.take(token, 1, name=waiter()))
-    finally:
-        stream.requeue(token)
-
-
 class LeaseKeeper:
-    """The lease of a map stage: taken when there is work, given back when there is none and others want the devices.
+    """The lease of a map stage: taken when there is enough work, given back when there is none and others want the
+    devices.
 
-    While there is work it is kept for its quantum.
+    While there is work it is kept for its quantum, of items if the actor's `Granularity` names one, else of seconds.
     """
 
     def __init__(self, host: Host, cell: Cell, call: Call):
@@ -137,18 +131,37 @@ class LeaseKeeper:
         self._quantum = QUANTUM
         self._users = 0
         self._uses = 0  # so far
+        self._items = 0  # done with this lease
+        self._hand = 0  # items that users have, or wait with
+        self._more: asyncio.Future[None] | None = None
         self._taking = asyncio.Lock()
         self._wanted = False
         self._given: asyncio.Future[None] | None = None
         self.on_wanted: Callable[[], None] | None = None
 
-    async def acquire(self) -> None:
-        """Have the lease, taking it if need be; `done` ends the use."""
+    async def acquire(self, items: int, look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Have the lease, taking it if need be; `done` ends the use.
+
+        Args:
+            items: that are to be worked off.
+            look: waits until so many more are at hand, or all that will ever be.
+        """
+        self._hand += items
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+        try:
+            await self._acquire(look)
+        except BaseException:
+            self._hand -= items
+            raise
+
+    async def _acquire(self, look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         async with self._taking:
             if self._ticket is not None and self._over:
                 await self._turn()
             if self._ticket is None:
-                self._wanted = False
+                await self._enough(look)
+                self._wanted, self._items = False, 0
                 leases = self._host.system.leases
                 self._ticket, loading = await leases.acquire(self._cell, self._call, wanted=self._now_wanted)
                 self._quantum = max(QUANTUM, WORTH * loading)
@@ -156,9 +169,25 @@ class LeaseKeeper:
             self._users += 1
             self._uses += 1
 
+    async def _enough(self, look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Wait until the items at hand are worth taking the devices for."""
+        while (missing := self._cell.granularity.items - self._hand) > 0:
+            self._more = self._host.loop.create_future()
+            looking = asyncio.ensure_future(look(missing))
+            try:
+                await asyncio.wait([looking, self._more], return_when=asyncio.FIRST_COMPLETED)
+                if looking.done():
+                    return looking.result()
+            finally:
+                self._more = None
+                await cancel_all([looking])
+
     @property
     def _over(self) -> bool:
         """It has had its quantum, and others wait."""
+        most = self._cell.granularity.lease_items
+        if most is not None:
+            return self._wanted and self._items >= most
         return self._wanted and self._host.now() - self._since >= self._quantum
 
     async def _turn(self) -> None:
@@ -176,9 +205,11 @@ class LeaseKeeper:
         if not self._users:
             self._linger()
 
-    def done(self) -> None:
-        """One use is over."""
+    def done(self, items: int) -> None:
+        """One use, for so many items, is over."""
         self._users -= 1
+        self._items += items
+        self._hand -= items
         if not self._users and self._wanted:
             if self._over:
                 self._release()

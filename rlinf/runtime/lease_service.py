@@ -8,6 +8,7 @@ host's call; the last rank of a group call to be ready lets the whole group ask.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,13 @@ from typing import Any
 from .actor import Actor, ActorId, Gang, endpoint
 from .context import SERVICE
 from .errors import UserError
-from .lease import Lease, LeaseManager, Tenant
+from .lease import DeviceMemory, Lease, LeaseManager, Tenant
 from .payload import Key
+
+MOVES = 10_000
+"""Moves that are remembered: far more than a step has."""
+Move = tuple[str, str, float, float]
+"""An actor, "onload" or "offload", start and end in seconds of the controller's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +118,13 @@ class LeaseService(Actor):
 
     manager: LeaseManager
     tenants: dict[str, tuple[int, ActorId]]
+    moved: deque[Move]
+    """The last moves of actors."""
 
     def open_leases(self, memory: dict[int, int] | None) -> None:
         """Start managing devices of so many bytes each (None: as many as anyone likes)."""
         self.tenants = {}
+        self.moved = deque(maxlen=MOVES)
         self.manager = LeaseManager(memory, self._move("offload"), self._move("onload"))
         self._memory = memory or {}
         self._cell.host.on_lost.append(lambda host, reason: self._forget(host))
@@ -125,7 +134,9 @@ class LeaseService(Actor):
     def _move(self, what: str) -> Any:
         async def move(name: str) -> None:
             host, actor = self.tenants[name]
+            start = self._cell.host.now()
             await self._cell.host.call(host, SERVICE, "move", f"{name}.{what}", (actor, what), {})
+            self.moved.append((name, what, start, self._cell.host.now()))
 
         return move
 
@@ -166,6 +177,27 @@ class LeaseService(Actor):
             if name in self.tenants and self.tenants[name][1] == actor:
                 del self.tenants[name]
                 self.manager.unregister(name)
+
+    @endpoint
+    async def lease_resize(self, names: list[str], resident: int | None, parked: int | None) -> None:
+        """Declare the bytes of the ranks of a group anew.
+
+        Raises:
+            UserError: they have no devices, or could never be loaded.
+        """
+        if unknown := [name for name in names if name not in self.tenants]:
+            raise UserError(f"{', '.join(unknown)} has no devices, so its bytes do not count: spawn it with devices=")
+        try:
+            new = [self.manager.tenant(name).resized(resident, parked) for name in names]
+            self._check_together(new)
+            await self.manager.resize(new, f"resize of {names[0].partition('[')[0]}")
+        except ValueError as error:
+            raise UserError(f"{error}: give it other devices, or see that it needs less") from None
+
+    @endpoint
+    async def lease_devices(self) -> dict[int, DeviceMemory]:
+        """What each device holds."""
+        return self.manager.statistics().devices
 
     # Tickets -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .actor import Actor, Cell, endpoint
-from .context import SERVICE
+from .context import CONTROLLER, SERVICE
+from .flows import Passages, edges
 from .group import ActorGroup
 from .system import ActorSystem
 from .trace import Span, Tracer, best_offset
@@ -54,6 +55,39 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
+class Flow:
+    """What went from one endpoint to another in a step, on all hosts and from all ranks together.
+
+    Arguments are seen, and streams wherever they are read. A value that the flow function awaited and passed on is a
+    value like any other, and is not.
+    """
+
+    source: str
+    """Such as "rollout.generate"; "flow" for the flow function itself."""
+    target: str
+    """Such as "judge.score"; "flow" for the flow function itself."""
+    items: int
+    """Items of streams that the target took, and promises that it got."""
+    released: tuple[float, ...] = ()
+    """When items of those streams left the source, seconds since the step's start; ascending. For more than 256 items
+    they are thinned to as many, evenly, the last item's among them. Empty for promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The lease manager had an actor loaded or parked."""
+
+    actor: str
+    """Such as "trainer[0]"."""
+    what: str
+    """Either "onload" or "offload"."""
+    start: float
+    """Seconds of the clock of whoever asked."""
+    end: float
+    """Seconds of the clock of whoever asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lap:
     """One step of a flow, on all hosts."""
 
@@ -63,6 +97,10 @@ class Lap:
     """Seconds of the controller's clock."""
     busy: tuple[Busy, ...]
     """Who was busy with what; within the step, and empty where tracing is switched off."""
+    flows: tuple[Flow, ...] = ()
+    """What went from whom to whom; empty where tracing is switched off."""
+    moves: tuple[Moved, ...] = ()
+    """Who was loaded and parked, as far as within the step; in order of their ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +199,9 @@ def _by_endpoint(
     found: dict[str, list[Interval]] = defaultdict(list)
     for start, end in computed:
         owner = UNKNOWN
-        for call in reversed(calls[: bisect_right(starts, start)]):  # the call that began last is the likeliest owner
-            if call[3] >= end:
-                owner = call[1]
+        for at in range(bisect_right(starts, start) - 1, -1, -1):  # the call that began last is the likeliest owner
+            if calls[at][3] >= end:
+                owner = calls[at][1]
                 break
         found[owner].append((start, end))
     rest: dict[str, list[Span]] = defaultdict(list)
@@ -209,9 +247,14 @@ class Observer(Actor):
     """One on every host; answers from what the host keeps about itself."""
 
     @endpoint
-    async def busy(self, since: float) -> list[Busy]:
-        """When the actors of this host were busy, since a time of this host's clock, seconds."""
-        return busy(recent(self._cell.host.tracer, since))
+    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Moved]]:
+        """What happened on this host between two times of its clock, seconds: who was busy, also beyond these times;
+        what went from whom to whom; and, on the controller, who was moved."""
+        host = self._cell.host
+        moves = []
+        if host.rank == CONTROLLER:
+            moves = [Moved(*move) for move in host.system.service.moved if move[3] >= start and move[2] <= end]
+        return busy(recent(host.tracer, start)), host.flows.between(start, end), moves
 
     @endpoint
     async def clock(self) -> float:
@@ -284,15 +327,27 @@ class Watch:
         """The step that began last ends now; it gets a span of this name on the flow's track."""
         start, end = self._start, self._host.now()
         self._host.tracer.span(FLOW, name, start, end)
-        asked = [ref.busy(start - ahead) for ref, ahead in zip(self._observers, self._offsets, strict=True)]
-        found = await asyncio.gather(*asked)
+        asked = [
+            ref.between(start - ahead, end - ahead) for ref, ahead in zip(self._observers, self._offsets, strict=True)
+        ]
+        found = list(zip(self._offsets, await asyncio.gather(*asked), strict=True))
         parts = [
             Busy(part.actor, part.endpoint, clipped)
-            for parts, ahead in zip(found, self._offsets, strict=True)
+            for ahead, (parts, _, _) in found
             for part in parts
             if (clipped := _clip(part.intervals, ahead, start, end))
         ]
-        return Lap(start, end, tuple(parts))
+        flows = [
+            Flow(*ends, edge.items, tuple(time - start for time in edge.released))
+            for ends, edge in edges((ahead, passages) for ahead, (_, passages, _) in found).items()
+        ]
+        moves = [
+            Moved(move.actor, move.what, begin, finish)
+            for ahead, (_, _, moves) in found
+            for move in moves
+            for begin, finish in [(max(move.start + ahead, start), min(move.end + ahead, end))]
+        ]
+        return Lap(start, end, tuple(parts), tuple(flows), tuple(moves))
 
     async def look(self) -> Moment:
         """What everybody does now."""

@@ -17,10 +17,11 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from .errors import QueueClosed, again
-from .queue_entries import Item, Putter, Taken, Taker, Token
+from .flows import Counter
+from .queue_entries import Item, Putter, Taken, Taker, Token, Wishes
 
 __all__ = ["ItemQueue", "Taken", "Token"]
 
@@ -64,6 +65,8 @@ class ItemQueue:
         """How many handles, here and elsewhere, keep it; the last to go abandons it."""
         self.put_count = 0
         self.done_count = 0
+        self.counter: Counter | None = None
+        """Told of every item that is put."""
 
     # Producing ---------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ class ItemQueue:
         self._queued.setdefault(key, deque()).append(Item(id, value, weight, key, self.put_count))
         self._size += 1
         self.put_count += 1
+        if self.counter is not None:
+            self.counter.add()
         if self._takers:
             self._serve()
             self._wake_putters()  # a taker that needs more lets one more in
@@ -192,17 +197,18 @@ class ItemQueue:
         key: Hashable = None,
         weight: float | None = None,
         spare: bool = False,
+        peek: bool = False,
     ) -> Taken | None:
         """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
 
         Args:
             token: holds what is taken until `ack` or `leave`.
-            least: fewer than these are only given at the end of the queue.
-            weight: take as many as reach this total weight instead (all that are left at the end of the queue).
-            spare: only take what other consumers do not need.
+            least, key, weight, spare, peek: see `Wishes`.
         """
         if self.error is not None:
             raise again(self.error)
+        if peek:
+            return [] if self._at_hand(token, least, key) else None
         queued = self._queued.get(key)
         if queued:
             count = self._grant(token, queued, most, least, weight, spare)
@@ -230,6 +236,10 @@ class ItemQueue:
             return min(most, there)
         return 0
 
+    def _at_hand(self, token: Token, least: int, key: Hashable) -> bool:
+        there = len(self._queued.get(key, ()))
+        return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
+
     def _hand_out(self, token: Token, queued: deque[Item], count: int, key: Hashable) -> Taken:
         held = self._running.setdefault(token, {})
         taken = []
@@ -241,25 +251,15 @@ class ItemQueue:
             del self._queued[key]
         return taken
 
-    async def take(
-        self,
-        token: Token,
-        most: int = 1,
-        *,
-        least: int = 1,
-        key: Hashable = None,
-        weight: float | None = None,
-        spare: bool = False,
-        name: str = "?",
-    ) -> Taken:
+    async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Taken:
         """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
         if not self._takers:
-            taken = self.take_nowait(token, most, least=least, key=key, weight=weight, spare=spare)
+            taken = self.take_nowait(token, most, **wishes)
             if taken is not None:
                 return self._note(token, name, taken)
         if self.error is not None:
             raise again(self.error)
-        taker = Taker(token, key, most, least, weight, spare, name)
+        taker = Taker(token, most, wishes, name)
         self._takers.append(taker)
         self._serve()
         self._wake_putters()  # for a taker that needs more than may be queued
@@ -321,7 +321,7 @@ class ItemQueue:
         """A consumer that asked for spare items is idle now and needs them as much as any other."""
         for taker in self._takers:
             if taker.token == token:
-                taker.spare = False
+                taker.wishes["spare"] = False
         self._serve()
         self._wake_putters()
 
@@ -338,9 +338,7 @@ class ItemQueue:
     def _offer(self, taker: Taker) -> None:
         if taker.future.done():  # cancelled, and not yet told
             return
-        taken = self.take_nowait(
-            taker.token, taker.most, least=taker.least, key=taker.key, weight=taker.weight, spare=taker.spare
-        )
+        taken = self.take_nowait(taker.token, taker.most, **taker.wishes)
         if taken is not None:
             self._takers.remove(taker)
             taker.future.set_result(taken)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 Token = Hashable
 """Under which a consumer holds items."""
@@ -28,19 +28,36 @@ class Item:
     """Order of putting; items that come back take their old place."""
 
 
+class Wishes(TypedDict, total=False):
+    """What a taker wants, beside how many items at most."""
+
+    least: int
+    """Fewer than these are only given at the end of the queue. Default 1."""
+    key: Hashable
+    """The queue within the queue. Default None."""
+    weight: float | None
+    """As many as reach this total weight instead; all that are left at the end of the queue."""
+    spare: bool
+    """Only what other consumers do not need."""
+    peek: bool
+    """Nothing: [] says that `least` are there, or all that will ever be for whoever has this token."""
+
+
 class Taker:
     """Somebody who waits for items; `name` says who, for the stall report."""
 
-    __slots__ = ("future", "key", "least", "most", "name", "since", "spare", "token", "weight")
+    __slots__ = ("future", "key", "most", "name", "since", "token", "wishes")
 
-    def __init__(
-        self, token: Token, key: Hashable, most: int, least: int, weight: float | None, spare: bool, name: str
-    ):
-        self.token, self.key, self.most, self.least = token, key, most, least
-        self.weight, self.spare, self.name = weight, spare, name
+    def __init__(self, token: Token, most: int, wishes: Wishes, name: str):
+        self.token, self.most, self.wishes, self.name = token, most, wishes, name
+        self.key = wishes.get("key")
         loop = asyncio.get_running_loop()
         self.since = loop.time()
         self.future: asyncio.Future[Taken] = loop.create_future()
+
+    @property
+    def spare(self) -> bool:
+        return self.wishes.get("spare", False)
 
     def fail(self, error: BaseException) -> None:
         _fail(self.future, error)

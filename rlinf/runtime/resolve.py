@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .actor import current_call
+
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.ndarray, complex, range})
 
 
@@ -47,6 +49,10 @@ async def resolve(value: Any, *, shared: bool = False) -> Any:
         return value
     calls: list[Any] = [call for promise in promises for call in getattr(promise, "promises", [promise])]
     waits = [call.host.values.note_wait(call.label) for call in calls]
+    user = current_call.get()
+    if user is not None:
+        for call in calls:
+            call.host.flows.passed(call.name, user.role, call.key)
     try:
         await together([*map(asyncio.shield, promises)] if shared else promises)
     except BaseException:

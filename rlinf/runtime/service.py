@@ -14,6 +14,7 @@ from .actor import Actor, ActorId, Cell, Gang, current_call, endpoint
 from .channel import Channel, QueueService
 from .context import Running, cancel_all
 from .errors import UserError
+from .granularity import Granularity
 from .group import ActorGroup
 from .lease_service import LeaseService
 from .payload import Key, Place
@@ -90,23 +91,24 @@ class Service(QueueService, StageService, LeaseService):
         name: str,
         rank: int,
         group: ActorGroup,
-        leased: bool,
+        granularity: Granularity | None,
         gang: Gang,
         kwargs: dict[str, Any],
     ) -> None:
-        """Make an actor and run its setup; with devices, while it holds them."""
+        """Make an actor and run its setup; with devices (and a granularity), while it holds them."""
         host = self._cell.host
         call = current_call.get()
         assert call is not None
         cell = Cell(cls(), actor_id, name, rank, group, host)
         cell.scope = host.system.scope()
-        cell.leased = leased
+        cell.leased = granularity is not None
+        cell.granularity = granularity or cell.granularity
         host.cells[actor_id] = cell
         call.gang = gang
         self._unready.add(actor_id)
         try:
             with Running(host, cell, call):
-                if leased:
+                if cell.leased:
                     async with host.system.leases.hold(cell, call, gang=True):
                         await cell.actor.setup(**kwargs)
                 else:
@@ -157,6 +159,13 @@ class Service(QueueService, StageService, LeaseService):
             self._cell.host.complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
         finally:
             cell.stop_computing()
+
+    @endpoint
+    async def regulate(self, actor_id: ActorId, granularity: Granularity) -> None:
+        """Change how finely an actor takes its devices."""
+        cell = self._cell.host.cells.get(actor_id)
+        if cell is not None:
+            cell.granularity = granularity
 
     @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from .actor import Actor, ActorId, Call, Cell, current_call, endpoint
 from .channel import QueueHandle
+from .consumer import Consumer
 from .context import Running, show_wait, waiter
 from .errors import ActorDied, QueueClosed, UserError
+from .held_lease import HeldLease
 from .lease_client import LeaseKeeper
 from .promise import Promise
 from .resolve import holds_promise, resolve
-from .stream import Consumer, Stream
+from .stream import Stream
 
 if TYPE_CHECKING:
     from .host import Host
@@ -175,7 +177,7 @@ class StageService(Actor):
             if spec.device and cell.leased:
                 inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
                 async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs, wanted=wanted):
-                    await _generate(cell, method, emitter, args, kwargs)
+                    await _generate(cell, method, emitter, args, kwargs, call.lease)
             else:
                 await _generate(cell, method, emitter, args, kwargs)
             await emitter.flush()
@@ -214,11 +216,19 @@ class StageService(Actor):
                     keeper.close()
 
 
-async def _generate(cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any) -> None:
+async def _generate(
+    cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any, lease: HeldLease | None = None
+) -> None:
+    if lease is not None:
+        lease.puts = True
     items: AsyncIterator[Any] = getattr(cell.actor, method)(*args, **kwargs)
     async with aclosing(items):  # type: ignore[type-var]
         async for item in items:
             await emitter.put(item)
+            if lease is not None:
+                lease.done(1)
+                await lease.offer()
+                await lease.ensure()
 
 
 class _Map:
@@ -243,12 +253,12 @@ class _Map:
         try:
             while taken := await consumer.take(acknowledge=False):
                 if self.keeper is not None:
-                    await self.keeper.acquire()
+                    await self.keeper.acquire(len(taken), consumer.look)
                 try:
                     await self._one(call, consumer, taken)
                 finally:
                     if self.keeper is not None:
-                        self.keeper.done()
+                        self.keeper.done(len(taken))
         finally:
             consumer.give_back()
 

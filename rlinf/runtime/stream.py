@@ -9,32 +9,27 @@ of whoever got it as a result), or any is closed, the stages that feed the strea
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import transforms
-from .actor import current_call
+from .actor import current_call, here
 from .channel import QueueHandle
-from .context import current_host, show_wait
-from .queue import ItemQueue, Taken, Token
+from .consumer import Consumer
+from .context import current_host
+from .flows import Origin
+from .queue import ItemQueue
 
 if TYPE_CHECKING:
     from .host import Host
+
+__all__ = ["CAPACITY", "Consumer", "Stream"]
 
 T = TypeVar("T")
 
 CAPACITY = 256
 """Items that may wait in a stream before its producers pause. A producer whose device others wait for does not pause:
 it must be able to finish."""
-WINDOW = 64
-"""The most items that a consumer on another host asks for ahead, so that small items do not cost a round trip each."""
-AHEAD_SECONDS = 2e-3
-"""A consumer asks ahead for what it works off in this time (about ten round trips): what it has, others cannot take."""
-NOT_AHEAD_SECONDS = 0.1
-"""Beside items that take longer than this a round trip does not count, but an item in the wrong hands does."""
 
 
 class Stream(Generic[T]):
@@ -85,14 +80,22 @@ class Stream(Generic[T]):
         return stream
 
     @staticmethod
-    def new(host: Host, name: str, capacity: int | None = CAPACITY) -> Stream[Any]:
-        """An empty stream owned by `host`; the runtime's stages fill it."""
+    def new(host: Host, name: str, capacity: int | None = CAPACITY, origin: str | Origin | None = None) -> Stream[Any]:
+        """An empty stream owned by `host`; the runtime's stages fill it.
+
+        Args:
+            origin: the endpoint that makes its items; or, if they only pass through, where they come from. None: the
+                running code makes them.
+        """
         key = host.number()
         queue = ItemQueue(f"{name}@{key[0]}.{key[1]}", capacity)
+        if not isinstance(origin, tuple):
+            origin = (origin or here(current_call.get()), key, 0)
+            queue.counter = host.flows.counter(origin)
         host.queues[key] = queue
         host.adopt(queue)
         queue.hold(1)
-        return Stream(QueueHandle(host, host.rank, key, queue.name), queue)
+        return Stream(QueueHandle(host, host.rank, key, queue.name, origin), queue)
 
     # Consuming ---------------------------------------------------------------------------------------------------
 
@@ -179,10 +182,13 @@ class Stream(Generic[T]):
             unread: it only passes items on, so they need not be opened on the way.
         """
         host = self.handle.host
+        origin = self.handle.origin
+        if name == "batch" and origin is not None:
+            origin = (*origin[:2], origin[2] + 1)
         name = f"{name} of {self.name}"
-        sinks: list[Stream[Any]] = [Stream.new(host, name) for _ in range(n)]
+        sinks: list[Stream[Any]] = [Stream.new(host, name, origin=origin) for _ in range(n)]
         queues = [sink._owned for sink in sinks]
-        source: Consumer[Any] = Consumer(self, prefetch=True, unread=unread)
+        source: Consumer[Any] = Consumer(self, prefetch=True, unread=unread, passing=True)
         transforms.run(host, lambda: work(source, queues), queues, name, source)
         return tuple(sinks)
 
@@ -225,152 +231,3 @@ class Stream(Generic[T]):
 
 def _arrived(handle: QueueHandle, holds: bool) -> Stream[Any]:
     return Stream(handle, holds=holds)
-
-
-class Consumer(AsyncIterator[T]):
-    """One consumer of a stream: takes items, and acknowledges each when it asks for the next.
-
-    Args:
-        prefetch: ask for items ahead while there are more than other consumers need.
-        most: items to take at a time (`take`); fewer only at the end of the stream.
-        weak: do not keep the stream alive.
-        unread: where the stream lives on this host, do not open its items.
-    """
-
-    def __init__(self, stream: Stream[T], *, prefetch: bool, most: int = 1, weak: bool = False, unread: bool = False):
-        self._stream = None if weak else stream
-        self._handle = stream.handle
-        self._token = stream.handle.host.number()
-        self._call = current_call.get()
-        self._ready: deque[tuple[Hashable, T]] = deque()
-        self._last: list[Hashable] = []
-        self._prefetch = prefetch
-        self._unread = unread
-        self.most = most
-        self._ahead: asyncio.Task[Taken] | None = None
-        self._given: float | None = None  # when the last items were handed out
-        self._busy: float | None = None  # seconds that they took to work off
-        self._ended = False
-
-    def __aiter__(self) -> Consumer[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        taken = await self.take()
-        if not taken:
-            raise StopAsyncIteration
-        return taken[0][1]
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether the next `take` would not wait."""
-        return len(self._ready) >= self.most
-
-    async def take(self, *, acknowledge: bool = True) -> list[tuple[Hashable, T]]:
-        """The next (id, item) pairs, as many as `most`; [] at the end of the stream.
-
-        Args:
-            acknowledge: what was taken before is done. Otherwise the caller acknowledges each by `ack`.
-        """
-        if acknowledge and self._last:
-            self.ack(self._last)
-            self._last = []
-        if self._given is not None:
-            self._busy = self._handle.host.now() - self._given
-        if len(self._ready) < self.most and not self._ended:
-            await self._fetch()
-        taken = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
-        if acknowledge:
-            self._last = [id for id, _ in taken]
-        self._given = self._handle.host.now()
-        self._look_ahead()
-        return taken
-
-    async def _fetch(self) -> None:
-        handle = self._handle
-        start = handle.host.now()
-        call = current_call.get()
-        lease = call.lease if call is not None else None
-        try:
-            async with lease.waiting() if lease is not None else contextlib.nullcontext():
-                opened = await self._next()
-        except BaseException:  # cancelled, or an item cannot be opened here: perhaps another consumer can
-            self._ready.clear()
-            handle.requeue(self._token)
-            raise
-        self._ended = not opened
-        self._ready.extend(opened)
-        show_wait(handle.host, handle.name, start)
-
-    async def _next(self) -> Taken:
-        handle, ahead = self._handle, self._ahead
-        if ahead is None:
-            return await handle.take(self._token, self.most, unread=self._unread, least=self.most)
-        self._ahead = None
-        if not ahead.done():
-            handle.insist(self._token)
-        return await ahead
-
-    def _look_ahead(self) -> None:
-        """Ask for more while working on what there is, if the stream lives elsewhere and has items to spare."""
-        handle = self._handle
-        if not self._prefetch or self._ended or self._ahead is not None or handle.owner == handle.host.rank:
-            return
-        if self._busy is None or self._busy > NOT_AHEAD_SECONDS:
-            return
-        times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
-        window = max(times, 1) * self.most
-        if len(self._ready) <= window // 2:
-            self._ahead = handle.host.own(_take_ahead(handle, self._token, window, self.most))
-
-    def ack(self, ids: Iterable[Hashable]) -> None:
-        """These items are done."""
-        self._handle.ack(self._token, list(ids))
-
-    def leave(self) -> None:
-        """Stop consuming: what is in hand counts as done, what was taken ahead goes back to the stream.
-
-        If the actor was killed over it, what is in hand goes back as well.
-        """
-        killed = self._call is not None and self._call.killed
-        _leave(self._handle, self._token, [] if killed else self._last, self._ahead)
-        self._last, self._ahead = [], None
-        self._ready.clear()
-
-    def give_back(self) -> None:
-        """Stop consuming: everything not acknowledged goes back to the stream."""
-        self._last = []
-        self.leave()
-
-    def close(self) -> None:
-        """Stop consuming and let go of the stream: frames of a traceback may live on, and this object with them."""
-        self.leave()
-        self._stream = None
-
-    def abandon(self) -> None:
-        """Nobody is to consume the stream any more."""
-        self._handle.abandon()
-
-    def __del__(self) -> None:
-        if self._last or self._ready or self._ahead is not None:
-            handle, token, last, ahead = self._handle, self._token, self._last, self._ahead
-            if self._call is not None and self._call.killed:
-                last = []
-            handle.host.on_loop(lambda: _leave(handle, token, last, ahead))
-
-
-async def _take_ahead(handle: QueueHandle, token: Token, most: int, least: int) -> Taken:
-    try:
-        return await handle.open(await handle.ask(token, most, least=least, spare=True))
-    except asyncio.CancelledError:
-        handle.requeue(token)  # said once more after the wish was withdrawn: it may just have been met
-        raise
-
-
-def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Taken] | None) -> None:
-    """Word of a consumer that stops: items that are done, a wish to be forgotten, and all else to be given back."""
-    if ahead is not None and not ahead.cancel() and not ahead.cancelled():
-        ahead.exception()  # seen: nobody will ask any more
-    if done:
-        handle.ack(token, done)
-    handle.requeue(token)

@@ -19,7 +19,9 @@ from .bulk import GroupBulk
 from .channel import Channel, QueueHandle
 from .collectives import Collectives
 from .context import CONTROLLER, SERVICE, enter_host, finish
+from .device_control import DeviceControl
 from .errors import ActorDied, StallError, UserError
+from .granularity import Granularity
 from .group import ActorGroup, ActorRef
 from .host import Host
 from .job_store import job_store
@@ -46,7 +48,7 @@ REPORT_DEADLINE = 2.0
 """Seconds that a stall report waits for a host."""
 
 
-class ActorSystem:
+class ActorSystem(DeviceControl):
     """All hosts, seen from one of them.
 
     Get one from `rlinf.run(main)`, from `self.system` inside an actor, or in any running event loop:
@@ -165,6 +167,8 @@ class ActorSystem:
         resident_bytes: int = 0,
         parked_bytes: int = 0,
         priority: int = 0,
+        items: int = 1,
+        lease_items: int | None = None,
         **kwargs: Any,
     ) -> ActorGroup:
         """Make one actor per entry of `hosts` and wait until all are set up. The current scope owns them.
@@ -176,6 +180,10 @@ class ActorSystem:
                 while it holds a lease on them.
             resident_bytes, parked_bytes: bytes a rank takes on each of its devices while loaded, and while offloaded.
             priority: lower goes first where several wait for a device.
+            items: a call that takes a stream asks for its devices only when so many items are at hand, or the stream
+                has ended; more of them cost fewer switches, and make the first ones wait.
+            lease_items: after so many items a call with work at hand offers its devices to those who wait, not earlier.
+                None: a map after a quantum of time, any other call when it would wait.
             kwargs: for the actor's `setup`.
 
         Raises:
@@ -183,6 +191,7 @@ class ActorSystem:
             Exception: what a rank's `setup` raised, after the other ranks have been closed.
         """
         host = self._host
+        granularity = Granularity(items, lease_items)
         name = name or getattr(cls, "__name__", "actor").lower()
         hosts = list(hosts) if hosts is not None else list(range(self.hosts))
         self._check_spawn(cls, hosts, name, devices, kwargs)
@@ -190,6 +199,7 @@ class ActorSystem:
         names = [f"{name}[{rank}]" for rank in range(len(hosts))]
         group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
         gang = (*host.number(), len(hosts))
+        turns = granularity if devices is not None else None
         try:
             await self._control("reserve", name, ids[0])
             if devices is not None:
@@ -201,9 +211,7 @@ class ActorSystem:
                 await self._control("lease_register", tenants)
             await all_or_none(
                 [
-                    self._create(
-                        h, names[rank], (ids[rank], cls, names[rank], rank, group, devices is not None, gang, kwargs)
-                    )
+                    self._create(h, names[rank], (ids[rank], cls, names[rank], rank, group, turns, gang, kwargs))
                     for rank, h in enumerate(hosts)
                 ]
             )

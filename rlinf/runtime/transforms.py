@@ -21,8 +21,8 @@ from .errors import QueueClosed
 from .queue import ItemQueue
 
 if TYPE_CHECKING:
+    from .consumer import Consumer
     from .host import Host
-    from .stream import Consumer
 
 
 def run(
@@ -38,6 +38,7 @@ def run(
         source: what it consumes; left when it ends.
     """
     call = Call(name, host.rank, host.number()[1], waiter(), None, host.now())
+    call.helps(current_call.get())
 
     async def stage() -> None:
         current_call.set(call)  # whose waits these are, for the stall report

@@ -42,6 +42,7 @@ class Values:
         self.awaited: dict[object, tuple[str, str | Key, float]] = {}
         """Who waits for the value of which call (its label, or who made it and its number there), since when."""
         self._lending: list[Any] | None = None
+        self._borrower = ""  # the call whose arguments they are
         self._frees: deque[tuple[int, int]] = deque()
         use_arena = share_memory and Arena.available()
         self.arena = Arena(host.rank) if use_arena else None
@@ -55,7 +56,7 @@ class Values:
     def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
         """What is encoded in it are the arguments of this call: promises among them are lent until its reply."""
         lends: list[Any] = []
-        self._lending = lends
+        self._lending, self._borrower = lends, promise.name
         try:
             yield
         except BaseException:
@@ -78,6 +79,7 @@ class Values:
         if self._lending is None:
             raise UserError(f"{promise.name} is not awaited: await it before sending it in anything but a call")
         self._lending.append(promise)
+        self._host.flows.passed(promise.name, self._borrower, promise.key)
         promise.lent = True
         promise.borrowers += 1
         if promise.state in (QUEUED, KEPT):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.control_lesson import check, described, lesson, summary
+from rlinf.actors.control_lesson import check, counted, described, lesson, summary
 from rlinf.actors.deciding import Decider
 from rlinf.actors.simulation import Simulation
 from rlinf.algos import spec
@@ -73,13 +73,24 @@ async def test_ppo_by_hand():
 
 async def test_the_accounts_by_hand():
     trajectory = await played(SCRIPTS, max_steps=4)
-    told = described(trajectory, lesson(trajectory, PPO, 1))
+    told = described([trajectory], trajectory, lesson(trajectory, PPO, 1))
     assert (told["env_steps"], told["decisions"], told["episodes"], told["episodes/lost"]) == (14.0, 8.0, 4.0, 0.0)
     earned = [7.0, 4.0, 2.0, 5.0]
     assert told["reward/step"] == (sum(earned) + 2.0) / 14.0
     assert told["reward/mean"] == sum(earned) / 4
     assert (told["success_once"], told["success_at_end"], told["episodes/length"]) == (0.5, 0.5, 3.0)
     assert told["learned_from"] == 14 / 16
+
+
+async def test_where_episodes_begin_with_the_step_only_the_first_of_each_environment_counts():
+    """The second environment has a second episode, and it is only there because its first one was short."""
+    trajectory = await played([[[GO] * 9], [[END], [(7.0, True, False)]]], max_steps=4)
+    assert [episode.total for episode in trajectory.episodes] == [4.0, 4.0, 7.0]
+    assert [(episode.env, episode.number) for episode in counted(trajectory)] == [(1, 0), (0, 0)]
+    names = ("rewards", "terminated", "truncated", "valid", "values", "final_values")
+    later = {name: getattr(trajectory.chunks, name)[1:] for name in names}
+    under_way = dataclasses.replace(trajectory, chunks=dataclasses.replace(trajectory.chunks, **later))
+    assert counted(under_way) == trajectory.episodes  # where they had begun before, all count
 
 
 async def test_nothing_is_learned_from_an_episode_that_was_lost():
@@ -89,7 +100,7 @@ async def test_nothing_is_learned_from_an_episode_that_was_lost():
     assert not found.mask[[1, 5]].any()  # both chunks of environment 1
     assert not found.value_mask[[1, 5]].any()
     assert found.advantages[[0, 2, 4, 6], 0].tolist() == [4.5, 2.5, 2.0, -2.0]
-    told = described(trajectory, found)
+    told = described([trajectory], trajectory, found)
     assert (told["env_steps"], told["episodes/lost"], told["episodes"]) == (10.0, 1.0, 3.0)
 
 

@@ -75,8 +75,11 @@ class Scripted:
     def load(self, weights):
         self.version = weights.version
 
-    def move(self, device):
-        self.moves.append(str(device))
+    def park(self):
+        self.moves.append("off")
+
+    def unpark(self):
+        self.moves.append("on")
 
 
 class _NoModel(torch.nn.Module):

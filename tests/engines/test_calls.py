@@ -206,7 +206,7 @@ async def test_asleep_keys_and_values_are_gone_and_come_back(stepwise, paused):
     assert len(forward.reads) > reads
     await engine.resume()
     right(requests, await call)
-    assert forward.moves == ["cpu"] * 3
+    assert forward.moves == ["off", "off", "on"]
 
 
 @pytest.mark.parametrize("reread", [False, True])

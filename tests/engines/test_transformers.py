@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlinf.data.parking import bytes_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
 from rlinf.engines.forward import ModelForward
@@ -258,19 +259,41 @@ async def test_weights_of_another_type_are_cast():
         assert torch.equal(parameter, theirs.bfloat16().float())
 
 
-async def test_moved_parameters_are_joined_again():
-    model = tiny("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_neox"])
+async def test_asleep_it_holds_no_bytes_and_goes_on_when_it_wakes(kind):
+    model = tiny(kind)
     engine = TransformersEngine(model)
+    requests = ragged(4, Sampling(30, temperature=0.0))
+    expected = await answers(TransformersEngine(tiny(kind)), requests)
+    running = engine.generate([*requests, request(9, [3], Sampling(1))])
+    assert (await anext(running)).id == 9
+    before = bytes_of(engine._forward._held())
+    await engine.sleep()
+    assert bytes_of(engine._forward._held()) == 0 < before
+    await engine.wake()
+    assert bytes_of(engine._forward._held()) == before
+    found = {completion.id: completion async for completion in running}
+    for number, completion in expected.items():
+        assert found[number].response_ids.tolist() == completion.response_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_neox"])
+async def test_weights_that_come_while_it_sleeps_are_used_when_it_wakes(kind):
+    engine = TransformersEngine(tiny(kind))
     requests = ragged(4, Sampling(6, temperature=0.0))
     before = await answers(engine, requests)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # as a move leaves them: each by itself
-    engine._forward._moved()
-    await engine.load(packed(tiny("qwen3", seed=1), 1))
+    await engine.sleep()
+    with pytest.raises(ValueError, match="do not fit"):
+        await engine.load(Weights.pack([("a", torch.ones(1))], 5))
+    await engine.load(packed(tiny(kind, seed=2), 1))
+    await engine.load(packed(tiny(kind, seed=1), 2))
+    assert engine.version == 2
+    await engine.wake()
     after = await answers(engine, requests)
-    expected = await answers(TransformersEngine(tiny("qwen3", seed=1)), requests)
+    expected = await answers(TransformersEngine(tiny(kind, seed=1)), requests)
     for number in range(4):
         assert after[number].response_ids.tolist() == expected[number].response_ids.tolist()
+        assert after[number].versions.tolist() == [2] * 6
     assert any(after[i].response_ids.tolist() != before[i].response_ids.tolist() for i in range(4))
 
 

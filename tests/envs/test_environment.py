@@ -49,6 +49,19 @@ def test_the_next_episode_begins_after_the_chunk_and_the_final_observation_is_ke
     assert found.running.all()
 
 
+def test_after_the_last_chunk_no_episode_is_begun_that_nobody_would_act_in():
+    env = environment([[GO, END], [GO, END], [GO] * 4], [[GO] * 4, [GO] * 9], max_steps=4, chunks=2)
+    env.reset()
+    first, last = chunk(env, 2), chunk(env, 2)
+    assert (first.running.tolist(), first.next_episode.tolist()) == ([True, True], [1, 0])
+    assert (last.running.tolist(), last.next_episode.tolist()) == ([False, False], [1, 0])
+    assert (len(last.episodes), last.cut.tolist()) == (2, [1])
+    assert [len(begun) for begun in env.simulator.begun] == [2, 1]
+    assert not chunk(env, 1).valid.any()
+    env.reset(1)
+    assert chunk(env, 2).running.all()  # and it counts anew
+
+
 def test_without_auto_reset_what_has_ended_waits():
     env = environment([[GO, END], [GO, GO, GO]], [[GO] * 9, [GO] * 9], auto_reset=False)
     env.reset()

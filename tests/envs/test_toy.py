@@ -38,6 +38,19 @@ def test_rewards_are_minus_the_distance_that_is_left():
     assert moved.observation["state"].tolist() == [[-0.25, 0.5], [1.0, 0.0], [0.125, 0.25]]
 
 
+def test_sparse_rewards_are_one_for_the_step_that_solves_the_task_and_nothing_else():
+    simulator = placed([-0.5, 1.0, 0.0], [0.5, 0.0, 0.25], sparse=True)
+    moved = simulator.step(torch.tensor([[0.25], [0.25], [0.125]]), everyone(simulator))
+    assert moved.reward.tolist() == [0.0, 0.0, 1.0]
+    assert moved.success.tolist() == [False, False, True]
+    environment = Environment(Reach(64, sparse=True), Rules(seed=3))
+    environment.reset()
+    steps = torch.rand(64, 12, 1, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    episodes = environment.step(steps).episodes
+    assert {episode.total for episode in episodes} == {0.0, 1.0}
+    assert all(episode.total == float(episode.success_once) for episode in episodes)
+
+
 def test_going_straight_to_the_target_earns_the_sum_that_is_worked_out_by_hand():
     """From a distance of 1: after steps of 1/4 there remain 3/4, 1/2, 1/4 and 0, so the return is -3/2."""
     seed = next(seed for seed in range(1000) if abs(start_of(seed, 1)[0][0] - start_of(seed, 1)[1][0]) == 1.0)
@@ -83,6 +96,6 @@ def test_other_numbers_of_dimensions_are_refused():
 
 
 def test_rules_that_cannot_be_are_refused():
-    for wrong in ({"group_size": 0}, {"max_steps": 0}):
+    for wrong in ({"group_size": 0}, {"max_steps": 0}, {"chunks": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             Rules(**wrong)

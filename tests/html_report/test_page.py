@@ -103,6 +103,25 @@ def test_it_tells_how_the_run_went(tmp_path):
     assert "steps: 40" in page.text
 
 
+def test_it_shows_how_far_from_the_possible_a_step_was_if_the_run_tells(tmp_path):
+    assert "How far from the possible" not in Page(write_report(run_directory(tmp_path / "old")).read_text()).text
+    directory = run_directory(tmp_path / "new")
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    bound = {"bound/seconds": 0.3, "bound/area": 0.3, "bound/devices": 2.0, "bound/efficiency": 0.6}
+    lost = {"lost/imbalance": 0.15, "lost/overhead": 0.05}
+    text = "".join(json.dumps(row | bound | lost if row["step"] else row) + "\n" for row in rows)
+    (directory / "metrics.jsonl").write_text(text)
+    page = write_report(directory).read_text()
+    assert "60% of what is possible on 2 devices" in Page(page).text
+    section = page[page.index("How far from the possible") :]
+    bars = re.findall(r'<i class="(\w+)" style="margin-left:([\d.]+)%;width:([\d.]+)%">', section)
+    assert {name: (float(start), float(width)) for name, start, width in bars if float(width)} == {
+        "least": (0.0, 60.0),
+        "imbalance": (60.0, 30.0),
+        "overhead": (90.0, 10.0),
+    }
+
+
 def test_nothing_in_it_comes_from_or_leads_outside(tmp_path):
     directory = run_directory(tmp_path / "run", hostile=HOSTILE)
     page = page_of(directory)

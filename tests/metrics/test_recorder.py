@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.metrics.files import read_lines
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.tracking import Tracked, Tracking
+from rlinf.placement.ledger import Ledger
+from rlinf.placement.profile import load
 from rlinf.runtime.clock import run_virtual
 from rlinf.runtime.observer import Watch
 
@@ -26,13 +30,13 @@ class Trainer(Actor):
         return {"response_tokens": 100.0, "approx_kl": 0.5}
 
 
-async def two_steps(directory) -> None:
+async def two_steps(directory, ledger: Ledger | None = None) -> None:
     async with ActorSystem.local(2) as system:
         rollout = await system.spawn(Rollout, hosts=[0], name="rollout")
         trainer = await system.spawn(Trainer, hosts=[1], name="trainer")
         watch = await Watch.start(system)
         tracking = Tracking({}, Tracked("run", directory, {}), print)
-        async with Recorder(directory, watch, tracking, 2) as recorder:
+        async with Recorder(directory, watch, tracking, 2, ledger) as recorder:
             recorder.write(0, {"evaluation/accuracy": 0.25})
             for step in (1, 2):
                 recorder.step_begins()
@@ -70,3 +74,22 @@ def test_a_step_leaves_its_time_and_where_that_went(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text())["hosts"] == 2
     steps = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert steps.count("step 1") == steps.count("step 2") == 1, "the trace shows where steps begin and end"
+
+
+def test_with_a_ledger_a_step_says_how_far_from_the_possible_it_was_and_the_run_leaves_its_profile(tmp_path):
+    devices = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({1})}
+    run_virtual(two_steps(tmp_path, Ledger(devices, 8, model="m", machine="x", flow="f")))
+    _, *steps = read_lines(tmp_path / "metrics.jsonl")
+    for step in steps:
+        assert step["bound/seconds"] == step["bound/area"] == pytest.approx(2.5)
+        assert step["bound/efficiency"] == pytest.approx(2.5 / 6)
+        lost = {name.removeprefix("lost/"): seconds for name, seconds in step.items() if name.startswith("lost/")}
+        assert {name: value for name, value in lost.items() if value > 1e-9} == pytest.approx(
+            {"imbalance": 2.5, "overhead": 1.0}
+        )
+    profile = load(tmp_path / "profile.json")
+    times = {name: stage.timings[0] for name, stage in profile.stages.items()}
+    assert {name: (one.batch, one.devices) for name, one in times.items()} == dict.fromkeys(
+        ("rollout", "trainer"), (8, 1)
+    )
+    assert {name: one.seconds for name, one in times.items()} == pytest.approx({"rollout": 3.0, "trainer": 2.0})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.metrics.timing import ACTIVITIES, sentence, timing
-from rlinf.runtime.observer import Busy, Lap, union
+from rlinf.runtime.observer import Busy, Lap, Moved, union
 
 ENDPOINTS = {
     "generation": "generate",
@@ -61,6 +61,19 @@ def test_what_our_roles_do_besides_is_not_told():
         "timing/overlap": 0.0,
         "timing/other": 9.0,
     }
+
+
+def test_loading_and_parking_is_switching_whoever_does_it_and_not_time_of_nothing():
+    calls = (Busy("mine[0]", "offload", ((1.0, 3.0),)), Busy("trainer[0]", "train", ((6.0, 9.0),)))
+    moves = (Moved("mine[0]", "offload", 1.0, 3.0), Moved("trainer[0]", "onload", 2.0, 6.0))
+    metrics = timing(Lap(0.0, 10.0, calls, moves=moves))
+    assert metrics == {
+        "timing/training": 3.0,
+        "timing/switching": 5.0,
+        "timing/overlap": 0.0,
+        "timing/other": 2.0,
+    }
+    assert sentence({"timing/step": 10.0, **metrics}) == "10.00 s: switching 5.00, training 3.00, other 2.00"
 
 
 def test_what_goes_on_beyond_the_step_counts_for_its_role():

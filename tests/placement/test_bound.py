@@ -39,6 +39,13 @@ def test_the_parts_are_what_they_say():
     assert limit.efficiency(24.0) == 0.5
 
 
+def test_stages_that_need_all_of_what_another_makes_come_one_after_the_other():
+    stages = tuple(Stage(name, (Option(1, seconds),)) for name, seconds in (("a", 2.0), ("b", 3.0), ("c", 4.0)))
+    barriers = (Edge("a", "b", barrier=True), Edge("b", "c"), Edge("a", "c", barrier=True))
+    assert bound(Workload(stages, barriers, {"gpu": 9})).saturation == 2.0 + 4.0
+    assert bound(Workload(stages, (Edge("a", "b"), Edge("b", "c")), {"gpu": 9})).saturation == 4.0
+
+
 def test_a_long_item_and_what_follows_it_bind():
     limit = bound(two(sync=(Sync("trainer", "rollout", 1.0, 2.0),)), source="rollout", longest_item=30.0)
     assert limit.binding == "tail"

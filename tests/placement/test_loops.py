@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.placement.composition import leaves
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.loops import Member, condense, inner_plans, loop_seconds, loop_stage, loops
+from rlinf.placement.loops import Member, condense, inner_plans, loop_seconds, loop_stage, loops, measured_loop
 from rlinf.placement.planner import plan
+from rlinf.placement.profile import Footprint, StageProfile, Timing
 from rlinf.placement.workload import Edge, Option, Stage, Workload
 
 
@@ -81,3 +83,74 @@ def test_a_loop_that_was_not_condensed_is_refused():
     stages = tuple(Stage(name, (Option(1, 1.0),)) for name in ("env", "policy"))
     with pytest.raises(PlacementError, match="env -> policy -> env is a loop: condense it first"):
         Workload(stages, (Edge("env", "policy"), Edge("policy", "env")), {"gpu": 1})
+
+
+TURNS = 80
+
+
+def profiled(seconds, *footprints, kind="gpu"):
+    """A member measured in steps of 80 turns; `seconds` are of one turn."""
+    timings = tuple(Timing(items, devices, one * TURNS) for (items, devices), one in seconds.items())
+    return StageProfile(timings, footprints=footprints, kind=kind)
+
+
+def members(env_bytes=0, policy_bytes=0):
+    """The published costs again, as a run would have measured them: rendering 0.95 s, the policy by its batch."""
+    env = {(items, devices): 0.95 for items in (32, 64) for devices in (1, 2)}
+    policy = {(64, 1): 1.82, (64, 2): 0.88, (32, 1): 0.88, (32, 2): 0.405}
+    return {
+        "env": profiled(env, Footprint(1, env_bytes, env_bytes // 2)),
+        "policy": profiled(policy, Footprint(1, policy_bytes, policy_bytes // 10)),
+    }
+
+
+def test_a_profile_decides_into_how_many_slices_a_loop_is_cut():
+    """By hand, 64 environments on two devices. In turns: 80 (0.95 + 0.88). On one device each, in two slices:
+    c(2) = max(2 * 0.95, 2 * 0.88, 0.95 + 0.88) = 1.9, and 0.88 until the loop is full; in one: 0.95 + 1.82."""
+    stage = measured_loop("loop", members(), 64, TURNS, [2], slices=(1, 2))
+    together, split = stage.options
+    assert (together.inner.collocated, together.inner.devices, together.inner.slices) == (True, (2, 2), 1)
+    assert together.seconds == pytest.approx(80 * 1.83)
+    assert (split.inner.collocated, split.inner.devices, split.inner.slices) == (False, (1, 1), 2)
+    assert split.seconds == pytest.approx(80 * 1.9 + 0.88)
+    (whole,) = (one for one in measured_loop("loop", members(), 64, TURNS, [2], slices=(1,)).options[1:])
+    assert whole.seconds == pytest.approx(80 * (0.95 + 1.82))
+
+
+def test_more_slices_only_pay_while_the_members_scale_with_the_batch():
+    """Rendering takes as long for fewer, so four slices cost 4 * 0.95 a turn: two are better, and none is better yet
+    where the policy's share of the time is small."""
+    flat = profiled({(items, 1): 0.95 for items in (16, 32, 64)})
+    quick = profiled({(items, 1): 0.4 for items in (16, 32, 64)})
+    slow = profiled({(items, 1): items / 64 * 3.8 for items in (16, 32, 64)})
+    assert measured_loop("loop", {"env": flat, "policy": quick}, 64, TURNS, [2]).options[-1].inner.slices == 1
+    found = measured_loop("loop", {"env": flat, "policy": slow}, 64, TURNS, [2]).options[-1]
+    # p = 1: 0.95 + 3.8 = 4.75; p = 2: max(2 * 1.9, 0.95 + 1.9) = 3.8; p = 4: max(4 * 0.95, 0.95 + 0.95) = 3.8
+    assert found.inner.slices == 2
+    assert found.seconds == pytest.approx(80 * 3.8 + 0.95)
+
+
+def test_slices_that_were_not_measured_are_left_out_unless_one_asks_for_them():
+    few = {name: StageProfile(tuple(t for t in one.timings if t.batch == 64)) for name, one in members().items()}
+    options = measured_loop("loop", few, 64, TURNS, [2], slices=(1, 2)).options
+    assert [option.inner.slices for option in options] == [1, 1]
+    with pytest.raises(ValueError, match="loop 'loop' can run on none of"):
+        measured_loop("loop", few, 96, TURNS, [2])
+    more = measured_loop("loop", few, 64, TURNS, [2], slices=(2,), extrapolate=True).options
+    assert [option.inner.slices for option in more] == [1, 2]
+
+
+def test_the_planner_takes_the_slices_of_the_loop_that_leaves_room_for_the_trainer():
+    loop = measured_loop("loop", members(env_bytes=30, policy_bytes=20), 64, TURNS, [2], slices=(1, 2))
+    assert [(one.active_bytes, one.parked_bytes) for one in loop.options] == [(50, 17), (30, 15)]
+    trainer = Stage("trainer", (Option(2, 10.0, active_bytes=45, parked_bytes=45),))
+    for memory, slices in ((100, 1), (76, 2)):
+        workload = Workload((loop, trainer), (Edge("loop", "trainer", barrier=True),), {"gpu": 2}, {"gpu": memory})
+        found = plan(workload)
+        assert next(leaf.option.inner.slices for leaf in leaves(found.tree) if leaf.stage.name == "loop") == slices
+
+
+def test_members_on_devices_of_different_kinds_are_no_loop_on_one():
+    mixed = {"env": profiled({(64, 1): 1.0}, kind="cpu"), "policy": profiled({(64, 1): 1.0})}
+    with pytest.raises(ValueError, match="measured on cpu and gpu"):
+        measured_loop("loop", mixed, 64, TURNS, [2])

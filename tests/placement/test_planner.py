@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from benchmarks.placement import uneven
+from rlinf.placement.balance import balanced
 from rlinf.placement.composition import Leaf, Pair, layout, leaves, phases, replay, to_plan
 from rlinf.placement.devices import Cluster
 from rlinf.placement.grammar import PlacementError
@@ -277,3 +279,42 @@ def test_few_sizes_and_refinement_lose_little_against_all_sizes(seed):
     edges = (Edge("s0", "s1"), Edge("s0", "s2"), Edge("s1", "s3"), Edge("s2", "s3"))
     workload = Workload(stages, edges, {"gpu": 96}, chunks=(32,))
     assert plan(workload).seconds <= 1.03 * plan(workload, sizes=96).seconds
+
+
+@pytest.mark.parametrize(("seed", "seconds"), [(1, 134.22), (4, 143.26), (9, 139.03)])
+def test_seven_unlike_stages_on_a_thousand_devices_lose_little_against_four_times_the_sizes(seed, seconds):
+    """The seconds are those of a search with 32 sizes per stage, which takes ten times as long."""
+    assert plan(uneven(seed, 1024)).seconds <= 1.01 * seconds
+
+
+def test_balance_gives_each_stage_what_it_needs_to_be_as_quick_as_the_others():
+    """Side by side 60, 30 and 10 units of work on ten devices are done in ten seconds; in turns in ten as well, but for
+    the 0.1 s that each stage takes anyway."""
+    workload = uniform(10, work=(60.0, 30.0, 10.0), serial=0.1)
+    many = Workload(workload.stages, workload.edges, workload.devices, chunks=(1000,))
+    assert [option.devices for option in balanced(many, 1000, 3)] == [6, 3, 1]
+    assert [option.devices for option in balanced(many, 1000, 1)] == [10, 10, 10]
+
+
+def test_balance_goes_around_barriers_and_late_sources():
+    """A barrier keeps stages out of one phase; so does a source whose items all leave it at the end."""
+    work = (40.0, 40.0)
+    stages = tuple(Stage(f"s{i}", tuple(Option(n, 1.0 + one / n) for n in range(1, 9))) for i, one in enumerate(work))
+    late = Stage("s0", stages[0].options, Release((1.0,)))
+    for first, edge, devices in (
+        (stages[0], Edge("s0", "s1"), [4, 4]),
+        (stages[0], Edge("s0", "s1", barrier=True), [8, 8]),
+        (late, Edge("s0", "s1"), [8, 8]),
+    ):
+        workload = Workload((first, stages[1]), (edge,), {"gpu": 8}, chunks=(100,))
+        assert [option.devices for option in balanced(workload, 100, 2)] == devices
+
+
+def test_balance_uses_each_kind_of_device_and_finds_nothing_where_nothing_fits():
+    stages = tuple(
+        Stage(f"s{i}", tuple(Option(n, 12 / n, kind) for kind in ("old", "new") for n in (2, 4))) for i in range(2)
+    )
+    workload = Workload(stages, (Edge("s0", "s1"),), {"old": 4, "new": 4}, chunks=(100,))
+    found = balanced(workload, 100, 2)
+    assert sorted(option.kind for option in found) == ["new", "old"]
+    assert [option.devices for option in found] == [4, 4]

@@ -13,7 +13,7 @@ from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, T
 
 seconds = st.floats(1e-4, 1e4)
 sizes = st.integers(1, 4096)
-timings = st.builds(Timing, sizes, sizes, seconds, st.floats(0, 10), st.integers(1, 50))
+timings = st.builds(Timing, sizes, sizes, seconds, st.floats(0, 10), st.integers(1, 50), st.none() | st.just(1e-4))
 releases = st.lists(st.floats(0, 1), max_size=8).map(lambda shares: Release((*sorted(shares), 1.0)))
 footprints = st.builds(Footprint, sizes, st.integers(0, 2**40), st.integers(0, 2**40), st.floats(0, 9), st.floats(0, 9))
 
@@ -37,6 +37,10 @@ profiles = st.builds(
     st.dictionaries(names, stages),
     st.dictionaries(st.tuples(names, names), seconds),
     st.lists(st.builds(Timing, st.just(1), sizes, seconds), max_size=2).map(tuple),
+    st.sampled_from(["", "rlinf.flows.grpo"]),
+    st.integers(0, 512),
+    st.lists(st.tuples(names, names, st.booleans()), max_size=3).map(tuple),
+    st.lists(st.tuples(names, names), max_size=2).map(tuple),
 )
 
 
@@ -50,9 +54,11 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path_factory, profile):
 @given(st.lists(seconds, min_size=1, max_size=8), st.lists(seconds, min_size=1, max_size=8))
 def test_merging_two_runs_equals_measuring_once(first, second):
     def summed(times):
-        return Timing(4, 2, statistics.fmean(times), statistics.pstdev(times), len(times))
+        mean = statistics.fmean(times)
+        return Timing(4, 2, mean, statistics.pstdev(times), len(times), busy=mean / 2)
 
     merged, whole = summed(first).merged(summed(second)), summed(first + second)
+    assert merged.work == pytest.approx(whole.work)
     assert merged.count == whole.count
     assert merged.seconds == pytest.approx(whole.seconds)
     assert merged.spread == pytest.approx(whole.spread, abs=1e-5 * max(first + second))
@@ -155,18 +161,39 @@ def test_profiles_of_other_models_machines_or_devices_do_not_merge():
     with pytest.raises(ValueError, match=r"model 'b', this run has 'a'.*'4x'.*gpu and cpu"):
         ours.merged(Profile("b", "4x", {"rollout": StageProfile(kind="cpu")}))
     assert ours.mismatch("a", "8x") == ()
+    assert ours.mismatch("a", "8x", "") == ()
+    assert "of flow '', this run has 'rlinf.flows.ppo'" in ours.mismatch("a", "8x", "rlinf.flows.ppo")[0]
+
+
+def test_a_device_is_not_busy_for_longer_than_its_stage():
+    assert Timing(8, 4, 2.0, busy=1.5).work == 6.0
+    assert Timing(8, 4, 2.0).work == 8.0
+    with pytest.raises(ValueError, match="busy must lie between"):
+        Timing(8, 4, 2.0, busy=2.5)
 
 
 def test_merging_keeps_what_only_one_run_measured_and_the_worst_memory():
-    first = Profile("a", "8x", {"rollout": StageProfile((Timing(1, 1, 2.0),), footprints=(Footprint(1, 5, 1),))})
+    first = Profile(
+        "a",
+        "8x",
+        {"rollout": StageProfile((Timing(1, 1, 2.0),), footprints=(Footprint(1, 5, 1),))},
+        flow="f",
+        items=4,
+        edges=(("a", "b", True),),
+        published=(("a", "b"),),
+    )
     again = StageProfile((Timing(1, 1, 4.0),), footprints=(Footprint(1, 4, 2),))
     transfers = {("rollout", "judge"): 1.0}
-    second = Profile("a", "8x", {"rollout": again, "judge": StageProfile()}, transfers, (Timing(1, 2, 3.0),))
+    edges, published = (("a", "b", False), ("a", "c", True)), (("a", "b"), ("c", "b"))
+    stages = {"rollout": again, "judge": StageProfile()}
+    second = Profile("a", "8x", stages, transfers, (Timing(1, 2, 3.0),), "f", 8, edges, published)
     merged = first.merged(second)
     assert merged.time("rollout", 1, 1).seconds == 3.0
     assert merged.stages["rollout"].footprint(1) == Footprint(1, 5, 2)
     assert set(merged.stages) == {"rollout", "judge"}
     assert merged.transfers == second.transfers
+    assert (merged.flow, merged.items, merged.published) == ("f", 8, (("a", "b"), ("c", "b")))
+    assert merged.edges == (("a", "b", False), ("a", "c", True)), "a barrier only where it always was one"
     assert merged.sync == second.sync
 
 
@@ -175,10 +202,10 @@ def test_merging_keeps_what_only_one_run_measured_and_the_worst_memory():
     [
         ("{", "not a profile"),
         ("3", "version is 3"),
-        ('{"version": 9}', "version is 9, this program reads 1"),
-        ('{"version": 1}', "'model' is missing"),
+        ('{"version": 9}', "version is 9, this program reads 2"),
+        ('{"version": 2}', "'model' is missing"),
         (
-            json.dumps({"version": 1, "model": "m", "machine": "x", "transfers": [], "sync": [],
+            json.dumps({"version": 2, "model": "m", "machine": "x", "transfers": [], "sync": [],
                         "stages": {"rollout": {"timings": [{"batch": 0, "devices": 1, "seconds": 1}],
                                                "release": None, "footprints": [], "kind": "gpu"}}}),
             "stage 'rollout': batch, devices and count must be at least 1",

@@ -285,7 +285,7 @@ async def test_roles_that_fit_stay_resident() -> None:
         await w.hold("a", 0)
         await w.hold("b", 0)
     assert w.log == ["+a", "+b"]
-    assert w.manager.statistics().devices == {0: DeviceMemory(10, 10, 0)}
+    assert w.manager.statistics().devices == {0: DeviceMemory(10, 10, 0, 10)}
 
 
 @virtually
@@ -318,10 +318,10 @@ async def test_moves_on_different_devices_run_at_the_same_time() -> None:
     assert now() == 1
     w.manager.release(await w.manager.acquire(trainers, "t"))
     assert now() == 3
-    assert w.manager.statistics().devices[0] == DeviceMemory(10, 9, 0)
+    assert w.manager.statistics().devices[0] == DeviceMemory(10, 9, 0, 9)
     w.manager.release(await w.manager.acquire(rollouts, "r"))
     assert now() == 5
-    assert w.manager.statistics().devices[1] == DeviceMemory(10, 9, 1)
+    assert w.manager.statistics().devices[1] == DeviceMemory(10, 9, 1, 10)
 
 
 @virtually
@@ -525,7 +525,7 @@ async def test_reports_say_who_holds_and_who_waits_since_when() -> None:
     assert w.manager.waiting() == [Claim("roll", ("a",), (0,), 2.0)]
     await asyncio.sleep(1)
     assert w.manager.holders() == [Claim("train", ("b",), (0, 1), 2.0, ("onload of b",))]
-    assert w.manager.statistics().devices == {0: DeviceMemory(10, 8, 2), 1: DeviceMemory(10, 8, 0)}
+    assert w.manager.statistics().devices == {0: DeviceMemory(10, 8, 2, 10), 1: DeviceMemory(10, 8, 0, 8)}
     await asyncio.sleep(1)
     assert w.manager.holders() == [Claim("train", ("b",), (0, 1), 4.0)]
     await asyncio.gather(first, second)
@@ -546,7 +546,7 @@ async def test_an_unregistered_tenant_frees_its_bytes_and_fails_who_waits_for_it
         w.add("a", {1}, 1)
     with pytest.raises(ValueError, match="no tenant 'a'"):
         w.manager.unregister("a")
-    assert w.manager.statistics().devices == {0: DeviceMemory(10, 0, 0)}
+    assert w.manager.statistics().devices == {0: DeviceMemory(10, 0, 0, 9)}
     w.manager.release(lease)
     await third
     assert log == ["c@2"]
@@ -564,7 +564,7 @@ async def test_a_tenant_unregistered_while_it_moves_accounts_for_nothing_and_is_
     w.remove("b")
     with pytest.raises(LeaseError, match="'b' was unregistered before its lease began"):
         await task
-    assert w.manager.statistics().devices[0] == DeviceMemory(10, 0, 0)
+    assert w.manager.statistics().devices[0] == DeviceMemory(10, 0, 0, 9)
     await w.hold("c", 1)
 
 

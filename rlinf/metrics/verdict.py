@@ -1,0 +1,82 @@
+"""How far a run was from the possible, in words: what a step took, what none could go below, and where the rest went.
+
+In: the metrics `bound/...`, `lost/...` and `timing/step` of its steps. Out: their typical values, and two plain lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+PARTS = ("imbalance", "tail", "switching", "sync", "scaling", "interference", "overhead")
+"""What a step can lose, metrics `lost/...`: together all that lies above the bound."""
+MEANINGS = {
+    "imbalance": "a device idles while another works",
+    "tail": "devices idle while the last few items are generated",
+    "switching": "roles are loaded and parked",
+    "sync": "weights are published",
+    "scaling": "roles run on more devices than suits them best",
+    "interference": "work takes longer than usual: a busy machine, or longer answers",
+    "overhead": "no device works: the runtime, data, scoring beside the devices, the flow itself",
+}
+"""Of every part."""
+BINDING = {
+    "area": "all devices at work all the time",
+    "saturation": "the slowest role, or roles that wait for each other's whole output",
+    "network": "publishing weights",
+}
+"""What sets the bound, metrics `bound/...`."""
+READABLE = 0.005
+"""Share of a step; less is not worth a word."""
+
+
+def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the middle half of the steps by how long they took: so neither first steps nor accidents count, and
+    the parts still add up to the whole.
+
+    Args:
+        steps: metrics of each, in order; those without `bound/seconds` are left out, and the first one, which warms up,
+            if there are others.
+    """
+    told = [step for step in steps if isinstance(step.get("bound/seconds"), int | float)]
+    told = sorted(told[1:] or told, key=lambda step: float(step["timing/step"]))
+    middle = told[len(told) // 4 : len(told) - len(told) // 4]
+    names = {name for step in middle for name in step if name.startswith(("bound/", "lost/")) or name == "timing/step"}
+    found = {name: sum(float(step.get(name) or 0.0) for step in middle) / len(middle) for name in names}
+    if found:
+        found["bound/efficiency"] = found["bound/seconds"] / found["timing/step"]
+    return found
+
+
+def lost(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The parts worth a word, the largest first, seconds of a step."""
+    parts = [(part, metrics.get(f"lost/{part}", 0.0)) for part in PARTS]
+    worth = [(part, seconds) for part, seconds in parts if seconds >= READABLE * metrics["timing/step"]]
+    return sorted(worth, key=lambda part: -part[1])
+
+
+def binding(metrics: Mapping[str, float]) -> str:
+    """What sets the bound: a key of `BINDING`."""
+    return max(BINDING, key=lambda name: metrics.get(f"bound/{name}", 0.0))
+
+
+def verdict(metrics: Mapping[str, float]) -> Sequence[str]:
+    """Typical metrics in one or two lines; none where they tell no bound."""
+    if "bound/seconds" not in metrics:
+        return []
+    devices = round(metrics["bound/devices"])
+    step, least, which = metrics["timing/step"], metrics["bound/seconds"], binding(metrics)
+    lines = [
+        f"{metrics['bound/efficiency']:.0%} of what is possible on {devices} device{'s' if devices != 1 else ''}, at "
+        f"what the roles cost in this run: a step takes {_seconds(step, step)} s, and none could take less than "
+        f"{_seconds(least, step)} s ({which}: {BINDING[which]})"
+    ]
+    if parts := lost(metrics):
+        told = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
+        lines.append(f"lost per step: {told} s")
+    return lines
+
+
+def _seconds(seconds: float, step: float) -> str:
+    """With as many digits as tell a hundredth of a step."""
+    return f"{seconds:.{1 if step >= 10 else 2 if step >= 0.5 else 3 if step >= 0.05 else 4}f}"

@@ -1,0 +1,125 @@
+"""Where the roles of a running job are, what their steps cost, and when they move.
+
+In: the seconds of every step. Out: roles that have moved, lines for whoever watches, `profile.json` and `plan.yaml` in
+the run's directory. Who wakes whom: nobody; the run waits while roles move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf.auto import AutoPlacement
+from rlinf.config_placement import Placing
+from rlinf.metrics.environment import machine
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.ledger import Ledger
+from rlinf.placement.modes import spread
+from rlinf.placement.plan import Mode, Plan, RolePlan
+from rlinf.placement.plan_file import save as save_plan
+from rlinf.placing import Placed, RoleKind, placed_by
+from rlinf.rehearsal import Flow
+from rlinf.relocation import moved, relocate
+from rlinf.runtime.group import ActorGroup
+from rlinf.runtime.system import ActorSystem
+
+PLAN = "plan.yaml"
+"""File name in a run directory."""
+Roles = Mapping[str, ActorGroup]
+
+
+class Settling:
+    """The placement of one run.
+
+    Args:
+        wanted: the section `placement`.
+        placed: where roles are at first.
+        kinds: the roles that there are.
+        flow: one step.
+        path: its dotted path.
+        model: what is trained, and what changes its speed.
+        items: of a step.
+        held: by role, bytes on each of its devices while it is loaded, and while it is parked.
+    """
+
+    def __init__(
+        self,
+        wanted: Placing,
+        placed: Placed,
+        kinds: Sequence[RoleKind],
+        *,
+        flow: Flow,
+        path: str,
+        model: str,
+        items: int,
+        held: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self.placed, self._kinds = placed, kinds
+        self.ledger = Ledger(placed.of_actors, items, model=model, machine=machine(), flow=path, held=held)
+        self._auto: AutoPlacement | None = None
+        if wanted.mode == "auto" and placed.devices > 1:
+            self._auto = AutoPlacement(
+                flow,
+                placed.devices,
+                placed.memory,
+                explored=_explored(kinds, placed.devices),
+                first=wanted.profile_steps,
+                replan_above=wanted.replan_above,
+            )
+
+    async def after(
+        self,
+        seconds: float,
+        system: ActorSystem,
+        roles: Roles,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        rest: Callable[[], Awaitable[Any]],
+        save: Callable[[Roles, Path], Awaitable[Any]],
+        spawn: Callable[[Placed, Collection[str]], Awaitable[Roles]],
+        restore: Callable[[Roles, Collection[str], Path], Awaitable[Any]],
+    ) -> dict[str, ActorGroup]:
+        """A step is over: plan and move, if it is time to.
+
+        Args:
+            seconds: that the step took.
+            system, roles: running.
+            directory: of the run.
+            say: tells a line.
+            rest: waits until nothing is under way between steps, such as a checkpoint.
+            save, spawn, restore: see `relocation.relocate`.
+
+        Returns:
+            The roles, those that moved as they are now.
+        """
+        if self._auto is None or not self._auto.due(seconds) or (profile := self.ledger.profile) is None:
+            return dict(roles)
+        decision = await self._auto.decide(profile, self.placed.plan)
+        say(decision.said)
+        if decision.plan is None:
+            return dict(roles)
+        await rest()
+        goal = placed_by(decision.plan, self.placed, self._kinds)
+        now = await relocate(
+            system, roles, moved(self.placed, goal), directory,
+            save=save, spawn=lambda moving: spawn(goal, moving), restore=restore,
+        )  # fmt: skip
+        self.placed, self.ledger.devices = goal, goal.of_actors
+        await asyncio.to_thread(save_plan, decision.plan, directory / PLAN)
+        return now
+
+
+def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
+    """What to measure besides everybody on all devices: shares, if there are enough devices for them."""
+    names = [kind.name for kind in kinds if kind.on_devices]
+    modes: tuple[Mode, ...] = ("disaggregated", "hybrid")
+    for mode in modes:
+        try:
+            shares = spread(mode, names[0], names[1:], devices)
+        except PlacementError:
+            continue
+        return [Plan({role: RolePlan(where) for role, where in shares.items()})]
+    return []

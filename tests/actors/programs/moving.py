@@ -1,0 +1,56 @@
+"""A rollout over all ranks of a job, with and without its last answers being gathered on fewer of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import rlinf
+from rlinf import Stream, endpoint
+from rlinf.actors import consolidating
+from rlinf.actors.rollout import Rollout
+from rlinf.data.tasks import PromptStream, make_task
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.placement.rescale import Law
+from tests.actors import toys
+
+TASK = make_task("copy", digits=2)
+
+
+class Moving(Rollout):
+    """Counts what it took from others, and when its own calls ended."""
+
+    async def setup(self, **settings: Any) -> None:
+        self.taken = 0
+        await super().setup(**settings)
+
+    @endpoint
+    async def rescale_take(self, key: Any, groups: Any, version: int) -> Any:
+        report = await super().rescale_take(key, groups, version)
+        self.taken += len(groups) if report is not None else 0
+        return report
+
+    @endpoint
+    async def history(self) -> tuple[int, int, int]:
+        """Groups taken; what is still known of calls and of their ranks."""
+        return self.taken, len(self._answering), len(self._tables)
+
+
+async def main(system: rlinf.ActorSystem) -> None:
+    prompts = PromptStream(TASK.train, load_tokenizer(TASK.tokenizer), 0).take(12)
+    results = {}
+    for rescale in (False, True):
+        rollout = await system.spawn(
+            Moving, name=f"rollout-{rescale}", rescale=rescale, model=toys.configuration(), tokenizer=TASK.tokenizer,
+            max_new_tokens=150, temperature=4.0, max_rows=6,
+        )  # fmt: skip
+        groups = [group async for group in rollout.generate(Stream.of(prompts), n=3)]
+        results[rescale] = {"groups": groups, "history": await rollout.history()}
+    torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    consolidating.fit = lambda sums: Law(1.0, 1e-6)  # timings of so small a model on shared cores say nothing
+    rlinf.run(main)

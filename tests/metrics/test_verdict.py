@@ -1,0 +1,63 @@
+"""A run beside what was possible, in two lines: typical steps only, and parts that add up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, typical, verdict
+
+parts = st.fixed_dictionaries({f"lost/{part}": st.floats(0, 5) for part in PARTS})
+steps = st.lists(st.tuples(st.floats(0.1, 10), parts), min_size=1, max_size=12)
+
+
+def step(least, **lost):
+    return {
+        "timing/step": least + sum(lost.values()),
+        "bound/seconds": least,
+        "bound/area": least,
+        "bound/saturation": least / 2,
+        "bound/network": 0.0,
+        "bound/devices": 2.0,
+        **{f"lost/{part}": lost.get(part, 0.0) for part in PARTS},
+    }
+
+
+@given(steps)
+def test_typical_parts_add_up_to_what_a_typical_step_takes(found):
+    rows = [step(least, **{name.removeprefix("lost/"): value for name, value in lost.items()}) for least, lost in found]
+    told = typical(rows)
+    assert told["bound/seconds"] + sum(told[f"lost/{part}"] for part in PARTS) == pytest.approx(told["timing/step"])
+    assert told["bound/efficiency"] == pytest.approx(told["bound/seconds"] / told["timing/step"])
+
+
+def test_neither_the_first_step_nor_an_accident_counts():
+    usual = [step(0.38, imbalance=0.08, overhead=0.05, sync=0.03)] * 6
+    rows = [step(20.0, overhead=9.0), *usual, step(0.38, interference=60.0), {"reward/mean": 1.0}]
+    assert verdict(typical(rows)) == [
+        "70% of what is possible on 2 devices, at what the roles cost in this run: a step takes 0.54 s, and none could "
+        "take less than 0.38 s (area: all devices at work all the time)",
+        "lost per step: imbalance 0.08, overhead 0.05, sync 0.03 s",
+    ]
+    assert typical(rows[:1])["timing/step"] == 29.0, "the only step there is"
+
+
+def test_what_is_too_little_is_not_told_and_nothing_at_all_is_no_line():
+    (line,) = verdict(typical([step(12.0, tail=0.001) | {"bound/devices": 1.0, "bound/saturation": 13.0}]))
+    assert line.startswith("100% of what is possible on 1 device, at")
+    assert line.endswith(
+        "less than 12.0 s (saturation: the slowest role, or roles that wait for each other's whole output)"
+    )
+    assert verdict(typical([{"timing/step": 1.0}])) == []
+    assert verdict(typical([])) == []
+
+
+def test_short_steps_are_told_in_digits_that_say_something():
+    assert (
+        "a step takes 0.0150 s, and none could take less than 0.0100 s"
+        in verdict(typical([step(0.01, overhead=0.005)]))[0]
+    )
+
+
+def test_every_part_has_a_meaning():
+    assert set(MEANINGS) == set(PARTS)
+    assert set(BINDING) == {"area", "saturation", "network"}

@@ -1,0 +1,173 @@
+"""What roles take on their devices, held against what torch allocates; and what is said of what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from rlinf.actors.policy_model import PolicyModel
+from rlinf.config import load_config
+from rlinf.data.batch import Row, pack
+from rlinf.data.parking import bytes_of
+from rlinf.memory import complaints, control_footprints, footprints
+from rlinf.models.building import build_policy_model
+from rlinf.placing import TEXT, place
+from tests.actors.programs.control import MLP
+
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+MODEL = AutoConfig.for_model(**SHAPE)
+ALL = ("critic", "reference", "teacher")
+TOKENS = 96
+
+
+def configured(*overrides, hosts=1):
+    return load_config("configs/quickstart.yaml", [f"trainer.micro_batch_tokens={TOKENS}", *overrides], hosts)
+
+
+def seats(ranks=1):
+    return {role: [frozenset({rank}) for rank in range(ranks)] for role in ("rollout", "judge", "trainer", *ALL)}
+
+
+def taken(*overrides, ranks=1):
+    return footprints(configured(*overrides), MODEL, seats(ranks), ALL)
+
+
+def placed(config, hosts=1, roles=()):
+    return place(
+        config.placement, [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer", *roles)], hosts
+    )
+
+
+@pytest.fixture(scope="module")
+def learning():
+    """A model that has taken a step, and what it kept for its gradient on the way."""
+    torch.manual_seed(0)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE)), chunk=1024)
+    policy.settle()
+    optimizer = torch.optim.AdamW(policy.parameters())
+    ids = torch.arange(24).numpy()
+    rows = [Row(ids[:8], ids[8:]) for _ in range(TOKENS // 24)]
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs, _ = policy(pack(rows))
+    weights = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
+    activations = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+    logprobs.sum().backward()
+    gradients = bytes_of([parameter.grad for parameter in policy.parameters()])
+    optimizer.step()
+    return policy, gradients, optimizer, activations
+
+
+def test_weights_gradients_and_optimizer_are_those_that_torch_allocates(learning):
+    policy, gradients, optimizer, _ = learning
+    trainer = taken()["trainer"]
+    assert trainer.weights == bytes_of(policy.parameters())
+    assert trainer.gradients == gradients
+    means = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert trainer.optimizer == bytes_of(means)
+    assert (trainer.gathered, trainer.parked_bytes) == (0, 0)
+
+
+def test_activations_are_a_little_less_than_what_is_kept_for_the_gradient(learning):
+    *_, kept = learning
+    logits = 2 * TOKENS * MODEL.vocab_size * 4
+    estimate = taken()["trainer"].activations - logits
+    assert 0.4 * kept < estimate < kept
+
+
+def test_keys_and_values_are_those_of_a_cache():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE))
+    cache = DynamicCache()
+    model(torch.zeros(5, 8, dtype=torch.long), past_key_values=cache)
+    keys = bytes_of([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+    assert taken("rollout.max_tokens=40")["rollout"].cache == keys
+    assert taken("rollout.max_tokens=40", "rollout.dtype=bfloat16")["rollout"].cache == keys / 2
+
+
+def test_ranks_share_what_learns_and_each_has_the_whole_of_what_does_not():
+    one, four = taken(), taken(ranks=4)
+    for role in ("trainer", "critic"):
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(four[role], part) == getattr(one[role], part) / 4
+        assert four[role].activations == one[role].activations
+        assert four[role].gathered > 0
+    for role in ("reference", "teacher", "rollout"):
+        assert four[role] == one[role]
+
+
+def test_settings_that_save_memory_are_seen_to():
+    plain = taken()
+    assert "judge" not in plain
+    assert taken("trainer.gradient_checkpointing=true")["trainer"].activations < plain["trainer"].activations / 1.5
+    assert taken("model.lora.r=4")["trainer"].active_bytes < plain["trainer"].active_bytes / 1.5
+    assert taken("reference.dtype=bfloat16")["reference"].weights == plain["reference"].weights / 2
+    assert (
+        taken("reference.dtype=bfloat16", "reference.kind=ema")["reference"].weights == plain["reference"].weights * 1.5
+    )
+    head = 4 * MODEL.vocab_size * MODEL.hidden_size
+    assert plain["critic"].weights == plain["trainer"].weights - head  # it predicts one number, not a token
+
+
+# What does not fit ---------------------------------------------------------------------------------------------------
+
+
+def test_roles_that_take_turns_need_not_fit_side_by_side():
+    sizes = {role: size.active_bytes for role, size in taken().items()}
+    config = configured(f"placement.device_memory_gb={1.001 * max(sizes.values()) / 1e9}")
+    where = placed(config, roles=ALL)
+    assert list(complaints(config, MODEL, where, ALL)) == []
+    (said,) = complaints(config, MODEL, replace(where, turns=False), ALL)
+    assert f"at least {sum(sizes.values()) / 1e9:.3g} GB" in said
+    assert "give each role hosts of its own" in said
+
+
+def test_every_role_that_cannot_fit_is_named_with_its_hosts_and_what_would_help():
+    big = AutoConfig.for_model(**{**SHAPE, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8})
+    config = configured("placement.device_memory_gb=1.5", "placement.trainer=0-1", "placement.rollout=1", hosts=2)
+    trainer, rollout = complaints(config, big, 2)
+    assert trainer.startswith("hosts 0, 1 need at least")
+    assert "for the trainer" in trainer
+    assert "placement.trainer" in trainer
+    assert "model.lora.r=16" in trainer
+    assert rollout.startswith("host 1 needs at least")
+    assert "for the rollout" in rollout
+    assert "rollout.dtype=bfloat16" in rollout
+    assert list(complaints(config, big, placed(config, 2))) == [trainer, rollout]
+
+
+def test_processes_of_one_role_are_on_their_device_together():
+    one = taken()["rollout"].active_bytes
+    config = configured(
+        f"placement.device_memory_gb={1.5 * one / 1e9}", "placement.trainer=0", "placement.rollout=1:0-1", hosts=2
+    )
+    (said,) = [line for line in complaints(config, MODEL, 2) if "rollout" in line]
+    assert said.startswith(f"host 1 needs at least {2 * one / 1e9:.3g} GB")
+
+
+def test_nothing_is_said_where_the_memory_is_not_known():
+    assert list(complaints(configured(), MODEL, 1, ALL)) == []
+
+
+# Policies that act ---------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_acts_is_counted_by_its_parameters():
+    policy = build_policy_model(MLP)
+    found = control_footprints(policy)
+    weights = bytes_of([*policy.parameters(), *policy.buffers()])
+    learned = bytes_of(policy.parameters())
+    assert found["policy"].active_bytes == weights
+    assert found["trainer"].active_bytes == weights + 3 * learned
+    with torch.device("meta"):
+        assert control_footprints(build_policy_model(MLP)) == found
+    critics = bytes_of(policy.of_critic())
+    assert control_footprints(policy, targets=True)["trainer"].active_bytes == weights + 3 * learned + critics

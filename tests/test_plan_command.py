@@ -1,0 +1,121 @@
+"""`python -m rlinf plan`: a table and a plan, or one message and exit code 2."""
+
+import re
+
+import pytest
+
+from rlinf.cli import main
+from rlinf.placement.plan_file import load as load_plan
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+
+
+def stage(work, fixed, *, counts=(1, 2, 4, 8), held=20e9, release=None):
+    """Timings of half and all of a step's items; bytes that shrink with the devices."""
+    timings = tuple(Timing(items, n, (fixed + work / n) * items / 16) for n in counts for items in (8, 16))
+    footprints = tuple(Footprint(n, int(held / n), int(held / n / 10), 1.0, 0.5) for n in counts)
+    return StageProfile(timings, release, footprints)
+
+
+def profile(flow="rlinf.flows.grpo", **stages):
+    """A small GRPO run, profiled on up to eight devices."""
+    stages = {
+        "rollout": stage(40.0, 5.0, release=Release((0.3, 0.6, 0.8, 1.0))),
+        "judge": StageProfile((Timing(16, 1, 2.0),), kind=BESIDE),
+        "trainer": stage(24.0, 2.0),
+        **stages,
+    }
+    edges = (("rollout", "judge", False), ("judge", "trainer", False))
+    published = (("trainer", "rollout"),)
+    return Profile("tiny", "a test", stages, {}, (Timing(1, 4, 0.5),), flow, 16, edges, published)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Runs the command on a profile; gives exit code, output, message."""
+
+    def run(*arguments, of=None):
+        path = tmp_path / "profile.json"
+        save(of or profile(), path)
+        code = main(["plan", "--profile", str(path), *arguments])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_it_shows_the_best_plan_of_each_mode_and_says_that_it_is_simulated(plan):
+    code, out, err = plan("--devices", "8")
+    assert (code, err) == (0, "")
+    for mode in ("collocated", "disaggregated", "hybrid"):
+        assert mode in out
+    assert "SIMULATED" in out
+    assert "not measured on 8 devices" in out
+    assert "judge beside" in out
+
+
+def test_it_writes_a_plan_that_can_be_loaded(plan, tmp_path):
+    code, out, _ = plan("--devices", "4", "--memory-gb", "80", "-o", str(tmp_path / "plan.yaml"))
+    made = load_plan(tmp_path / "plan.yaml")
+    assert code == 0
+    assert set(made.roles) == {"rollout", "judge", "trainer"}
+    assert set(made.devices) <= set(range(4))
+    assert made.predicted.bound_seconds <= made.predicted.step_seconds
+    assert made.reason in out.replace("\n", " ")
+
+
+def test_without_rehearsal_plans_are_ranked_by_formula_and_need_no_flow(plan):
+    code, out, _ = plan("--devices", "8", "--rehearse", "0", of=profile(flow=""))
+    assert code == 0
+    assert "collocated" in out
+
+
+def test_roles_take_whole_nodes(plan, tmp_path):
+    code, _, _ = plan("--devices", "64", "--per-node", "8", "--extrapolate", "-o", str(tmp_path / "plan.yaml"))
+    sizes = [len(role.devices) for role in load_plan(tmp_path / "plan.yaml").roles.values() if role.devices]
+    assert code == 0
+    assert all(size % 8 == 0 or 8 % size == 0 for size in sizes)
+
+
+def test_it_says_that_devices_stay_idle_beyond_what_was_measured(plan):
+    code, out, _ = plan("--devices", "100", "--rehearse", "1")
+    assert code == 0
+    assert "stay idle: nothing was measured on more than 8; --extrapolate guesses" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", "8", "--items", "4096"), "measured with 8 to 16 items.*add --extrapolate"),
+        (("--devices", "0"), "--devices 0: .* at least 1"),
+        (("--devices", "tpu=8"), "nothing was profiled on 'tpu'; there is: gpu"),
+        (("--devices", "8", "--memory-gb", "-3"), "--memory-gb -3: it must be more than 0"),
+        (("--devices", "8", "--memory-gb", "1"), "'rollout' can never run here: .* GB have to go, by more devices"),
+        (("--devices", "8", "--memory-gb", "2.6"), "no plan fits: .* give each device 0.1 GB more"),
+        (("--devices", "8", "--flow", "rlinf.flows.ppo"), "takes 'critic', which was not profiled"),
+        (("--devices", "8", "--flow", "rlinf.flows.grpoo"), "no such module|has no grpoo"),
+        (("--devices", "8", "-o", "/nowhere/plan.yaml"), "there is no directory /nowhere"),
+        (("--devices", "8", "--actor", "judge=json.loads"), "a subclass of rlinf.Actor"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_gets_one_message_and_exit_code_2(plan, arguments, message):
+    code, _, err = plan(*arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("error: ") == 1
+    assert "Traceback" not in err
+    assert re.search(message, err)
+
+
+def test_a_profile_that_is_none_is_refused(tmp_path, capsys):
+    for text, message in ((None, "cannot be read"), ("{}", "not a profile: version is None"), ("[", "not a profile")):
+        path = tmp_path / "profile.json"
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+        assert main(["plan", "--profile", str(path), "--devices", "8"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_stage_that_the_flow_does_not_have_is_refused(plan):
+    code, _, err = plan("--devices", "8", of=profile(tutor=stage(4.0, 1.0)))
+    assert code == 2
+    assert "has no role 'tutor'" in err

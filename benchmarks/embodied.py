@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.contestants import ROOT, TurnFailed
 from benchmarks.embodied_modelled import RATIOS, SLICES, overlap
-from benchmarks.embodied_ours import FLOW
+from benchmarks.embodied_ours import ASYNC_FLOW, FLOW
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job
 from benchmarks.grpo_judging import Line
@@ -41,7 +41,12 @@ CONFIG = ROOT / "configs" / "embodied" / "maniskill_pullcube_ppo.yaml"
 FASTER, OVERLAP, OVERHEAD = 1.3, 0.95, 0.3e-3
 STATE, ACTION = 35, 4
 """Numbers in PullCube's state, and in an action of its configuration."""
-OURS = {f"rlinf, {slices} slice{'s' * (slices > 1)}": slices for slices in (1, 2)}
+OURS = {
+    "rlinf, 1 slice": (FLOW, 1),
+    "rlinf, 2 slices": (FLOW, 2),
+    "rlinf, asynchronous (learning may lag by 1 version), 1 slice": (ASYNC_FLOW, 1),
+}
+"""Flow and slices. The asynchronous one is not the plain loop's algorithm, so it is a row of its own."""
 PLAIN = {"plain loop, our adapter in its workers": "ours", "plain loop, ManiSkill's own wrapper": "theirs"}
 WARM_UP = 1
 """Turns that are not counted: the first steps of an episode load meshes and code."""
@@ -69,7 +74,7 @@ def runs(steps: int) -> tuple[dict[str, Result], int]:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         job_of(config, steps).write(place / "job.json")
-        commands = [_ours(place / str(slices), slices, steps) for slices in OURS.values()]
+        commands = [_ours(place / str(number), *how, steps) for number, how in enumerate(OURS.values())]
         commands += [_plain(place / "job.json", simulator) for simulator in PLAIN.values()]
         outcomes = in_turn(commands)
     found = {}
@@ -165,9 +170,9 @@ def save(found: Sequence[Line], raced: Mapping[str, Result], load: tuple[float, 
     return path
 
 
-def _ours(directory: Path, slices: int, steps: int) -> Command:
+def _ours(directory: Path, flow: str, slices: int, steps: int) -> Command:
     settings = {
-        "flow": FLOW, "steps": steps, "env.slices": slices, "trials.episodes": 0, "trials.videos": 0,
+        "flow": flow, "steps": steps, "env.slices": slices, "trials.episodes": 0, "trials.videos": 0,
         "output_dir": directory,
     }  # fmt: skip
     keys = [f"{key}={value}" for key, value in settings.items()]

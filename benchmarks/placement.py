@@ -1,161 +1,153 @@
-"""`python -m benchmarks.placement`: the figures that placement must reach, each measured here or marked "not yet".
+"""`python -m benchmarks.placement`: the figures that placement must reach, in one table.
 
-Everything here is calculated: planned and rehearsed seconds are predictions, not measurements of a cluster. Plan times
-are measured, on this machine, the median of several runs; a shared machine makes them longer.
+    planner     equals enumeration; plan times; published rankings from published stage costs
+    rehearsal   regret of the chosen plan, and how long large rehearsals take: all step times are SIMULATED
+    measured    steps of real processes whose stages sleep, beside their prediction; E of balanced stages
+    switch      handing over a device with nothing to load
+    rescale     the last answers gathered on fewer engines: decisions are measured, all else is modelled
+
+A figure that misses its bar says LOST and is published as it is; so is a part that failed. The load of the machine is
+printed and saved with each part: on a machine that is shared, what is measured takes longer than it should.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
-import statistics
+import datetime
+import json
+import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.placement_published import RANKINGS
-from rlinf.placement.planner import plan
-from rlinf.placement.profile import Release
-from rlinf.placement.workload import Edge, Option, Stage, Workload
+from benchmarks import context_switch, placement_measured
+from benchmarks.contestants import ROOT
+from benchmarks.placement_planned import GRPO, TAIL, Row, against_enumeration, plan_times, rankings
+from benchmarks.runtime import machine
 
-NOT_YET = "not yet"
-TAIL = Release((0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0))
-"""A long tail for the generating stage."""
-GRPO = (
-    (("rollout", 470.0, 118.0), ("logprob", 100.0, 1.0), ("trainer", 365.0, 4.0)),
-    (("rollout", "logprob"), ("logprob", "trainer")),
-)
-"""Three stages: name, seconds that scale with the devices (at 1 per device), seconds that do not; and the edges."""
-PPO = (
-    (
-        ("rollout", 470.0, 15.0),
-        ("reward", 8.0, 0.2),
-        ("reference", 80.0, 2.0),
-        ("values", 77.0, 2.0),
-        ("advantage", 2.0, 0.1),
-        ("actor", 240.0, 8.0),
-        ("critic", 190.0, 6.0),
-    ),
-    (
-        ("rollout", "reward"),
-        ("rollout", "reference"),
-        ("rollout", "values"),
-        ("reward", "advantage"),
-        ("reference", "advantage"),
-        ("values", "advantage"),
-        ("advantage", "actor"),
-        ("advantage", "critic"),
-    ),
-)
-"""Seven stages."""
-LATER = (
-    ("chosen plan's regret under the virtual clock", "<= 3 %"),
-    ("predicted against measured step time, modelled stages", "3 % / 5 %"),
-    ("E of the disaggregated run with balanced stages", ">= 0.95"),
-    ("rehearsal of 131,072 samples on 1,024 virtual devices", "<= 60 s"),
-    ("lease hand-over without any offload work", "<= 2 ms"),
-)
-"""Figures that need what is not wired yet."""
+__all__ = ["GRPO", "TAIL", "Row"]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the table."""
+@dataclass(slots=True)
+class Part:
+    """One part of the table, and what was found."""
 
-    what: str
-    bar: str
-    found: str
-    met: bool | None
-    """None: not measured yet."""
+    name: str
+    """Of the part."""
+    rows: list[Row] = field(default_factory=list)
+    """Its lines."""
+    numbers: Any = None
+    """What is saved besides."""
+    seconds: float = 0.0
+    """That it took."""
+    load: tuple[float, float] = (0.0, 0.0)
+    """Average load of the machine over a minute, before and after."""
 
+    def measure(self, quick: bool) -> None:
+        """Run it. If it fails, that is a line of the table: the other parts took minutes."""
+        started, before = time.monotonic(), os.getloadavg()[0]
+        try:
+            for row in PARTS[self.name](self, quick):
+                self.rows.append(Row(row.what, row.bar, row.found, row.met))
+        except Exception as error:
+            self.rows.append(Row(f"{self.name}: the rest", "measured", f"failed: {error!r}"[-600:], False))
+        self.seconds, self.load = time.monotonic() - started, (before, os.getloadavg()[0])
 
-def workload(flow: tuple[tuple[tuple[str, float, float], ...], tuple[tuple[str, str], ...]], count: int) -> Workload:
-    """A flow whose work grows with the cluster, sizes in steps of one node of 8."""
-    stages, edges = flow
-    made = tuple(
-        Stage(
-            name,
-            tuple(Option(n, fixed + work * count / n) for n in range(8, count + 1, 8)),
-            None if number else TAIL,
-        )
-        for number, (name, work, fixed) in enumerate(stages)
-    )
-    return Workload(made, tuple(Edge(*ends) for ends in edges), {"gpu": count})
-
-
-def uneven(seed: int, count: int) -> Workload:
-    """The seven stages with drawn work, each scaling by a power law of its own: no near ties, harder to plan."""
-    rng = random.Random(seed)
-    stages, edges = PPO
-    made = []
-    for number, (name, work, _) in enumerate(stages):
-        seconds, power = work * rng.uniform(0.5, 2.0), rng.uniform(0.6, 0.95)
-        options = tuple(Option(n, seconds * (64 / n) ** power) for n in range(8, count + 1, 8))
-        made.append(Stage(name, options, None if number else TAIL))
-    return Workload(tuple(made), tuple(Edge(*ends) for ends in edges), {"gpu": count})
+    @property
+    def told(self) -> str:
+        """How long it took, and how busy the machine was."""
+        return f"{self.name}: {self.seconds:.0f} s, load {self.load[0]:.1f} before, {self.load[1]:.1f} after"
 
 
-def plan_times(rounds: int) -> Iterator[Row]:
-    for count, bar in ((1024, 0.5), (4096, 10.0)):
-        flows = {
-            "3 stages": lambda count=count: workload(GRPO, count),
-            "7 stages": lambda count=count: workload(PPO, count),
-            "7 stages, uneven": lambda count=count: uneven(0, count),
-        }
-        for what, make in flows.items():
-            wall, cpu = [], []
-            for _ in range(rounds):
-                given = make()
-                started, used = time.perf_counter(), time.process_time()
-                found = plan(given)
-                wall.append(time.perf_counter() - started)
-                cpu.append(time.process_time() - used)
-                assert found is not None
-            middle = statistics.median(wall)
-            text = f"{middle:.3f} s ({statistics.median(cpu):.3f} s of CPU; {found.mode})"
-            yield Row(f"plan time, {count:,} devices, {what}", f"<= {bar:g} s", text, middle <= bar)
+def planner(part: Part, quick: bool) -> Iterator[Row]:
+    yield against_enumeration(500)
+    yield from plan_times(3 if quick else 5)
+    yield from rankings()
 
 
-def against_enumeration(instances: int) -> Row:
-    from tests.placement.exhaustive import all_plans, judge, random_workload
+def rehearsal(part: Part, quick: bool) -> Iterator[Row]:
+    from benchmarks.rehearsal import regrets, scale  # which imports this
 
-    equal = plans = 0
-    for seed in range(instances):
-        given = random_workload(seed)
-        trees = all_plans(given)
-        plans += len(trees)
-        best = min(judge(tree, given, given.chunks[0]) for tree in trees)
-        found = plan(given, tolerance=0.0)
-        equal += math.isclose(best, math.inf if found is None else found.estimate, rel_tol=1e-9)
-    text = f"{equal} of {instances} ({plans:,} plans enumerated)"
-    return Row("planner equals enumeration, V <= 5", "all of >= 500", text, equal == instances and instances >= 500)
+    if quick:
+        yield from islice(scale(1), 1)
+        yield Row("regret under the virtual clock", "mean <= 3 %", "left out by --quick", None)
+        return
+    yield from scale(1)
+    yield from regrets(1)
 
 
-def rankings() -> Iterator[Row]:
-    for make in RANKINGS.values():
-        found = make()
-        seconds = ", ".join(f"{mode} {value:,.1f} s" for mode, value in found.seconds.items())
-        yield Row(f"published ranking: {found.name}", found.published, f"{found.ours} ({seconds})", found.met)
+def measured(part: Part, quick: bool) -> Iterator[Row]:
+    found = placement_measured.figures(quick=quick)
+    part.numbers = found.numbers()
+    yield from found.rows()
+
+
+def switch(part: Part, quick: bool) -> Iterator[Any]:
+    yield from context_switch.rows()
+
+
+def rescale(part: Part, quick: bool) -> Iterator[Any]:
+    from benchmarks.rescale import rows  # which imports this
+
+    yield from rows()
+
+
+PARTS: dict[str, Callable[[Part, bool], Iterator[Any]]] = {
+    each.__name__: each for each in (measured, switch, planner, rescale, rehearsal)
+}
+"""What is measured, by name; first what a busy machine spoils most."""
+
+
+def table(parts: Sequence[Part]) -> Table:
+    """The figures for people."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "bar", "found", ""):
+        shown.add_column(column, overflow="fold")
+    for part in parts:
+        for row in part.rows:
+            verdict = {True: "[green]met[/]", False: "[bold red]LOST[/]", None: ""}[row.met]
+            shown.add_row(escape(row.what), row.bar, escape(row.found), verdict)
+    return shown
+
+
+def save(parts: Sequence[Part], *, quick: bool) -> Path:
+    """Write everything that was measured, by date."""
+    now = datetime.datetime.now().astimezone()
+    path = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%d}-placement.json"
+    report = {
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine(),
+        "quick": quick,
+        "parts": [asdict(part) for part in parts],
+    }
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
 
 
 def main() -> int:
     """Print the table; 1 if a figure that was measured misses its bar."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--instances", type=int, default=500, help="random workloads to enumerate")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each plan is made")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about three minutes instead of eight: says little")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-placement.json")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts of the table")
     given = parser.parse_args()
-    rows = [against_enumeration(given.instances), *plan_times(given.rounds), *rankings()]
-    rows += [Row(what, bar, NOT_YET, None) for what, bar in LATER]
-    table = Table("what", "bar", "found", "", title="placement: predictions and plan times")
-    for row in rows:
-        table.add_row(row.what, row.bar, row.found, {True: "met", False: "LOST", None: ""}[row.met])
-    Console(width=150).print(table)
-    return int(any(row.met is False for row in rows))
+    parts = [Part(name) for name in given.only]
+    for part in parts:
+        part.measure(given.quick)
+        print(part.told, file=sys.stderr, flush=True)
+    Console(width=None if sys.stdout.isatty() else 200).print(table(parts))
+    print(f"\n{machine()}; {'; '.join(part.told for part in parts)}")
+    if given.save:
+        print(f"saved {save(parts, quick=given.quick).relative_to(ROOT)}")
+    return int(any(row.met is False for part in parts for row in part.rows))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.placement import GRPO, TAIL, Row
+from benchmarks.placement_planned import GRPO, TAIL, Row
 from rlinf.choosing import choose_for, stand_in
 from rlinf.flows.grpo import grpo
 from rlinf.placement.composition import to_plan

@@ -166,7 +166,7 @@ def decision(rounds: int = 5) -> float:
 
 def rows() -> Iterator[Any]:
     """Lines for `benchmarks.placement`."""
-    from benchmarks.placement import Row
+    from benchmarks.placement_planned import Row
 
     seconds = decision()
     yield Row("rescaling decided, 10,000 answers on 512 engines", "< 0.2 s", f"{seconds:.3f} s of CPU", seconds < 0.2)

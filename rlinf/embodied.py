@@ -89,7 +89,7 @@ async def learn_by_acting(
         if config.trace:
             await system.trace(directory.trace)
     await asyncio.to_thread(write_report, directory.path)
-    report.ends(_compared(run.before, run.after))
+    report.ends(_compared(run.before, run.after), await system.device_memory())
 
 
 def settling_of(config: EmbodiedConfig, code: Prepared) -> Settling:

@@ -100,7 +100,8 @@ async def learn(
             await system.trace(directory.trace)
     await asyncio.to_thread(write_report, directory.path)
     before, after = run.before, run.after
-    report.ends(compared(before, after, config.evaluation.temperature) if before and after else ())
+    change = compared(before, after, config.evaluation.temperature) if before and after else ()
+    report.ends(change, await system.device_memory())
 
 
 def settling_of(config: RunConfig, prepared: Prepared) -> Settling:
@@ -170,7 +171,7 @@ class Run:
     async def go_on(self, begun: Checkpoint) -> None:
         """Be where a checkpoint was written."""
         try:
-            await restore_roles(self.roles, begun.path, begun.run)
+            await restore_roles(self.roles, begun.path, begun.run, self.directory.path)
         except (ValueError, FileNotFoundError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
         await self.roles["rollout"].load(self.roles["trainer"].weights())

@@ -220,23 +220,22 @@ def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequenc
     try:
         plan = load_plan(Path(path).expanduser())
     except OSError as error:
-        raise PlacementError([f"placement.plan: {path} cannot be read: {error.strerror or error}"]) from None
+        raise PlacementError([f"placement.plan: it cannot be read: {error.strerror or error}"]) from None
     except PlacementError as error:
         raise PlacementError([f"placement.plan: {complaint}" for complaint in error.complaints]) from None
     entries = by_role(plan)
     problems = [
-        f"placement.plan: {path} says nothing of {role}: write `{role}: {{devices: 0}}` under `roles`"
+        f"placement.plan: it says nothing of {role}: write `{role}: {{devices: 0}}` under `roles`"
         for role in roles
         if role not in entries or not entries[role].devices
     ]
     known = {*roles, *(name for name, role in entries.items() if not role.devices), *beside}
     problems += [
-        f"placement.plan: {path} places {role}, which this run has not on a device: remove it; there are "
-        f"{', '.join(roles)}"
+        f"placement.plan: it places {role}, which this run has not on a device: remove it; there are {', '.join(roles)}"
         for role in entries
         if role not in known
     ]
-    problems += [f"placement.plan: {path}: {complaint}" for complaint in complaints(plan, cluster)]
+    problems += [f"placement.plan: {complaint}" for complaint in complaints(plan, cluster)]
     if problems:
         raise PlacementError(problems)
     return plan

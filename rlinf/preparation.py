@@ -167,7 +167,9 @@ def planned_or_refused(
     rows = [row for row in chosen.best_of_modes if free or row.mode == wanted.mode]
     if not rows:
         there = ", ".join(f"{row.mode} ({row.seconds:.3g} s)" for row in chosen.best_of_modes)
-        advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}"
+        advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}: take that"
+        if not wanted.extrapolate:
+            advice += ", or set placement.extrapolate=true, to guess sizes that were not profiled"
         raise ConfigError([Problem("configuration", "placement.mode", wanted.mode, advice)])
     return placed_by(rows[0].plan, placed, kinds), chosen
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from rlinf.placing import Placed
 from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.stages import all_or_none
 from rlinf.runtime.system import ActorSystem
 
-ASIDE = ".moving"
-"""Directory, in that of the run, through which what roles have learned passes."""
+ASIDE = "checkpoints/.moving.partial"
+"""Directory, in that of the run, through which what roles have learned passes; what a killed run leaves of it goes with
+the other halves of checkpoints when the run is gone on with."""
 
 
 def moved(before: Placed, after: Placed) -> frozenset[str]:
@@ -64,7 +64,10 @@ async def relocate(
     await asyncio.to_thread(_empty, aside)
     leaving = {role: roles[role] for role in moving}
     await save(leaving, aside)
-    await all_or_none([system.kill(group) for group in leaving.values()])
+    ended = await asyncio.gather(*(system.kill(group) for group in leaving.values()), return_exceptions=True)
+    for failure in ended:
+        if isinstance(failure, BaseException):
+            raise failure
     come = await spawn(moving)
     now = {role: come.get(role, group) for role, group in roles.items()}
     await restore(now, moving, aside)

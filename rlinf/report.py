@@ -24,9 +24,11 @@ from rlinf.metrics.table import ProgressTable
 from rlinf.metrics.timing import sentence
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.metrics.verdict import typical, verdict
+from rlinf.placement.plan import GB
 from rlinf.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.errors import ActorDied
 from rlinf.runtime.observer import Watch
+from rlinf.runtime.residency import DeviceMemory
 
 LOOK_SECONDS = 0.5
 """Between two looks at what the roles do: as fast as one reads, and a message to each host."""
@@ -128,11 +130,12 @@ class Report:
         else:
             self._table.add(step, metrics)
 
-    def ends(self, change: Iterable[str] = ()) -> None:
+    def ends(self, change: Iterable[str] = (), memory: Mapping[int, DeviceMemory] | None = None) -> None:
         """Everything is written.
 
         Args:
             change: lines about what came of it, from before the first step to after the last one.
+            memory: what each device held at most.
         """
         self.line("")
         came_of_it = list(change)
@@ -140,7 +143,7 @@ class Report:
             self.line(line)
         if told := sentence({name: statistics.median(values) for name, values in self._timings.items()}):
             self.line(f"a step took {told} (medians)")
-        for line in verdict(typical(self._bounds)):
+        for line in [*verdict(typical(self._bounds)), *fullest(memory or {})]:
             self.line(line)
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
         for path, what in self._results():
@@ -184,6 +187,21 @@ def tracking_of(
     wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
     about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
     return Tracking(wanted, about, report.line)
+
+
+def fullest(memory: Mapping[int, DeviceMemory]) -> Iterator[str]:
+    """A line on the device that was filled the most; none where none is limited, or nobody shares one.
+
+    Args:
+        memory: of each device, by the book of the leases: bytes of roles that share one, as their shapes say.
+    """
+    shared = [device for device in memory.values() if device.capacity and device.peak]
+    if shared:
+        device = max(shared, key=lambda device: device.peak / (device.capacity or 1))
+        yield (
+            f"devices that roles share held at most {device.peak / GB:.4g} of {(device.capacity or 0) / GB:.4g} GB, "
+            "by the roles' shapes"
+        )
 
 
 async def _follow(watch: Watch, view: LiveView) -> None:

@@ -52,13 +52,15 @@ def save_roles(roles: Mapping[str, ActorGroup], directory: Path, moving_referenc
     return asyncio.gather(*calls)
 
 
-async def restore_roles(roles: Mapping[str, ActorGroup], checkpoint: Path, run: Path) -> None:
+async def restore_roles(roles: Mapping[str, ActorGroup], checkpoint: Path, run: Path, into: Path | None = None) -> None:
     """Be where a checkpoint was written; whoever generates still has to be handed the trainer's weights.
 
     Args:
         roles: running, as new; those that have nothing to restore are passed over.
         checkpoint: its directory.
         run: the directory of the run that wrote it.
+        into: the directory of the run that goes on: if that is another, it keeps the frozen reference too, which its
+            own checkpoints do not have.
 
     Raises:
         FileNotFoundError: a role's part is missing.
@@ -72,3 +74,5 @@ async def restore_roles(roles: Mapping[str, ActorGroup], checkpoint: Path, run: 
         kept = [place / REFERENCE for place in (checkpoint, run) if (place / REFERENCE).exists()]
         if kept:
             await roles[REFERENCE].restore(str(kept[0]))
+            if into is not None and not await asyncio.to_thread((into / REFERENCE).exists):
+                await roles[REFERENCE][0].save(str(into / REFERENCE))

@@ -57,7 +57,8 @@ class Settling:
         held: Mapping[str, tuple[int, int]],
     ) -> None:
         self.placed, self._kinds = placed, kinds
-        self.ledger = Ledger(placed.of_actors, items, model=model, machine=machine(), flow=path, held=held)
+        about: dict[str, Any] = {"model": model, "machine": machine(), "flow": path, "held": held}
+        self.ledger = Ledger(placed.of_actors, items, count=placed.devices, **about)
         self._auto: AutoPlacement | None = None
         if wanted.mode == "auto" and placed.devices > 1:
             self._auto = AutoPlacement(
@@ -103,10 +104,12 @@ class Settling:
             return dict(roles)
         await rest()
         goal = placed_by(decision.plan, self.placed, self._kinds)
+        moving = moved(self.placed, goal)
         now = await relocate(
-            system, roles, moved(self.placed, goal), directory,
-            save=save, spawn=lambda moving: spawn(goal, moving), restore=restore,
-        )  # fmt: skip
+            system, roles, moving, directory, save=save, spawn=lambda moving: spawn(goal, moving), restore=restore
+        )
+        where = (f"{role} to host {', '.join(map(str, now[role].hosts))}" for role in now if role in moving)
+        say(f"moved: {', '.join(where)}")
         self.placed, self.ledger.devices = goal, goal.of_actors
         await asyncio.to_thread(save_plan, decision.plan, directory / PLAN)
         return now

@@ -104,8 +104,11 @@ class ControlLearner:
             {"params": [each for each in parameters if each.requires_grad], "lr": rate}
             for parameters, rate in ((policy.without_critic(), lr), (policy.of_critic(), critic_lr or lr))
         ]
+        groups = [group for group in groups if group["params"]]
+        # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
+        on_cpu = all(parameter.device.type == "cpu" for parameter in policy.parameters())
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=lr, betas=betas, weight_decay=weight_decay
+            groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True if on_cpu else None
         )
 
     def learn(self, mine: Lesson, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:

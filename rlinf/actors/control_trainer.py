@@ -145,15 +145,15 @@ class ControlTrainer(JointActor):
         last: dict[str, float] = {}
         stopped = False
         for order in self._minibatches(batch):
-            share = order[self._dealt(batch, order) == self.rank]
+            share = order if self.world_size == 1 else order[self._dealt(batch, order) == self.rank]
             mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
             gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
             last = numbers
-            moved = gathered.values().get("approx_kl", 0.0)
-            if self._kl_stop is not None and moved > self._kl_stop:
+            moved = gathered.metrics.get("approx_kl")
+            if self._kl_stop is not None and moved is not None and moved.value > self._kl_stop:
                 stopped = True
                 break
         whole = sum(parts[1:], parts[0]).values() if parts else {}

@@ -137,8 +137,7 @@ class Decider(Receiver):
             return
         diary.chunks.append(chunk)
         final = torch.zeros(len(chunk.running)) if self._values else None
-        cut = chunk.cut
-        if final is not None and len(cut):
+        if final is not None and len(chunk.ended) and len(cut := chunk.cut):
             observation = {name: array[cut].to(self.device) for name, array in chunk.final.items()}
             # the words of the episode that is over are those of the one that follows, in all simulators so far
             words = chunk.instructions

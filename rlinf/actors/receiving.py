@@ -230,7 +230,8 @@ class Receiver(Actor):
         return next((offer.phase for offer in self._offers if offer.weights.key == key), "the weights have not arrived")
 
     def _unasked(self, key: Key) -> Offer | None:
-        free = (offer for offer in self._offers if not offer.asked and offer.round is None)
+        # The newest: an older one of these weights may belong to a call that has failed and is just being cancelled.
+        free = (offer for offer in reversed(self._offers) if not offer.asked and offer.round is None)
         return next((offer for offer in free if offer.weights.key == key), None)
 
     def _bound(self, number: int) -> Offer | None:

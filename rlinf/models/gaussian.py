@@ -136,4 +136,5 @@ class GaussianPolicy(Policy):
 
 def _log_density(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """log N(x; mean, sigma^2) = -((x - mean) / sigma)^2 / 2 - log sigma - log(2 pi) / 2"""
-    return -0.5 * ((x - mean) * torch.exp(-log_std)).square() - log_std - _HALF_LOG_TAU
+    away = (x - mean) * torch.exp(-log_std)
+    return torch.addcmul(-_HALF_LOG_TAU - log_std, away, away, value=-0.5)  # the constants once, not row by row

@@ -5,10 +5,12 @@ Flows in: the `Lap` of every step. Flows out: metrics of the step, the profile, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ class Ledger:
     Args:
         devices: of every actor, by a name such as "rollout[0]"; set it anew when roles move.
         items: of a step.
+        count: devices of the job, 0 to count - 1; those that no actor has count too.
         model, machine, flow: see `Profile`.
         kind: of the devices.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
@@ -45,6 +48,7 @@ class Ledger:
         devices: Mapping[str, frozenset[int]],
         items: int,
         *,
+        count: int = 0,
         model: str,
         machine: str,
         flow: str,
@@ -54,7 +58,7 @@ class Ledger:
     ) -> None:
         if known is not None and (problems := known.mismatch(model, machine, flow)):
             raise ValueError("; ".join(problems))
-        self.devices, self._items, self._known, self._held = devices, items, known, held
+        self.devices, self._items, self._count, self._known, self._held = devices, items, count, known, held
         self._about = {"model": model, "machine": machine, "flow": flow, "kind": kind}
         self._steps: deque[Profile] = deque(maxlen=WINDOW)
         self.last: Efficiency | None = None
@@ -72,7 +76,7 @@ class Ledger:
         Returns:
             Its metrics `bound/…` and `lost/…`; none where no device worked.
         """
-        seen = see(lap, self.devices)
+        seen = see(lap, self.devices, self._count)
         if seen.stages:
             self._steps.append(observed(seen, self._items, held=self._held, **self._about))
         so_far = self.profile
@@ -118,14 +122,24 @@ def pooled(steps: Iterable[Profile]) -> Profile:
 def _pooled_stage(found: Sequence[StageProfile]) -> StageProfile:
     kind = found[-1].kind
     alike = [one for one in found if one.kind == kind]  # it may have moved from beside the devices onto some
-    held: dict[int, Footprint] = {}
+    held: dict[int, list[Footprint]] = {}
     for footprint in itertools.chain.from_iterable(one.footprints for one in alike):
-        held[footprint.devices] = footprint.merged(held.get(footprint.devices, footprint))
+        held.setdefault(footprint.devices, []).append(footprint)
     return StageProfile(
         _medians([timing for one in alike for timing in one.timings]),
         _mean_release([one.release for one in alike if one.release is not None]),
-        tuple(held[devices] for devices in sorted(held)),
+        tuple(_typical(held[devices]) for devices in sorted(held)),
         kind,
+    )
+
+
+def _typical(found: Sequence[Footprint]) -> Footprint:
+    """The most bytes, which must never be exceeded; and the middle of the seconds, of which one may be an accident."""
+    worst = functools.reduce(Footprint.merged, found)
+    return replace(
+        worst,
+        onload_seconds=statistics.median(one.onload_seconds for one in found),
+        offload_seconds=statistics.median(one.offload_seconds for one in found),
     )
 
 

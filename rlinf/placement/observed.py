@@ -91,15 +91,16 @@ def role_of(actor: str) -> str:
     return actor.partition("[")[0].partition(".")[0]
 
 
-def see(lap: Lap, devices: Mapping[str, frozenset[int]]) -> Seen:
+def see(lap: Lap, devices: Mapping[str, frozenset[int]], count: int = 0) -> Seen:
     """Read a step.
 
     Args:
         lap: the step.
         devices: of every actor, by a name such as "rollout[0]"; an actor that is missing has none.
+        count: devices of the job, 0 to count - 1: one that nobody has idles, and counts all the same.
     """
     step = lap.end - lap.start
-    everywhere = sorted(set().union(*devices.values()))
+    everywhere = sorted(set(range(count)).union(*devices.values()))
     working: dict[str, list[Spans]] = {}
     here: dict[int, dict[str, list[Spans]]] = {number: {} for number in everywhere}
     syncs: dict[int, list[Spans]] = {number: [] for number in everywhere}

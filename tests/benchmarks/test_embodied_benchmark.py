@@ -113,7 +113,7 @@ def test_speed_is_compared_turn_by_turn_after_the_first():
     assert {line.compared for line in found} == {"1.40 x (1.40 to 1.40)"}
     assert {line.verdict for line in found} == {"pass"}
     assert {line.verdict for line in speed(results([1.0], [1.2]), 100)} == {"LOST"}
-    assert table(found).row_count == 4
+    assert table(found).row_count == 6
 
 
 def test_work_that_differs_is_seen():

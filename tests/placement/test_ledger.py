@@ -39,6 +39,13 @@ def test_the_first_step_is_its_own_measure_and_later_forgotten():
     assert (timing.seconds, timing.count) == (6.0, 4)
 
 
+def test_a_device_that_nobody_has_idles_and_counts():
+    alone = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({0})}
+    metrics = Ledger(alone, 4, count=2, **ABOUT).step(step(6, 2))
+    assert (metrics["bound/devices"], metrics["bound/area"], metrics["lost/imbalance"]) == (2.0, 4.0, 4.0)
+    assert Ledger(alone, 4, **ABOUT).step(step(6, 2))["bound/devices"] == 1.0
+
+
 def test_the_measure_follows_work_that_grows():
     ledger = Ledger(TWO, 4, **ABOUT)
     for _ in range(WINDOW):
@@ -87,7 +94,7 @@ def test_a_step_that_nobody_traced_leaves_no_metrics():
 
 
 def test_a_long_trace_is_read_in_a_blink():
-    """100,000 stretches: far more than a step has. Measured on an idle core: 30 ms."""
+    """100,000 stretches: far more than a step has."""
     parts = tuple(
         Busy(actor, "train", tuple((k * 1e-3 + at, k * 1e-3 + at + 5e-4) for k in range(50_000)))
         for actor, at in (("rollout[0]", 0.0), ("trainer[0]", 3e-4))

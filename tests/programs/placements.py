@@ -1,0 +1,40 @@
+"""Tiny runs one after the other in one job of torchrun, as many as are asked for, as most of a run's time is imports.
+
+Its argument is a file with a JSON list per line: path of a configuration, then overrides.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from rlinf.config import load_config
+from rlinf.config_embodied import is_embodied, load_embodied
+from rlinf.launch import _main_of, _make_directory
+from rlinf.runtime.run import run
+
+
+def read(path, hosts):
+    """What each line asks for, ready to run: planning must not be done in a running event loop."""
+    for line in Path(path).read_text().splitlines():
+        file, *overrides = json.loads(line)
+        config = (load_embodied if is_embodied(file) else load_config)(file, overrides, hosts)
+        yield config, _main_of(config, hosts)[1]
+
+
+async def serve(system):
+    """Of the other ranks: they run what rank 0 starts there."""
+
+
+async def everything(system):
+    for config, learn in wanted:
+        async with system.scope():
+            path = Path(config.output_dir) / config.name
+            await learn(system, await asyncio.to_thread(_make_directory, path, config, None), None)
+
+
+if __name__ == "__main__":
+    hosts = int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = list(read(sys.argv[1], hosts)) if os.environ.get("RANK", "0") == "0" else []
+    run(everything if wanted else serve, hosts=1)

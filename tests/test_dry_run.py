@@ -1,0 +1,217 @@
+"""What a placement would come to is said before anything starts; and what it cannot be, in one message that names key,
+value and the smallest fix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlinf.config import dump, load_config
+from rlinf.launch import main
+from rlinf.metrics.environment import machine
+from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.preparation import prepare
+from tests.launching import QUICKSTART, ROOT, TINY
+
+TOY = "configs/embodied/toy.yaml"
+PLAN = "placement.plan={}/plan.yaml"
+PROFILE = "placement.profile={}/profile.json"
+
+
+def measured(*devices: int) -> StageProfile:
+    """A role that two devices make a bit less than twice as fast."""
+    timings = tuple(Timing(4, count, 0.5 + 4.0 / count) for count in devices)
+    return StageProfile(timings, Release((0.5, 1.0)), tuple(Footprint(count, 5_000_000, 0) for count in devices))
+
+
+def profile(*devices: int) -> Profile:
+    """Of the tiny run on this machine, with everybody on so many devices."""
+    model = prepare(load_config(QUICKSTART, TINY)).model
+    stages = {
+        "rollout": measured(*devices),
+        "judge": StageProfile((Timing(4, 1, 0.1),), kind=BESIDE),
+        "trainer": measured(*devices),
+    }
+    edges = (("rollout", "judge", False), ("judge", "trainer", False))
+    published = (("trainer", "rollout"),)
+    sync = (Timing(1, 2, 0.1),)
+    return Profile(model, machine(), stages, {}, sync, "rlinf.flows.grpo", 4, edges, published)
+
+
+PLANS = {
+    "fits": "{rollout: {devices: 0}, trainer: {devices: 1}}",
+    "tutor": "{rollout: {devices: 0}, tutor: {devices: 0}, trainer: {devices: 1}}",
+    "incomplete": "{rollout: {devices: 0}}",
+    "far": "{rollout: {devices: 0-5}, trainer: {devices: 1}}",
+    "at once": "{rollout: {devices: 0, phases: [0]}, trainer: {devices: 0, phases: [0]}}",
+    "overfull": (
+        "{rollout: {devices: 0, phases: [0], active_bytes: 6000000000, parked_bytes: 1000000000}, "
+        "trainer: {devices: 0, phases: [1], active_bytes: 5000000000}}"
+    ),
+    "misspelt": "{rollout: {devices: 0}, trainer: {device: 1}}",
+}
+PROFILES = {
+    "good": lambda: profile(1, 2),
+    "of another model": lambda: replace(profile(1, 2), model="Qwen3-600B"),
+    "of another machine": lambda: replace(profile(1, 2), machine="NVIDIA H800"),
+    "of another flow": lambda: replace(profile(1, 2), flow="rlinf.flows.ppo"),
+    "of two devices only": lambda: profile(2),
+}
+WRONG = {
+    "a role that there is not": (
+        ("placement.trianer=0",), "", ("placement.trianer", "did you mean placement.trainer?"),
+    ),
+    "a role of another kind of run": ((TOY, "placement.rollout=0"), "", ("placement.rollout", "unknown key")),
+    "a mode that there is not": (("placement.mode=colocated",), "", ("placement.mode = colocated", '"collocated"')),
+    "processes that overlap": (
+        ("placement.rollout=0-1:0-1,1",), "", ("placement.rollout = 0-1:0-1,1", "resource 1 is in '0-1:0-1' already"),
+    ),
+    "two processes of a trainer on one device": (
+        ("placement.trainer=0:0-1",), "", ("placement.trainer = 0:0-1", "give each a device of its own"),
+    ),
+    "more devices than there are": (
+        ("placement.trainer=0-3",), "", ("placement.trainer = 0-3", "write 0-1, or start 4 processes"),
+    ),
+    "a group of nodes that there is not": (
+        ("placement.node_groups={big: {nodes: 0}}", "placement.trainer={node_group: bgi, placement: 0}"), "",
+        ("placement.trainer", "did you mean 'big'?"),
+    ),
+    "too few devices for a mode": (
+        ("algorithm=ppo", "placement.mode=disaggregated"), "",
+        ("placement.mode = disaggregated", "needs 3 devices", "start 3 processes (torchrun --nproc-per-node 3)"),
+    ),
+    "a role that can never fit": (
+        ("placement.mode=collocated", "placement.device_memory_gb=0.00001"), "",
+        ("placement.device_memory_gb = 1e-05", "GB for the trainer) of 1e-05", "trainer.micro_batch_tokens"),
+    ),
+    "a plan with a role that there is not": ((PLAN,), "tutor", ("placement.plan", "places tutor", "remove it")),
+    "a plan without one that there is": ((PLAN,), "incomplete", ("says nothing of trainer", "trainer: {devices: 0}")),
+    "a plan for more devices": ((PLAN,), "far", ("placement.plan", "2", "does not exist")),
+    "a plan with two roles on a device at once": ((PLAN,), "at once", ("placement.plan", "device 0")),
+    "a plan whose devices hold too much": (
+        (PLAN, "placement.device_memory_gb=8"), "overfull", ("placement.plan", "device 0", "resident to false"),
+    ),
+    "a plan that is misspelt": ((PLAN,), "misspelt", ("placement.plan", "roles.trainer", "devices")),
+    "a plan that is not there": (("placement.plan=none.yaml",), "", ("placement.plan = none.yaml", "cannot be read")),
+    "a profile that is not there": (
+        ("placement.profile=none.json",), "", ("placement.profile = none.json", "a run leaves one in its directory"),
+    ),
+    "a profile that is none": ((PROFILE,), "none", ("placement.profile", "profile.json")),
+    "a profile of another model": ((PROFILE,), "of another model", ("Qwen3-600B", "name another profile")),
+    "a profile of another machine": ((PROFILE,), "of another machine", ("NVIDIA H800", "name another profile")),
+    "a profile of another flow": ((PROFILE,), "of another flow", ("rlinf.flows.ppo", "name another profile")),
+    "a profile without the sizes of a mode": (
+        (PROFILE, "placement.mode=disaggregated"), "of two devices only",
+        ("placement.mode = disaggregated", "there is collocated", "or set placement.extrapolate=true"),
+    ),
+    "moves under which acting goes on": (
+        (TOY, "flow=rlinf.flows.embodied_async", "algorithm.staleness=1", "placement.mode=auto"), "",
+        ("placement.mode", "auto", "name a mode, or take another flow"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def answer(tmp_path, monkeypatch, capsys):
+    """Asks the front door, in one of so many processes; gives exit code, output, and what it said went wrong."""
+    monkeypatch.chdir(ROOT)
+
+    def ask(*given: str, hosts: int = 2, given_file: str = "", dry: bool = True) -> tuple[int, str, str]:
+        if given_file in PLANS:
+            (tmp_path / "plan.yaml").write_text(f"roles: {PLANS[given_file]}\n")
+        elif given_file in PROFILES:
+            save(PROFILES[given_file](), tmp_path / "profile.json")
+        elif given_file:
+            (tmp_path / "profile.json").write_text('{"version": 0}')
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(hosts))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(hosts))
+        config, *keys = given if given and given[0] == TOY else (QUICKSTART, *TINY, *given)
+        keys = [key.format(tmp_path) if "{}" in key else key for key in keys]
+        options = ["--dry-run"] if dry else []
+        code = main(["--config", config, *options, *keys, f"output_dir={tmp_path}/outputs"])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return ask
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["asked", "started"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_one_message_before_anything_starts(answer, tmp_path, name, dry):
+    given, file, said = WRONG[name]
+    code, _, told = answer(*given, given_file=file, dry=dry)
+    assert code == 2
+    assert told.count("error:") == 1
+    assert "nothing was started" in told
+    assert "Traceback" not in told
+    for text in said:
+        assert text in told, told
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_roles_are_listed_with_their_devices_and_memory(answer):
+    code, out, _ = answer("placement.mode=hybrid", "placement.device_memory_gb=1", "algorithm=ppo")
+    assert code == 0
+    told = out[out.index("# Roles") :]
+    assert "2 processes, a device each; hybrid, taking turns" in told
+    assert "rollout    device 0" in told
+    assert "critic     device 1" in told
+    assert "Memory of a device, GB, at least: trainer" in told
+    assert "of 1;" in told
+    assert "Time: not known without a profile" in told
+
+
+def test_one_process_says_how_many_would_place_the_roles(answer):
+    _, out, _ = answer("placement.trainer=0-2", hosts=1)
+    assert "one process, which all roles share; torchrun --nproc-per-node 3 would place them" in out
+
+
+def test_with_a_profile_the_time_the_bound_and_the_modes_are_predicted(answer):
+    code, out, _ = answer(PROFILE, "placement.mode=auto", given_file="good")
+    assert code == 0
+    told = out[out.index("# Time") :]
+    assert "simulated from the profile" in told
+    assert "of what is possible (" in told
+    seconds = {line.split()[1]: float(line.split()[2]) for line in told.splitlines() if line.endswith(")")
+               and line.split()[1] in ("collocated", "disaggregated", "hybrid")}  # fmt: skip
+    assert seconds.keys() == {"collocated", "disaggregated"}, "of two stages none is left to take turns"
+    shortest = min(seconds.values())
+    assert f"{shortest:.3g} s a step" in told, "the quickest is taken"
+    assert shortest >= 5.0, "two stages of 2.5 s on both devices, with half a second each that does not shrink"
+
+
+def test_a_named_mode_is_followed_even_if_another_is_quicker(answer):
+    for mode in ("collocated", "disaggregated"):
+        _, out, _ = answer(PROFILE, f"placement.mode={mode}", given_file="good")
+        assert f"2 processes, a device each; {mode}" in out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("placement.mode=disaggregated",),
+        (PROFILE, "placement.mode=auto"),
+        (PLAN, "placement.device_memory_gb=0.5"),
+        ("placement.rollout=0-1:0-3", "placement.trainer={node_group: big, placement: all}",
+         "placement.node_groups={big: {nodes: 0}}"),
+    ],
+)  # fmt: skip
+def test_what_is_printed_loads_as_the_same_configuration(answer, tmp_path, given):
+    code, out, told = answer(*given, given_file="fits" if PLAN in given else "good")
+    assert code == 0, told
+    again = tmp_path / "again.yaml"
+    again.write_text(out)
+    config = load_config(str(again), (), 2)
+    keys = [key.format(tmp_path) if key in (PLAN, PROFILE) else key for key in given]
+    assert config == load_config(QUICKSTART, (*TINY, *keys, f"output_dir={tmp_path}/outputs"), 2)
+    assert dump(config).strip() == out[: out.index("# Roles")].strip()
+
+
+def test_sizes_that_were_not_measured_are_guessed_if_that_is_asked_for(answer):
+    code, out, told = answer(
+        PROFILE, "placement.mode=disaggregated", "placement.extrapolate=true", given_file="of two devices only"
+    )
+    assert code == 0, told
+    assert "disaggregated" in out[out.index("# Time") :]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.placement import uneven
+from benchmarks.placement_planned import uneven
 from rlinf.placement.balance import balanced
 from rlinf.placement.composition import Leaf, Pair, layout, leaves, phases, replay, to_plan
 from rlinf.placement.devices import Cluster

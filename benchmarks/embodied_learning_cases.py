@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.actors.trajectory import Seen
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import REACH, Reach
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 
 class SparseReach(Reach):

@@ -23,8 +23,8 @@ from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.flows.trials import trials
 from rlinf.models.building import build_policy_model, fitted
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
 
 _SHOWN, _TRIED = 1 << 20, 1 << 21
 """What seeds of demonstrations and of trials begin at, so that starts are others than those that are learned from."""

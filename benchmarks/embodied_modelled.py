@@ -19,9 +19,9 @@ from typing import Any
 
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.system import ActorSystem
 
 HORIZON = 50
 SIMULATION = 0.04

@@ -25,8 +25,8 @@ from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.models.base import Drawn, Evaluated, Policy, PolicyConfig, Stored
 from rlinf.models.building import build_policy_model
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.system.system import ActorSystem
 
 HORIZON = 50
 STATE, ACTION = 35, 4

@@ -33,12 +33,13 @@ from rlinf.flows.grpo import grpo
 from rlinf.flows.step import Step
 from rlinf.placement.ledger import Ledger
 from rlinf.placement.profile import Release, save
-from rlinf.runtime.actor import Actor, current_call, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.consumer import Consumer
-from rlinf.runtime.observer import Watch
-from rlinf.runtime.stream import Stream
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.streams.consumer import Consumer
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.observer import Watch
+from rlinf.runtime.system.system import ActorSystem
 
 FOUND = "found.json"
 """File of the results, beside the job."""

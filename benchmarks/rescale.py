@@ -22,9 +22,9 @@ from benchmarks.rescale_modelled import Lengths, ModelledRollout, expected
 from rlinf.actors import consolidating
 from rlinf.data.sample import Prompt
 from rlinf.placement.rescale import Bundle, Law, Load, consolidate
-from rlinf.runtime.clock import virtual
-from rlinf.runtime.stream import Stream
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.base.clock import virtual
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.system import ActorSystem
 
 PUBLISHED = Law(4.0e-3, 0.112e-3, 0.02e-3)
 """Of a 7B model on two GPUs, fitted to published rollouts; the seconds to read a token are our assumption."""

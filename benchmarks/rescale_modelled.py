@@ -23,7 +23,7 @@ from rlinf.data.seeds import mix
 from rlinf.engines.base import Begun, Completion, Request, Sampling
 from rlinf.engines.pace import Pace
 from rlinf.placement.rescale import Law
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rlinf.runtime.trace import Tracer
+from rlinf.runtime.observe.spans import Tracer
 
 
 def span_cost(spans: int = 200_000, *, enabled: bool = True) -> float:

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import load_config
-    from .runtime.actor import Actor, endpoint
-    from .runtime.channel import Channel
-    from .runtime.group import ActorGroup
-    from .runtime.promise import Promise
-    from .runtime.run import run
-    from .runtime.stream import Stream
-    from .runtime.system import ActorSystem
+    from .runtime.actor.actor import Actor, endpoint
+    from .runtime.streams.channel import Channel
+    from .runtime.streams.stream import Stream
+    from .runtime.system.handles import ActorGroup
+    from .runtime.system.system import ActorSystem
+    from .runtime.system.torchrun import run
+    from .runtime.values.promise import Promise
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Actor": "runtime.actor",
-    "endpoint": "runtime.actor",
-    "ActorSystem": "runtime.system",
-    "ActorGroup": "runtime.group",
-    "Promise": "runtime.promise",
-    "Stream": "runtime.stream",
-    "Channel": "runtime.channel",
-    "run": "runtime.run",
+    "Actor": "runtime.actor.actor",
+    "endpoint": "runtime.actor.actor",
+    "ActorSystem": "runtime.system.system",
+    "ActorGroup": "runtime.system.handles",
+    "Promise": "runtime.values.promise",
+    "Stream": "runtime.streams.stream",
+    "Channel": "runtime.streams.channel",
+    "run": "runtime.system.torchrun",
     "load_config": "config",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlinf.config import RunFailure
 from rlinf.run_directory import QUEUE, RunDirectory
-from rlinf.runtime.context import finish
+from rlinf.runtime.base.tasks import finish
 
 
 class Checkpoints:

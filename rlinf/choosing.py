@@ -23,7 +23,7 @@ from rlinf.placement.workload import Workload
 from rlinf.rehearsal import Cast, Flow, Rehearsal, rehearse, trial
 from rlinf.rehearsed.doubt import risk
 from rlinf.rehearsed.finalists import finalists, peaks
-from rlinf.runtime.actor import Actor
+from rlinf.runtime.actor.actor import Actor
 
 FINALISTS = 3
 """Plans of each mode that are rehearsed: its best, and two neighbours."""

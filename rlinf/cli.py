@@ -26,7 +26,7 @@ from rlinf.config_docs import as_markdown, as_text
 from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 
 if TYPE_CHECKING:
-    from rlinf.runtime.system import ActorSystem
+    from rlinf.runtime.system.system import ActorSystem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     from rlinf.evaluating import evaluate_model
     from rlinf.preparation import prepare
-    from rlinf.runtime.run import run
+    from rlinf.runtime.system.torchrun import run
 
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
@@ -112,7 +112,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
     from rlinf.actors.control_lesson import summary
     from rlinf.embodied import in_words, try_policy
-    from rlinf.runtime.run import run
+    from rlinf.runtime.system.torchrun import run
 
     async def main(system: ActorSystem) -> None:
         episodes = await try_policy(system, config, videos if config.trials.videos else None)

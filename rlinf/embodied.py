@@ -29,9 +29,9 @@ from rlinf.metrics.recorder import Recorder
 from rlinf.placing import CONTROL, Placed
 from rlinf.report import Report, tracking_of
 from rlinf.run_directory import Checkpoint, RunDirectory
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.observer import Watch
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.observer import Watch
+from rlinf.runtime.system.system import ActorSystem
 from rlinf.settling import Settling
 
 VIDEOS, SIMULATORS = "videos", "environments.pt"

@@ -35,10 +35,10 @@ from rlinf.memory import control_footprints
 from rlinf.models.building import build_policy_model, fitted
 from rlinf.placing import CONTROL, Placed, place
 from rlinf.preparation import planned_or_refused
-from rlinf.runtime.child import ChildDied
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
 
 Roles = dict[str, ActorGroup]
 """`env`, `policy`, `trainer`, and `trials` where there are any."""

@@ -20,8 +20,8 @@ from rlinf.flows.evaluate import Evaluation, evaluate
 from rlinf.placing import TEXT, place
 from rlinf.problems import answers_of, evaluation_settings, load_problems
 from rlinf.roles import spawn_roles
-from rlinf.runtime.stream import Stream
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.system import ActorSystem
 
 
 async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | None) -> Evaluation:

@@ -27,7 +27,7 @@ from rlinf.schema import leaves, nearest
 
 if TYPE_CHECKING:
     from rlinf.placing import Placed
-    from rlinf.runtime.system import ActorSystem
+    from rlinf.runtime.system.system import ActorSystem
 
 Main = Callable[["ActorSystem", RunDirectory, Checkpoint | None], Awaitable[None]]
 FAILED = 1
@@ -143,7 +143,7 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     _say(f"{config.name}: starting; results go to {path}", rank)
     from transformers.utils import logging as transformers_logging  # torch comes with it, which takes seconds
 
-    from rlinf.runtime.run import run
+    from rlinf.runtime.system.torchrun import run
 
     transformers_logging.disable_progress_bar()  # of loading and saving; they would tear our lines apart
     if rank != 0:

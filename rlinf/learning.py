@@ -32,10 +32,10 @@ from rlinf.report import Report, tracking_of
 from rlinf.role_states import follow_warm_up, restore_roles, save_roles
 from rlinf.roles import Roles, spawn_roles
 from rlinf.run_directory import Checkpoint, RunDirectory
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.observer import Watch
-from rlinf.runtime.stream import Stream
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.observer import Watch
+from rlinf.runtime.system.system import ActorSystem
 from rlinf.settling import Settling
 
 

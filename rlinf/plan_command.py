@@ -27,7 +27,7 @@ from rlinf.placement.plan import GB
 from rlinf.placement.plan_file import save
 from rlinf.placement.profile import BESIDE, Profile, load
 from rlinf.rehearsal import Flow
-from rlinf.runtime.actor import Actor
+from rlinf.runtime.actor.actor import Actor
 
 
 class PlanError(ValueError):

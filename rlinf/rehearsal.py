@@ -29,10 +29,10 @@ from rlinf.rehearsed.actors import modelled
 from rlinf.rehearsed.costs import RoleCost, costs_of, members
 from rlinf.rehearsed.endpoints import endpoints_of
 from rlinf.rehearsed.models import Asked, Item, RoleModel
-from rlinf.runtime.actor import Actor
-from rlinf.runtime.clock import Deadlock, run_virtual
-from rlinf.runtime.stream import Stream
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.clock import Deadlock, run_virtual
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.system import ActorSystem
 
 Flow = Callable[..., Awaitable[Any]]
 """One step: `await flow(step, **roles)`."""

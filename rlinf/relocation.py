@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.placing import Placed
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
 
 ASIDE = "checkpoints/.moving.partial"
 """Directory, in that of the run, through which what roles have learned passes; what a killed run leaves of it goes with

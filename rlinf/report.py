@@ -26,9 +26,9 @@ from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.metrics.verdict import typical, verdict
 from rlinf.placement.plan import GB
 from rlinf.run_directory import Checkpoint, RunDirectory
-from rlinf.runtime.errors import ActorDied
-from rlinf.runtime.observer import Watch
-from rlinf.runtime.residency import DeviceMemory
+from rlinf.runtime.base.errors import ActorDied
+from rlinf.runtime.devices.memory import DeviceMemory
+from rlinf.runtime.system.observer import Watch
 
 LOOK_SECONDS = 0.5
 """Between two looks at what the roles do: as fast as one reads, and a message to each host."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config import RunConfig
-from rlinf.runtime.group import ActorGroup
+from rlinf.runtime.system.handles import ActorGroup
 
 TRAINER, CRITIC, REFERENCE = "trainer", "critic", "reference"
 

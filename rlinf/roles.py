@@ -20,10 +20,10 @@ from rlinf.config import InputError, RunConfig
 from rlinf.data.dataset import Data
 from rlinf.placing import Placed
 from rlinf.rewards.base import OFFERED, Reward
-from rlinf.runtime.actor import Actor
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.stages import all_or_none
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.tasks import all_or_none
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
 
 Roles = dict[str, ActorGroup]
 """`rollout` and `judge`; where a run trains `trainer`, and those that its algorithm needs: `critic`, `reference`,

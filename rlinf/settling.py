@@ -22,8 +22,8 @@ from rlinf.placement.plan_file import save as save_plan
 from rlinf.placing import Placed, RoleKind, placed_by
 from rlinf.rehearsal import Flow
 from rlinf.relocation import moved, relocate
-from rlinf.runtime.group import ActorGroup
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
 
 PLAN = "plan.yaml"
 """File name in a run directory."""

@@ -13,7 +13,7 @@ from benchmarks.embodied_learning_run import Outcome, outcome
 from rlinf.actors.simulation import Simulation
 from rlinf.envs.toy import NEAR, Reach
 from rlinf.flows.trials import trials
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.launching import launch
 
 HALVED = Outcome("mlp-grpo", 1, 4612, 0.5, 0.75, (), 3000, 1.0, 0.5, 1.0)

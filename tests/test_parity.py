@@ -21,7 +21,7 @@ from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.flows.interaction import interactions
 from rlinf.flows.trials import trials
 from rlinf.models.building import build_policy_model, save_policy
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 
 SKILL, REACHED, STEPS = 0.5, 0.9, 3
 POLICY = {"type": "mlp", "state_size": 1, "action_size": 1, "hidden": [1], "log_std": 0.0, "normalise": False}

@@ -22,7 +22,7 @@ from rlinf.placement.profile import load as load_profile
 from rlinf.preparation import prepare
 from rlinf.report import fullest
 from rlinf.run_directory import find_checkpoint
-from rlinf.runtime.residency import DeviceMemory
+from rlinf.runtime.devices.memory import DeviceMemory
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(300)]

@@ -25,7 +25,7 @@ from rlinf.placement.profile import Release
 from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 from rlinf.rehearsal import rehearse
 from rlinf.rehearsed.endpoints import endpoints_of
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 CHAIN = (Edge("rollout", "judge"), Edge("judge", "trainer"))
 

@@ -14,8 +14,8 @@ from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placing import Placed, RoleKind, Seat, placed_by
 from rlinf.relocation import ASIDE, moved, relocate
 from rlinf.role_states import restore_roles
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.errors import ActorDied
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import ActorDied
 
 FAILS: set[str] = set()
 """What goes wrong, such as "trainer.save"."""

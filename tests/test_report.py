@@ -16,7 +16,7 @@ from rlinf.flows.evaluate import Evaluation
 from rlinf.held_out import compared, in_words, rows
 from rlinf.report import LOOK_SECONDS, Report
 from rlinf.run_directory import RunDirectory
-from rlinf.runtime.observer import Watch
+from rlinf.runtime.system.observer import Watch
 from tests.metrics.terminal import Terminal, plain
 
 STEP = {"reward/mean": 0.5, "timing/step": 2.0, "timing/training": 1.5, "timing/overlap": 0.0, "timing/other": 0.5}

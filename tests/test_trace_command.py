@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlinf.runtime.trace import write_perfetto
+from rlinf.runtime.observe.spans import write_perfetto
 from rlinf.trace_command import main
 
 

@@ -22,8 +22,8 @@ from rlinf.flows.grpo import grpo
 from rlinf.flows.step import Step
 from rlinf.html_report.trace_lanes import device_lanes
 from rlinf.html_report.trace_lanes_svg import device_lanes_svg
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.observer import Watch
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.observer import Watch
 
 PROMPTS, STEPS, ROWS = 64, 3, 8
 """Of a step; of the run; prompts that a rollout answers at a time."""

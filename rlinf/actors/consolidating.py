@@ -24,8 +24,9 @@ from rlinf.actors.answering import Answering, Unfinished
 from rlinf.engines.pace import Sums
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.placement.rescale import Law, Load, Move, consolidate, fit
-from rlinf.runtime.actor import Actor, current_call, endpoint
-from rlinf.runtime.stream import Stream
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.streams.stream import Stream
 
 logger = logging.getLogger(__name__)
 

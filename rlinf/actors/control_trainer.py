@@ -28,7 +28,7 @@ from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
 from rlinf.models.base import Policy
 from rlinf.models.building import save_policy
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 R = TypeVar("R")
 

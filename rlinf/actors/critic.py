@@ -31,7 +31,8 @@ from rlinf.data.iterate import each
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.runtime.actor import Call, current_call, endpoint
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import Call, current_call
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 

@@ -24,7 +24,7 @@ from rlinf.data.weights import Weights, misfits
 from rlinf.envs.episodes import Chunk, Episode
 from rlinf.models.base import Act, Policy
 from rlinf.models.building import build_policy_model, load_policy
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 Key = tuple[int, int]
 """Which slice: rank of the simulation, number of the slice."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from rlinf.runtime.stream import Stream
+from rlinf.runtime.streams.stream import Stream
 
 _AHEAD = 2
 """Orders that may be out: one that is computed, and one that peers can open meanwhile. Those are carried out even when

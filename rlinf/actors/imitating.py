@@ -19,7 +19,7 @@ from rlinf.algos.sums import LossSum
 from rlinf.data.demonstrations import Decisions, Demonstration, decisions, read_demonstrations
 from rlinf.data.seeds import permutation
 from rlinf.models.base import Policy
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 _ROWS = 1024  # decisions that are brought to the device at a time, where nothing is learned from them
 

@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.runtime.actor import Actor, Gang, current_call, endpoint
-from rlinf.runtime.context import finish
-from rlinf.runtime.errors import RuntimeFault, UserError
-from rlinf.runtime.waits import Lock
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.calls import Gang, current_call
+from rlinf.runtime.base.errors import RuntimeFault, UserError
+from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.observe.stalls import Lock
 
 R = TypeVar("R")
 Body = Callable[[Any], Coroutine[Any, Any, R]]

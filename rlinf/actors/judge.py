@@ -16,7 +16,7 @@ from rlinf.rewards.base import OFFERED, ON_REQUEST, Reward, RewardSource
 from rlinf.rewards.exact import exact
 from rlinf.rewards.pool import RewardPool
 from rlinf.rewards.scoring import Arguments, Scorer, Verdict
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 _HOPELESS = 64
 """Samples in a row without a reward after which the job fails: a reward that fails half of the time does not come to

@@ -52,9 +52,9 @@ from rlinf.algos.sums import LossSum
 from rlinf.data.parking import Parking
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.context import finish
-from rlinf.runtime.stream import Stream
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.streams.stream import Stream
 
 R = TypeVar("R")
 Taken = tuple[LossSum, dict[str, float]]

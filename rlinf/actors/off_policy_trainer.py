@@ -29,7 +29,7 @@ from rlinf.data.parking import Parking
 from rlinf.data.seeds import mix
 from rlinf.models.building import save_policy
 from rlinf.models.soft import SoftPolicy
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 REPLAY = "replay"
 """Directory of a checkpoint with what is remembered."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.actors.lora import merged_named_parameters
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Weights
-from rlinf.runtime.actor import Actor
+from rlinf.runtime.actor.actor import Actor
 
 
 async def publish(

@@ -22,9 +22,9 @@ import itertools
 from dataclasses import dataclass, field
 
 from rlinf.data.weights import Weights
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.errors import RuntimeFault
-from rlinf.runtime.waits import Lock
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import RuntimeFault
+from rlinf.runtime.observe.stalls import Lock
 
 DEADLINE = 300.0
 """Seconds for all ranks to be ready, and again for all to switch: a slow network moves a large model in that time, and

@@ -33,7 +33,8 @@ from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers import InThreads
-from rlinf.runtime.actor import current_call, endpoint
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import current_call
 
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""

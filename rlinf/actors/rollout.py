@@ -26,7 +26,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Request, Sampling
 from rlinf.engines.transformers import TransformersEngine
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

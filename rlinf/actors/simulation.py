@@ -18,7 +18,7 @@ from rlinf.envs.base import Observation
 from rlinf.envs.environment import Rules
 from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentPool
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 
 class Simulation(Actor):

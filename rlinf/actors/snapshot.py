@@ -45,7 +45,7 @@ from rlinf.actors.state_tensors import (
     take_over,
 )
 from rlinf.actors.tensor_files import make_room, sync_directory, write_tensors, write_text
-from rlinf.runtime.actor import current_call
+from rlinf.runtime.base.calls import current_call
 
 R = TypeVar("R")
 

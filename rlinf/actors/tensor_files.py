@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlinf.runtime.flat_bytes import flat_bytes
+from rlinf.runtime.base.tensor_bytes import flat_bytes
 
 CHUNK = 32 << 20
 """Bytes per write: between two a stop takes effect."""

@@ -29,7 +29,7 @@ from rlinf.data.batch import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]

@@ -17,9 +17,9 @@ from torch import Tensor
 from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Chunk, Start, lost_chunk
 from rlinf.envs.worker_program import Plot, unpacked
-from rlinf.runtime.child import ChildDied
-from rlinf.runtime.errors import RuntimeFault
-from rlinf.runtime.worker import CallTimeout
+from rlinf.runtime.base.errors import RuntimeFault
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.worker import CallTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from rlinf.envs.episodes import Chunk, Start, joined_chunks, joined_starts
 from rlinf.envs.seat import MOST_LOSSES, Caller, Seat
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_program import Plot, Program
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.worker import Worker
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.worker import Worker
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from rlinf.algos.filters import Filling
 from rlinf.data.iterate import each
 from rlinf.data.sample import Group, Prompt
 from rlinf.flows.step import Step
-from rlinf.runtime.stream import Stream
+from rlinf.runtime.streams.stream import Stream
 
 Answer = Callable[[Any], Stream[Group]]
 """From prompts, a list or a stream, to their scored groups."""

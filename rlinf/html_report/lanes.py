@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.timing import activity_of, timing
-from rlinf.runtime.observer import COMPUTE, Busy, Interval, Lap, busy, is_actor, union, without
-from rlinf.runtime.trace import Span
-from rlinf.runtime.waits import FLOW
+from rlinf.runtime.base.calls import FLOW
+from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.system.observer import COMPUTE, Busy, Interval, Lap, busy, is_actor, union, without
 
 WAITING = "waiting"
 """A call runs, but is waiting for its input, for room for its output, or for the device."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlinf.html_report.lanes import Trace
 from rlinf.metrics.timing import activity_of
-from rlinf.runtime.observer import COMPUTE, LEASE, WAIT, Interval, busy, is_actor, union, without
-from rlinf.runtime.trace import Span
+from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.system.observer import COMPUTE, LEASE, WAIT, Interval, busy, is_actor, union, without
 
 LOADING, PARKING = "loading", "parking"
 """A role moves its bytes onto the device, or off it."""

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from rlinf.metrics.live_picture import Shown, picture
-from rlinf.runtime.observer import Moment
+from rlinf.runtime.system.observer import Moment
 
 REDRAW_SECONDS = 0.25
 """Between two drawings: more often than four times a second nobody reads, and it costs the run time."""

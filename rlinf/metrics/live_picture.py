@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.text import Text
 
 from rlinf.metrics.timing import sentence
-from rlinf.runtime.observer import ActorState, Moment, QueueState
+from rlinf.runtime.system.observer import ActorState, Moment, QueueState
 
 HISTORY = 400
 """Steps of which the curve remembers the reward; wider than any terminal."""

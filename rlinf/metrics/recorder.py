@@ -16,7 +16,7 @@ from rlinf.metrics.environment import environment
 from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
 from rlinf.metrics.timing import timing
 from rlinf.metrics.tracking import Tracking
-from rlinf.runtime.observer import Lap, Watch
+from rlinf.runtime.system.observer import Lap, Watch
 
 METRICS, SAMPLES, ENVIRONMENT = "metrics.jsonl", "samples.jsonl", "environment.json"
 """File names in a run directory."""

@@ -9,7 +9,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rlinf.runtime.observer import UNKNOWN, Interval, Lap, union
+from rlinf.runtime.system.observer import UNKNOWN, Interval, Lap, union
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf.runtime.observer import Lap
+from rlinf.runtime.system.observer import Lap
 
 from .efficiency import Efficiency, efficiency
 from .observed import observed, see

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlinf.runtime.observer import Flow, Lap, Moved
+from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 from .loops import condense, loops
 from .losses import Lane

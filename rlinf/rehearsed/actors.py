@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlinf.runtime.actor import Actor, Endpoint, current_call, endpoint
-from rlinf.runtime.consumer import Consumer
-from rlinf.runtime.stream import Stream
+from rlinf.runtime.actor.actor import Actor, Endpoint, endpoint
+from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.streams.consumer import Consumer
+from rlinf.runtime.streams.stream import Stream
 
 from .endpoints import FREE, WEIGHTS, Unnamed
 from .models import Item, RoleModel, Rounds, orders, until

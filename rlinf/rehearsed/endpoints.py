@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlinf.runtime.actor import Actor, Endpoint
+from rlinf.runtime.actor.actor import Actor, Endpoint
 
 WEIGHTS = frozenset({"load", "follow"})
 """Endpoints that take new weights: their time is that of the weight synchronisation."""

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from rlinf.runtime.actor import Gang
+from rlinf.runtime.base.calls import Gang
 
 from .costs import RoleCost
 from .endpoints import FREE, HEAVY, WEIGHTS

@@ -21,9 +21,9 @@ from typing import Any
 
 from rlinf.rewards.base import RewardSource
 from rlinf.rewards.scoring import Arguments, Verdict
-from rlinf.runtime.child import ChildDied
-from rlinf.runtime.errors import again
-from rlinf.runtime.worker import CallTimeout, Worker
+from rlinf.runtime.base.errors import again
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.worker import CallTimeout, Worker
 
 _BUDGET = 0.25
 """Seconds after which a child begins no further sample of its call: long beside a message (0.3 ms), short beside any

@@ -9,7 +9,7 @@ from rlinf.actors.control_lesson import check, counted, described, lesson, summa
 from rlinf.actors.deciding import Decider
 from rlinf.actors.simulation import Simulation
 from rlinf.algos import spec
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import COUNTING, Played
 
 PPO = spec.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})

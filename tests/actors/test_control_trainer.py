@@ -7,7 +7,7 @@ import torch
 
 from rlinf.actors.control_trainer import ControlTrainer
 from rlinf.models.building import load_policy
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, collected
 
 LEARNING = {"lr": 0.03, "epochs": 4, "minibatch": 8, "seed": 4}

@@ -8,7 +8,7 @@ from rlinf.actors.receiving import LoadError
 from rlinf.actors.simulation import Simulation
 from rlinf.data.weights import Weights
 from rlinf.models.building import build_policy_model, save_policy
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import COUNTING, MLP, REACH, Played
 
 GO, END = (1.0, False, False), (4.0, True, True)

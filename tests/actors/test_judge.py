@@ -9,7 +9,7 @@ import pytest
 from rlinf.actors.judge import Judge, RewardError
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.rewards.base import Score, trusted
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.rewards.own_rewards import failing, graded, slowly
 
 

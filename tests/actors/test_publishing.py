@@ -12,8 +12,8 @@ from rlinf.actors.lora import add_adapters, start_adapters
 from rlinf.actors.modeling import build_model
 from rlinf.actors.publishing import gathered, pack_model, publish
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.system.system import ActorSystem
 from tests.runtime.programs.jobs import torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"

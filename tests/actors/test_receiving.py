@@ -10,9 +10,9 @@ import torch
 
 from rlinf.actors.receiving import LoadError, LoadRefused, LoadTimeout, LoadTorn, Receiver
 from rlinf.data.weights import Weights, WeightsDamaged
-from rlinf.runtime.actor import endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.system import ActorSystem
 
 pytestmark = pytest.mark.filterwarnings("error")
 

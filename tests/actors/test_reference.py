@@ -19,8 +19,8 @@ from rlinf.data.batch import Row, pack
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.runtime.actor import endpoint
-from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.clock import run_virtual
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)

@@ -13,7 +13,7 @@ from rlinf.actors.rollout import Rollout
 from rlinf.data.tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 
 MODEL = {
     "model_type": "qwen2",

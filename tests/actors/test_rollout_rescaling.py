@@ -11,7 +11,7 @@ from rlinf import Actor, ActorSystem, Stream
 from rlinf.actors import consolidating
 from rlinf.actors.rollout import Rollout
 from rlinf.placement.rescale import Law
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 from tests.actors.test_rollout import SHARED, asked, collected, weights
 
 LONG = {**SHARED, "max_new_tokens": 120, "temperature": 4.0, "max_rows": 8}

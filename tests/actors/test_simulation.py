@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlinf.actors.simulation import Simulation
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import REACH
 
 SETTINGS = {"simulator": REACH, "workers": 0, "num_envs": 4, "max_steps": 3, "options": {"wind": True}}

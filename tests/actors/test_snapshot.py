@@ -23,8 +23,8 @@ from rlinf.actors.modeling import build_model
 from rlinf.actors.snapshot import copy_state, load_state, save_checkpoint
 from rlinf.actors.tensor_files import DTYPES, WritingStopped, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.system.system import ActorSystem
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

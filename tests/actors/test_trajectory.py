@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf.actors.trajectory import joined
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, collected
 
 

@@ -20,7 +20,7 @@ from rlinf.config_embodied import load_embodied
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 
 JOB = Job(
     options={}, policy={"type": "mlp", "hidden": [16], "state_size": 2, "action_size": 1}, seed=3, steps=3, num_envs=8,

@@ -7,7 +7,7 @@ import pytest
 
 from rlinf.engines import batch
 from rlinf.engines.base import Sampling
-from rlinf.runtime import clock
+from rlinf.runtime.base import clock
 from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
 
 

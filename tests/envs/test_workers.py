@@ -16,10 +16,10 @@ from rlinf.envs.seat import EnvironmentLost
 from rlinf.envs.toy import Reach
 from rlinf.envs.worker_program import Program
 from rlinf.envs.workers import EnvironmentPool
-from rlinf.runtime.child import ChildDied
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.worker import CallTimeout
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.worker import CallTimeout
 from tests.envs.breaking import processes, zeros
 from tests.envs.protocol import actions_for, same
 

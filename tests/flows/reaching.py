@@ -8,7 +8,7 @@ from rlinf.actors.simulation import Simulation
 from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.flows.sac import sac
 from rlinf.models.building import fitted
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 TOY = {"simulator": "rlinf.envs.toy.Reach", "workers": 0}
 SOFT = {"type": "rlinf.models.soft.SoftPolicy", "hidden": [32, 32]}

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlinf.data.iterate import each
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.runtime.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import Actor, endpoint
 
 
 def prompt(number: int) -> Prompt:

@@ -10,9 +10,9 @@ from rlinf.actors.deciding import Decider
 from rlinf.actors.simulation import Simulation
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH
 
 LEARNING = {"lr": 0.03, "epochs": 2, "minibatch": 16, "seed": 4}

@@ -11,9 +11,9 @@ from rlinf.flows.ahead import Ahead
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.system import ActorSystem
 from tests.flows.test_embodied import equal, roles, weights_of
 
 # Modelled roles ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.grpo import grpo
 from rlinf.flows.refill import filled
 from rlinf.flows.step import Step
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.clock import run_virtual
 from tests.actors import toys
 from tests.flows.scripted import Scripted, prompt
 

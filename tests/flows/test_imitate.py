@@ -10,8 +10,8 @@ from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.flows.trials import trials
-from rlinf.runtime.actor import endpoint
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.system.system import ActorSystem
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 

@@ -17,7 +17,7 @@ from rlinf.data.tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.ppo import ppo
 from rlinf.flows.step import Step
-from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.base.clock import run_virtual
 
 
 def prompts(*numbers):

@@ -15,7 +15,7 @@ from rlinf import ActorSystem, Stream
 from rlinf.algos.parts import DynamicSampling
 from rlinf.flows.refill import filled
 from rlinf.flows.step import Step
-from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.base.clock import run_virtual
 from tests.flows.scripted import Scripted, prompt
 from tests.runtime.worlds import left_on
 

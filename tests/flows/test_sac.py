@@ -7,7 +7,7 @@ from rlinf.actors.deciding import Decider
 from rlinf.actors.experience import OffPolicyDecider, transitions
 from rlinf.flows.embodied import embodied
 from rlinf.flows.trials import trials
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.system.system import ActorSystem
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 

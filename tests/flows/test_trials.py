@@ -6,8 +6,8 @@ from rlinf.actors.deciding import Decider
 from rlinf.actors.simulation import Simulation
 from rlinf.envs.episodes import Episode
 from rlinf.flows.trials import trials
-from rlinf.runtime.actor import Actor, endpoint
-from rlinf.runtime.system import ActorSystem
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH
 
 STILL = {"simulator": REACH, "workers": 0, "num_envs": 4, "max_steps": 5, "auto_reset": False}

@@ -14,9 +14,9 @@ from rlinf.html_report import lanes_svg
 from rlinf.html_report.lanes import Trace, side_by_side
 from rlinf.html_report.lanes_svg import MOST_LANES
 from rlinf.metrics.timing import timing
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.observer import Watch
-from rlinf.runtime.trace import write_perfetto
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.observe.spans import write_perfetto
+from rlinf.runtime.system.observer import Watch
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,8 +10,8 @@ from docs.pictures.make import MODES, run
 from rlinf.html_report.lanes_svg import MOST_LANES
 from rlinf.html_report.trace_lanes import DeviceLanes, device_lanes
 from rlinf.html_report.trace_lanes_svg import device_lanes_svg
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.trace import write_perfetto
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.observe.spans import write_perfetto
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEP = [("flow", "step 1", 0.0, 1.0, None), ("flow", "step 2", 1.0, 11.0, None)]

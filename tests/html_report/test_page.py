@@ -16,7 +16,7 @@ import pytest
 
 from rlinf.html_report import write_report
 from rlinf.html_report.run_data import MOST_POINTS, MOST_TEXT, curves, read_run
-from rlinf.runtime.trace import write_perfetto
+from rlinf.runtime.observe.spans import write_perfetto
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;\u2028"
 """What a model may write."""

@@ -13,8 +13,8 @@ from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.tracking import Tracked, Tracking
 from rlinf.placement.ledger import Ledger
 from rlinf.placement.profile import load
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.observer import Watch
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.system.observer import Watch
 
 
 class Rollout(Actor):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.metrics.timing import ACTIVITIES, sentence, timing
-from rlinf.runtime.observer import Busy, Lap, Moved, union
+from rlinf.runtime.system.observer import Busy, Lap, Moved, union
 
 ENDPOINTS = {
     "generation": "generate",

@@ -12,7 +12,7 @@ from pathlib import Path
 from rlinf.config import load_config
 from rlinf.config_embodied import is_embodied, load_embodied
 from rlinf.launch import _main_of, _make_directory
-from rlinf.runtime.run import run
+from rlinf.runtime.system.torchrun import run
 
 
 def read(path, hosts):

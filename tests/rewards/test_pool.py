@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from rlinf.rewards.pool import RewardPool
-from rlinf.runtime.child import ChildDied
+from rlinf.runtime.processes.supervisor import ChildDied
 
 REWARDS = """
     import asyncio, ctypes, os, sys, time

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlinf.runtime.arena import Arena, ArenaFull, ArenaReader, SlotRef
-from rlinf.runtime.errors import RuntimeFault
-from rlinf.runtime.holes import PAGE, Holes
+from rlinf.runtime.base.errors import RuntimeFault
+from rlinf.runtime.shm.arena import Arena, ArenaFull, ArenaReader, SlotRef
+from rlinf.runtime.shm.free_list import PAGE, Holes
 
 pytestmark = pytest.mark.skipif(not Arena.available(), reason="needs memfd")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.errors import ActorDied, UserError
+from rlinf.runtime.base.errors import ActorDied, UserError
 
 
 class Worker(Actor):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.errors import ActorDied, RemoteError, UserError
+from rlinf.runtime.base.errors import ActorDied, RemoteError, UserError
 from tests.runtime.worlds import until
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlinf import Actor, ActorSystem, Channel, endpoint
-from rlinf.runtime.errors import QueueClosed
+from rlinf.runtime.base.errors import QueueClosed
 from tests.runtime.worlds import until
 
 BIG = 40_000

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from rlinf.runtime.child import Child, ChildDied
-from rlinf.runtime.errors import RemoteError, UserError
-from rlinf.runtime.worker import CallTimeout, Worker, WorkerPool
+from rlinf.runtime.base.errors import RemoteError, UserError
+from rlinf.runtime.processes.supervisor import Child, ChildDied
+from rlinf.runtime.processes.worker import CallTimeout, Worker, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 QUICK = (0.01, 1.0, 0.01)
@@ -326,8 +326,8 @@ def test_child_died_travels_between_processes() -> None:
 
 PARENT = """
 import asyncio, sys, threading
-from rlinf.runtime.child import Child
-from rlinf.runtime.worker import Worker
+from rlinf.runtime.processes.supervisor import Child
+from rlinf.runtime.processes.worker import Worker
 
 FAMILY = '''
 import os, time

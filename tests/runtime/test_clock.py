@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.runtime import clock
-from rlinf.runtime.clock import Clock, Deadlock, VirtualLoop, is_virtual, run_virtual, virtual
+from rlinf.runtime.base import clock
+from rlinf.runtime.base.clock import Clock, Deadlock, VirtualLoop, is_virtual, run_virtual, virtual
 
 
 def running() -> VirtualLoop:

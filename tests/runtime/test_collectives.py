@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rlinf.runtime.collectives import CollectiveError, Collectives, CollectiveTimeout
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.worker import Worker
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.worker import Worker
+from rlinf.runtime.transport.group_registry import CollectiveError, Collectives, CollectiveTimeout
 
 HOSTS = 3
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf import ActorSystem, endpoint
-from rlinf.runtime.actor import Actor
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.lease import LeaseManager, Tenant
-from rlinf.runtime.residency import DeviceMemory
+from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.devices.lease_manager import LeaseManager, Tenant
+from rlinf.runtime.devices.memory import DeviceMemory
 from tests.runtime.programs.roles import book, role, run
 
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])

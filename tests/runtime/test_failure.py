@@ -37,7 +37,7 @@ def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
     assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
     assert took < 1.0
     error = first_error(ranks.complained(0))
-    assert error.startswith(f"rlinf.runtime.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
+    assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
     assert "while victim[2].wait was pending" in error
     assert ranks.printed(1) == "closed victim[1]\n"
     assert ranks.complained(1) == ""
@@ -50,7 +50,7 @@ def test_a_killed_host_ends_the_job_though_main_waits_for_something_else(zygote)
     ranks.kill(1)
     assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
     error = first_error(ranks.complained(0))
-    assert error.startswith(f"rlinf.runtime.errors.ActorDied: host 1 (pid {ranks.pids[1]} on ")
+    assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 1 (pid {ranks.pids[1]} on ")
     assert "died, and with it victim[1]" in error
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.flows import MOST_TIMES, FlowBook, quantiles
-from rlinf.runtime.observer import Lap, Moved, Watch
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.observe.dataflow import MOST_TIMES, FlowBook, quantiles
+from rlinf.runtime.system.observer import Lap, Moved, Watch
 
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf import Stream, endpoint
-from rlinf.runtime.actor import current_call
-from rlinf.runtime.errors import UserError
+from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.roles import Role, book, role, run
 
 both_worlds = pytest.mark.parametrize("serialize", [False, True], ids=["local", "serialize"])

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.lease import Claim, DeviceMemory, Lease, LeaseError, LeaseManager, Tenant
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.devices.lease_manager import Claim, DeviceMemory, Lease, LeaseError, LeaseManager, Tenant
 
 
 class World:

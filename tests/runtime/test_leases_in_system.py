@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.errors import UserError
+from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.roles import Role, book, role, run
 from tests.runtime.worlds import until
 

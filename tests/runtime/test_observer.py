@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.observer import Watch, busy, recent, union, without
-from rlinf.runtime.trace import Tracer
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.observe.spans import Tracer
+from rlinf.runtime.system.observer import Watch, busy, recent, union, without
 
 intervals = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=12

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlinf import Actor, ActorGroup, ActorSystem, Channel, Stream, endpoint
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.payload import INLINE_BYTES, SEALED_BYTES
-from rlinf.runtime.resolve import holds_promise
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.values.codec import INLINE_BYTES, SEALED_BYTES
+from rlinf.runtime.values.dereference import holds_promise
 from tests.runtime.worlds import until
 
 DTYPES = [

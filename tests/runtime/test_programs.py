@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlinf import Actor, ActorSystem, Channel, Stream, endpoint
-from rlinf.runtime.actor import current_scope
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.transport import Frame, LocalTransport
+from rlinf.runtime.base.calls import current_scope
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.transport.link import Frame, LocalTransport
 from tests.runtime.worlds import nothing_left
 
 # Random programs ---------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlinf.runtime.clock import VirtualLoop, run_virtual
-from rlinf.runtime.errors import QueueClosed
-from rlinf.runtime.queue import ItemQueue
+from rlinf.runtime.base.clock import VirtualLoop, run_virtual
+from rlinf.runtime.base.errors import QueueClosed
+from rlinf.runtime.streams.item_queue import ItemQueue
 
 
 def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

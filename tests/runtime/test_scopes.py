@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.errors import ActorDied, QueueClosed, UserError
+from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from tests.runtime.worlds import until
 
 

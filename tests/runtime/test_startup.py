@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from rlinf.runtime.errors import UserError
-from rlinf.runtime.run import _bind_interface
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.system.torchrun import _bind_interface
 from tests.runtime.programs.jobs import listening, until
 
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.errors import ActorDied, QueueClosed, UserError
+from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from tests.runtime.worlds import until
 
 BIG = 40_000

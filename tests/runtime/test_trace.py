@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.trace import Tracer, best_offset, write_perfetto
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.observe.spans import Tracer, best_offset, write_perfetto
 
 
 class Trace:

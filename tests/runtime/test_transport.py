@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.runtime.clock import run_virtual
-from rlinf.runtime.rpc import _pack, _unpack
-from rlinf.runtime.transport import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts
+from rlinf.runtime.transport.torch_rpc import _pack, _unpack
 from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
 
 

@@ -11,9 +11,9 @@ import pytest
 
 import rlinf
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.clock import Deadlock, run_virtual
-from rlinf.runtime.errors import StallError
-from rlinf.runtime.waits import HostReport, Lock, Progress, Wait, find_cycles, render
+from rlinf.runtime.base.clock import Deadlock, run_virtual
+from rlinf.runtime.base.errors import StallError
+from rlinf.runtime.observe.stalls import HostReport, Lock, Progress, Wait, find_cycles, render
 
 
 class Worker(Actor):

@@ -25,8 +25,8 @@ import pytest
 
 import rlinf
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.runtime.actor import current_scope
-from rlinf.runtime.host import Host
+from rlinf.runtime.actor.host import Host
+from rlinf.runtime.base.calls import current_scope
 
 WORLDS = ("local", "serialize", "rpc")
 DEADLINE = 10.0
@@ -68,8 +68,8 @@ def left_on(host: Host) -> dict[str, Any]:
         "sent": [sent.name for sent in host.sent.values()],
         "serving": [task.get_coro().cr_frame.f_locals.get("call") or task for task in host.serving.values()],  # type: ignore[union-attr]
         "kept": list(host.values.kept),
-        "queues": [queue.name for queue in host.queues.values()],
-        "held": [queue.name for queue in host.held],
+        "queues": [queue.name for queue in host.system.queues.all()],
+        "held": [queue.name for queue in host.system.queues.held],
         "tasks": [str(task) for task in host._tasks],
         "cells": [cell.name for cell in host.cells.values() if cell.name not in ("host", "probe[0]")],
         "arena": host.values.arena.statistics().slots if host.values.arena is not None else 0,

@@ -22,7 +22,7 @@ from rlinf.envs.base import Transition
 from rlinf.envs.toy import Reach
 from rlinf.models.building import build_policy_model
 from rlinf.models.mlp import MlpConfig, MlpPolicy
-from rlinf.runtime.actor import endpoint
+from rlinf.runtime.actor.actor import endpoint
 from tests.envs.scripted import Scripted
 
 REACH = "rlinf.envs.toy.Reach"

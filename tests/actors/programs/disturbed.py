@@ -142,7 +142,7 @@ async def misfed(system: rlinf.ActorSystem) -> None:
             print(type(error).__name__, str(error)[:40], "kept" if "was kept in" in str(error) else "", flush=True)
     try:
         await trainer[0].train(BATCH)
-    except rlinf.runtime.errors.UserError as error:
+    except rlinf.runtime.base.errors.UserError as error:
         print(str(error)[-50:], flush=True)
     metrics = await trainer.train(Stream.of(BATCH))
     other = await system.spawn(Trainer, name="untouched", **SETTINGS)

@@ -11,7 +11,7 @@ import rlinf
 from rlinf import endpoint
 from rlinf.actors.receiving import LoadRefused, Receiver
 from rlinf.data.weights import Weights
-from rlinf.runtime import run as running
+from rlinf.runtime.system import torchrun as running
 
 
 class Toy(Receiver):

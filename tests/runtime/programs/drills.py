@@ -6,7 +6,7 @@ import time
 
 import rlinf
 from rlinf import Actor, endpoint
-from rlinf.runtime.errors import ActorDied
+from rlinf.runtime.base.errors import ActorDied
 
 
 class Victim(Actor):

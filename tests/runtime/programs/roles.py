@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.clock import run_virtual
+from rlinf.runtime.base.clock import run_virtual
 
 
 class Book:

@@ -9,7 +9,7 @@ import torch
 
 import rlinf
 from rlinf import Actor, Stream, endpoint
-from rlinf.runtime.errors import ActorDied, UserError
+from rlinf.runtime.base.errors import ActorDied, UserError
 
 
 class Worker(Actor):

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from rlinf.runtime.transport import Link
+from rlinf.runtime.transport.link import Link
 
 DEADLINE = 20.0
 
@@ -208,7 +208,7 @@ async def run_local(behaviour, open_transports):
 
 async def run_rank(behaviour):
     """Run one end of a behaviour over torch RPC."""
-    from rlinf.runtime.rpc import RpcTransport
+    from rlinf.runtime.transport.torch_rpc import RpcTransport
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     rank = int(os.environ["RANK"])

@@ -14,9 +14,6 @@ import select
 import signal
 import sys
 
-import rlinf.runtime.rpc
-import rlinf.runtime.run  # noqa: F401
-
 
 def serve():
     """Fork what is asked for; returns in the child, with what it is to run."""

@@ -1,0 +1,196 @@
+"""Actors: classes whose `@endpoint` methods are called from anywhere.
+
+Flows in: calls, delivered by the host. Flows out: values, streams, errors with the actor's name on them. Who wakes
+whom: every call is a task of its own on the host's loop, so endpoints of one actor interleave at their awaits.
+
+Life cycle: made by `ActorSystem.spawn`, which awaits `setup(**kwargs)`; serving; `close()` when its scope ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
+
+import torch
+
+from rlinf.runtime.base.calls import ActorId, Call, current_call
+from rlinf.runtime.base.compute_thread import ComputeThread
+from rlinf.runtime.base.lease_policy import Granularity
+
+if TYPE_CHECKING:
+    from rlinf.runtime.base.ports import Group, Scope, System
+
+    from .host import Host
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What `@endpoint` says about a method."""
+
+    name: str
+    streams: bool
+    """It is an async generator: calling it returns a Stream."""
+    device: bool
+    """It runs only while its actor holds a lease on its devices."""
+    gang: bool
+    """A call on a whole group takes the devices of all ranks at once; otherwise each rank takes its own."""
+    joint: bool
+    """A call on a whole group comes to what rank 0 returned; otherwise to a list of what each did."""
+
+
+@overload
+def endpoint(fn: F) -> F: ...
+@overload
+def endpoint(*, device: bool = False, gang: bool | None = None, joint: bool = False) -> Callable[[F], F]: ...
+def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None, joint: bool = False) -> Any:
+    """Make an `async def` method callable from other actors and hosts.
+
+    Args:
+        device: it uses the actor's devices. The runtime takes a lease around each call, onloading the actor first
+            when it was parked.
+        gang: a call on the whole group gets the devices of all ranks atomically, as SPMD code with collectives
+            needs. Default: yes for plain methods, no for async generators, whose ranks work independently.
+        joint: the ranks answer as one: a call on the whole group runs on every rank and comes to what rank 0 returned,
+            so that a flow reads the same for one rank and for many.
+
+    Raises:
+        TypeError: the method is not async, or is joint and an async generator.
+    """
+
+    def mark(method: Any) -> Any:
+        streams = inspect.isasyncgenfunction(method)
+        if not streams and not inspect.iscoroutinefunction(method):
+            raise TypeError(
+                f"{method.__qualname__} is marked @endpoint but is not async: write `async def`, and run blocking "
+                "work inside it by `await self.compute(fn, ...)`"
+            )
+        if joint and streams:
+            raise TypeError(f"{method.__qualname__} cannot be joint: the ranks' items come in one stream as it is")
+        gangs = (not streams) if gang is None else gang
+        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint)
+        return method
+
+    return mark if fn is None else mark(fn)
+
+
+class Actor:
+    """Base class of all workers. Subclass it, write `async def` methods marked `@endpoint`, and spawn it.
+
+    An actor lives in one process and owns its state; nobody else touches it. Blocking work goes through `compute`.
+    """
+
+    endpoints: ClassVar[dict[str, Endpoint]] = {}
+    """Endpoints of the class by name, collected from it and its bases."""
+
+    _cell: Cell
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.endpoints = {
+            name: method.__endpoint__
+            for base in reversed(cls.__mro__)
+            for name, method in vars(base).items()
+            if hasattr(method, "__endpoint__")
+        }
+
+    async def setup(self) -> None:
+        """Prepare for serving; receives the keyword arguments of `spawn`."""
+
+    async def close(self) -> None:
+        """Give back what the actor holds. Called once, after its running calls have ended."""
+
+    async def offload(self) -> None:
+        """Move what lies on the device to the host's memory; called when another role needs the space."""
+
+    async def onload(self) -> None:
+        """Bring back what `offload` moved; called before the next call that uses the device."""
+
+    @property
+    def rank(self) -> int:
+        """Position in its group, from 0."""
+        return self._cell.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of actors in its group."""
+        return len(self._cell.group)
+
+    @property
+    def group(self) -> Group:
+        """The group it was spawned in, itself included."""
+        return self._cell.group
+
+    @property
+    def host(self) -> int:
+        """Number of the host it lives on."""
+        return self._cell.host.rank
+
+    @property
+    def system(self) -> System:
+        """The system, for spawning and finding other actors. What it spawns is closed with it."""
+        return self._cell.host.system
+
+    def empty_shared(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor that goes to other processes of this machine without a copy.
+
+        Do not write to it once it was sent: its receivers look at the same memory. Its memory comes back when nobody
+        uses it any more.
+        """
+        arena = self._cell.host.values.arena
+        return torch.empty(tuple(shape), dtype=dtype) if arena is None else arena.empty(shape, dtype)
+
+    async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run blocking work in this actor's own thread; the loop goes on answering meanwhile.
+
+        Calls of one actor run one after the other. Cancelled while `fn` runs, it takes effect when `fn` returns.
+        """
+        return await self._cell.compute(fn, *args, **kwargs)
+
+
+class Cell:
+    """An actor and what its host keeps about it."""
+
+    def __init__(self, actor: Actor, actor_id: ActorId, name: str, rank: int, group: Group, host: Host):
+        self.actor = actor
+        self.id = actor_id
+        self.name = name
+        self.rank = rank
+        self.group = group
+        self.host = host
+        self.calls: set[Call] = set()
+        self.leased = False
+        """Its devices are declared, so device endpoints need a lease."""
+        self.granularity = Granularity()
+        """When its device calls ask for its devices, and for how long they keep them."""
+        self.scope: Scope | None = None
+        self._thread: ComputeThread | None = None
+        actor._cell = self
+
+    async def compute(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        if self._thread is None:
+            self._thread = ComputeThread(self.name, self.host.loop)
+        call = current_call.get()
+        name = getattr(fn, "__name__", type(fn).__name__)
+        lease = call.lease if call is not None else None
+        async with lease.computing() if lease is not None else contextlib.nullcontext():
+            start = self.host.now()  # not before: to wait for a device is not to compute
+            if call is not None:
+                call.doing = f"computing {name}"
+                call.moves += 1
+            try:
+                return await self._thread.run(fn, *args, **kwargs)
+            finally:
+                if call is not None:
+                    call.doing = None
+                self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+
+    def stop_computing(self) -> None:
+        if self._thread is not None:
+            self._thread.close()

@@ -1,0 +1,63 @@
+"""Where the running code is: on which host, in which call; and what every file of the runtime needs to say so.
+
+Flows in: the start of a call. Flows out: its host, name and scope to whatever runs inside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rlinf.runtime.base.calls import SERVICE, Call, current_call, current_task, host_here, run_on
+from rlinf.runtime.base.errors import ActorDied
+
+from .actor import Cell
+
+if TYPE_CHECKING:
+    from .host import Host
+
+SHOWN_WAIT = 1e-3
+"""Seconds; shorter waits are not worth a span."""
+
+
+class Running:
+    """In it the current task counts as a call of an actor: its name is on errors, and its span is recorded."""
+
+    __slots__ = ("call", "cell", "host")
+
+    def __init__(self, host: Host, cell: Cell, call: Call):
+        self.host = host
+        self.cell = cell
+        self.call = call
+
+    def __enter__(self) -> Call:
+        self.call.task = current_task()
+        run_on(self.host, self.call, self.cell.scope)
+        self.cell.calls.add(self.call)
+        return self.call
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        call, cell = self.call, self.cell
+        cell.calls.discard(call)
+        call.task = None
+        if cell.id == SERVICE:
+            return
+        method = call.name.rpartition(".")[2]
+        self.host.tracer.span(cell.name, method, call.since, self.host.now(), {"caller": call.parent})
+        if isinstance(error, asyncio.CancelledError):
+            if call.killed:
+                raise ActorDied(f"{cell.name} on host {self.host.rank} was closed while {method}() ran") from None
+        elif error is not None:
+            note = f"in {call.name}() on host {self.host.rank}"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+
+
+def show_wait(host: Host, what: str, start: float) -> None:
+    """Record that the running code has waited since `start`, if that is worth a span."""
+    end = host.now()
+    if end - start > SHOWN_WAIT:
+        call = current_call.get()
+        told = host_here() or host  # the stream may live on another host of this process
+        track = call.name.rpartition(".")[0] if call is not None else "flow"
+        told.tracer.span(track, f"wait for {what}", start, end)

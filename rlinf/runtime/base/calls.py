@@ -1,0 +1,155 @@
+"""Calls: what runs on behalf of whom. Every room above asks this file who the running code is.
+
+Flows in: the start and end of calls. Flows out: their names, for errors, traces and stall reports, and the host that
+the running code is on. Nobody is woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import weakref
+from asyncio import _get_running_loop
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ports import DeviceLease, Host, Scope
+
+ActorId = tuple[int, int]
+"""(host that spawned it, number there): unique in the system."""
+Key = tuple[int, int]
+"""(host, number there): names a call, a kept value, a queue or a ticket; unique in the system."""
+Gang = tuple[int, int, int]
+"""A call on several ranks of a group at once: (host that made it, number there, how many ranks)."""
+
+SERVICE: ActorId = (-1, 0)
+"""The actor that every host has, for the runtime's own calls (`host_service.py`)."""
+CONTROLLER = 0
+"""The host that runs the flow and keeps names and leases."""
+FLOW = "flow"
+"""Stands for the flow function itself, among calls and endpoints."""
+
+
+@functools.lru_cache(4096)
+def role_of(name: str) -> str:
+    """A call's endpoint without its rank: "judge.score" of "judge[0].score". What has no rank stays as it is."""
+    group, bracket, _ = name.partition("[")
+    return f"{group}.{name.rpartition('.')[2]}" if bracket else name
+
+
+class Call:
+    """A call that is running on this host: for stall reports, traces, and the name on errors."""
+
+    __slots__ = (
+        "_label", "_role", "caller", "doing", "gang", "killed", "lease",
+        "moves", "name", "number", "parent", "promise", "since", "task", "within",
+    )  # fmt: skip
+
+    def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
+        self.name = name
+        self._label: str | None = None
+        self._role: str | None = None
+        self.caller = caller
+        self.number = number
+        self.parent = parent
+        self.gang = gang
+        self.since = since
+        self.doing: str | None = None
+        self.moves = 0
+        """Computations begun: a call that computes is not stuck."""
+        self.lease: DeviceLease | None = None
+        self.promise: Any = None
+        """The promise that it settles, if its caller is on this host."""
+        self.killed = False
+        """Its actor was ended over it, so nothing it had in hand is done."""
+        self.task: asyncio.Task[Any] | None = None
+        self.within: Call | None = None
+        """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
+
+    def helps(self, call: Call | None) -> None:
+        """It is no call of an actor, but does a part of this one, or of the flow."""
+        self.within = call
+        self._role = here(call)
+
+    @property
+    def role(self) -> str:
+        """Its endpoint without the rank, e.g. "judge.score"."""
+        if self._role is None:
+            self._role = role_of(self.name)
+        return self._role
+
+    @property
+    def label(self) -> str:
+        """Unique in the system, e.g. "judge[0].score#0.17": caller's host and the call's number there."""
+        if self._label is None:
+            self._label = f"{self.name}#{self.caller}.{self.number}"
+        return self._label
+
+
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+"""The endpoint call in which the running task is."""
+current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
+"""The scope that owns what the running task spawns."""
+_current_host: ContextVar[Host | None] = ContextVar("current_host", default=None)
+_last_host: weakref.ref[Host] | None = None
+
+if sys.version_info >= (3, 12):
+    current_task = asyncio.current_task
+else:  # there it is written in Python, and every call asks it
+    from asyncio.tasks import _current_tasks  # type: ignore[attr-defined]
+
+    def current_task() -> asyncio.Task[Any] | None:
+        """The running task."""
+        return _current_tasks.get(_get_running_loop())  # type: ignore[no-any-return]
+
+
+def here(call: Call | None) -> str:
+    """The endpoint that a call is of, without its rank; None is the flow."""
+    return FLOW if call is None else call.role
+
+
+def enter_host(host: Host) -> None:
+    """Code that runs in this context from now on is on `host`."""
+    global _last_host
+    _current_host.set(host)
+    _last_host = weakref.ref(host)
+
+
+def host_here() -> Host | None:
+    """The host that this context was entered for, if any."""
+    return _current_host.get()
+
+
+def current_host() -> Host:
+    """The host that the running code is on.
+
+    Raises:
+        RuntimeError: no system is open here.
+    """
+    host = _current_host.get()
+    if host is None and _last_host is not None:
+        host = _last_host()  # e.g. a test whose system was opened by a fixture, in another context
+    if host is None or host.closed:
+        raise RuntimeError("no actor system is open: use `async with ActorSystem.local()` or `rlinf.run(main)`")
+    return host
+
+
+def run_on(host: Host, call: Call, scope: Scope | None) -> None:
+    """The running task is a call on `host` from now on; what it spawns belongs to `scope`."""
+    current_call.set(call)
+    current_scope.set(scope)
+    _current_host.set(host)
+
+
+def waiter() -> str:
+    """Who the running code is, in reports: its call, or "flow"; with the task's name if that is not the call's own."""
+    call = current_call.get()
+    if call is not None:
+        name, own = call.label, call.task
+    else:
+        host = _current_host.get()
+        name, own = FLOW, host.flow if host is not None else None
+    task = None if own is None else current_task()
+    return name if task is own or task is None else f"{name}/{task.get_name()}"

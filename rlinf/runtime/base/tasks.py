@@ -1,0 +1,109 @@
+"""Tasks and threads that somebody owns: run together, cancelled and waited for, never forgotten.
+
+Flows in: coroutines, tasks, blocking functions. Flows out: their results; the first failure. Who wakes whom: the end
+of the last task wakes who waits for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def finish(future: asyncio.Future[Any]) -> None:
+    """Wait until a task or future has ended, come what may; a cancellation meanwhile is raised after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]], seconds: float | None = None) -> list[asyncio.Task[Any]]:
+    """Cancel tasks and wait until each has ended; their outcomes are dropped.
+
+    Args:
+        seconds: to wait at most.
+
+    Returns:
+        Those that have not ended.
+    """
+    current = asyncio.current_task()
+    waiting = [task for task in tasks if task is not current and not task.done()]
+    for task in waiting:
+        task.cancel()
+    if not waiting:
+        return []
+    done, pending = await asyncio.wait(waiting, timeout=seconds)
+    for task in done:
+        if not task.cancelled():
+            task.exception()
+    return list(pending)
+
+
+async def together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What all of these come to; the first failure cancels the others, without waiting for their ends."""
+    if len(awaitables) < 2:
+        return [await each for each in awaitables]
+    futures = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*futures)
+    except BaseException:
+        for future in futures:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # seen: the first one is raised
+        raise
+    finally:
+        del futures  # they lead to the error, and its traceback here
+
+
+async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
+    """Run coroutines together; the first failure cancels the others, and is raised as it is once they have ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+
+
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
+
+    Not the loop's executor: that has few threads, and the interpreter would wait for them when it exits.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result: Any = function()
+            error = None
+        except Exception as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, future, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future its outcome, unless it has one; nobody need look at an error."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # marks it as seen: the one who waited may have been cancelled

@@ -1,0 +1,271 @@
+"""The lease manager's door, on the controller: tickets from all hosts become requests to the manager.
+
+Flows in: tickets of single calls, and of the ranks of group calls. Flows out: grants; word to holders that others want
+their devices; calls of `offload` and `onload` on the actors' hosts. Who wakes whom: the manager's grant answers the
+host's call; the last rank of a group call to be ready lets the whole group ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.calls import SERVICE, ActorId, Gang, Key
+from rlinf.runtime.base.errors import UserError
+
+from .lease_manager import DeviceMemory, Lease, LeaseManager, Tenant
+
+MOVES = 10_000
+"""Moves that are remembered: far more than a step has."""
+Move = tuple[str, str, float, float]
+"""An actor, "onload" or "offload", start and end in seconds of the controller's clock."""
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank of a group call, while it waits for the group's devices or uses them."""
+
+    name: str
+    who: str
+    granted: asyncio.Future[Lease]
+    since: float
+
+
+class GroupLease:
+    """One lease shared by the ranks of a group call.
+
+    They ask for their devices together, once all that have not ended are ready: a rank whose arguments are still being
+    computed may need the very device that the others would hold. They give them back when none of them needs them.
+
+    Args:
+        ranks: how many take part in the call.
+    """
+
+    def __init__(self, manager: LeaseManager, ranks: int):
+        self._manager = manager
+        self.who = ""
+        """Its name in reports."""
+        self.left = ranks
+        """Ranks whose part of the call is not over."""
+        self.asking: dict[Key, _Rank] = {}
+        self.holding: dict[Key, _Rank] = {}
+        self._lease: Lease | None = None
+        self._taking: asyncio.Task[None] | None = None
+
+    async def acquire(self, ticket: Key, name: str, who: str) -> Lease:
+        """Wait for the devices of all ranks."""
+        loop = asyncio.get_running_loop()
+        self.who = self.who or f"all ranks of {who}"
+        rank = self.asking[ticket] = _Rank(name, who, loop.create_future(), loop.time())
+        self._proceed()
+        return await rank.granted
+
+    def leave(self, ticket: Key) -> None:
+        """This rank does not need the devices now, or does not want them any more."""
+        self.holding.pop(ticket, None)
+        rank = self.asking.pop(ticket, None)
+        if rank is not None:
+            rank.granted.cancel()
+        if self._taking is not None and not self.asking:
+            self._taking.cancel()
+        if self._lease is not None and not self.holding and not self.asking:
+            lease, self._lease = self._lease, None
+            self._manager.release(lease)
+        self._proceed()
+
+    def over(self) -> None:
+        """One rank's part of the call is over."""
+        self.left -= 1
+        self._proceed()
+
+    def _proceed(self) -> None:
+        if self._lease is not None:
+            self._grant(self._lease)
+        elif self._taking is None and self.asking and len(self.asking) >= self.left:
+            self._taking = asyncio.create_task(self._take())
+
+    async def _take(self) -> None:
+        lease = None
+        try:
+            lease = await self._manager.acquire([rank.name for rank in self.asking.values()], self.who)
+        except Exception as error:  # it belongs to those who wait
+            for rank in self.asking.values():
+                if not rank.granted.done():
+                    rank.granted.set_exception(error)
+            self.asking.clear()
+        finally:
+            self._taking = None
+            if self.asking:
+                self._lease = lease
+            elif lease is not None:
+                self._manager.release(lease)  # all gave up in the tick of the grant
+            self._proceed()
+
+    def _grant(self, lease: Lease) -> None:
+        for ticket, rank in self.asking.items():
+            if not rank.granted.done():
+                rank.granted.set_result(lease)
+                self.holding[ticket] = rank
+        self.asking.clear()
+
+
+class LeaseService(Actor):
+    """The part of a host's own actor that is the lease manager's door; in use on the controller only."""
+
+    manager: LeaseManager
+    tenants: dict[str, tuple[int, ActorId]]
+    moved: deque[Move]
+    """The last moves of actors."""
+
+    def open_leases(self, memory: dict[int, int] | None) -> None:
+        """Start managing devices of so many bytes each (None: as many as anyone likes)."""
+        self.tenants = {}
+        self.moved = deque(maxlen=MOVES)
+        self.manager = LeaseManager(memory, self._move("offload"), self._move("onload"))
+        self._memory = memory or {}
+        self._cell.host.on_lost.append(lambda host, reason: self._forget(host))
+        self._tickets: dict[Key, Lease | GroupLease | None] = {}
+        self._groups: dict[Gang, GroupLease] = {}
+
+    def _move(self, what: str) -> Any:
+        async def move(name: str) -> None:
+            host, actor = self.tenants[name]
+            start = self._cell.host.now()
+            await self._cell.host.call(host, SERVICE, "move", f"{name}.{what}", (actor, what), {})
+            self.moved.append((name, what, start, self._cell.host.now()))
+
+        return move
+
+    # Tenants -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def lease_register(self, tenants: list[tuple[Tenant, int, ActorId]]) -> None:
+        """Make the actors of one group known to the manager before they ask for anything.
+
+        Raises:
+            UserError: one of them, or all of them together, could never be loaded.
+        """
+        self._check_together([tenant for tenant, _, _ in tenants])
+        done: list[tuple[str, ActorId]] = []
+        for tenant, host, actor in tenants:
+            try:
+                self.manager.register(tenant)
+            except ValueError as error:
+                self.lease_unregister(done)
+                raise UserError(f"{error}: give it other devices, or see that it needs less") from None
+            self.tenants[tenant.name] = (host, actor)
+            done.append((tenant.name, actor))
+
+    def _check_together(self, tenants: list[Tenant]) -> None:
+        """The ranks of a group are set up, and called, together."""
+        for device, capacity in self._memory.items():
+            here = [tenant for tenant in tenants if device in tenant.devices]
+            needed = sum(tenant.resident_bytes for tenant in here)
+            if needed > capacity:
+                raise UserError(
+                    f"{', '.join(tenant.name for tenant in here)} can never be loaded on device {device} together: "
+                    f"they need {needed} of {capacity} bytes. Give them other devices, or see that they need less"
+                )
+
+    def lease_unregister(self, tenants: list[tuple[str, ActorId]]) -> None:
+        """Forget actors, unless others have taken their names meanwhile."""
+        for name, actor in tenants:
+            if name in self.tenants and self.tenants[name][1] == actor:
+                del self.tenants[name]
+                self.manager.unregister(name)
+
+    @endpoint
+    async def lease_resize(self, names: list[str], resident: int | None, parked: int | None) -> None:
+        """Declare the bytes of the ranks of a group anew.
+
+        Raises:
+            UserError: they have no devices, or could never be loaded.
+        """
+        if unknown := [name for name in names if name not in self.tenants]:
+            raise UserError(f"{', '.join(unknown)} has no devices, so its bytes do not count: spawn it with devices=")
+        try:
+            new = [self.manager.tenant(name).resized(resident, parked) for name in names]
+            self._check_together(new)
+            await self.manager.resize(new, f"resize of {names[0].partition('[')[0]}")
+        except ValueError as error:
+            raise UserError(f"{error}: give it other devices, or see that it needs less") from None
+
+    @endpoint
+    async def lease_devices(self) -> dict[int, DeviceMemory]:
+        """What each device holds."""
+        return self.manager.statistics().devices
+
+    # Tickets -----------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def lease_acquire(self, ticket: Key, name: str, who: str, gang: Gang | None, notify: bool) -> float:
+        """Wait for the devices of an actor; or, in a gang, of all its ranks. Returns the seconds that loading took."""
+        self._tickets[ticket] = None
+        if gang is None:
+            lease = await self.manager.acquire([name], who)
+            if ticket not in self._tickets:
+                self.manager.release(lease)  # given up in the tick of the grant
+                return 0.0
+            self._tickets[ticket] = lease
+        else:
+            group = self._groups.get(gang)
+            if group is None:
+                group = self._groups[gang] = GroupLease(self.manager, gang[2])
+            self._tickets[ticket] = group
+            lease = await group.acquire(ticket, name, who)
+        if notify:
+            lease.on_wanted(lambda: self._tell_wanted(ticket))
+        return lease.loading
+
+    def _tell_wanted(self, ticket: Key) -> None:
+        if ticket in self._tickets:
+            self._cell.host.cast(ticket[0], SERVICE, "lease_wanted", ticket)
+
+    def lease_wanted(self, ticket: Key) -> None:
+        """Arrives at the host of the holder."""
+        self._cell.host.system.leases.wanted(ticket)
+
+    def lease_release(self, ticket: Key) -> None:
+        """The holder of a ticket is done with it, or does not wait for it any more."""
+        held = self._tickets.pop(ticket, None)
+        if isinstance(held, Lease):
+            self.manager.release(held)
+        elif held is not None:
+            held.leave(ticket)
+
+    def lease_over(self, gang: Gang) -> None:
+        """One rank's part of a group call is over: the others need not wait for it."""
+        group = self._groups.setdefault(gang, GroupLease(self.manager, gang[2]))
+        group.over()
+        if group.left <= 0:
+            del self._groups[gang]
+
+    def _forget(self, host: int) -> None:
+        """A host died: what it held comes back."""
+        for ticket in [ticket for ticket in self._tickets if ticket[0] == host]:
+            self.lease_release(ticket)
+
+    # Reports -----------------------------------------------------------------------------------------------------
+
+    def lease_waits(self) -> Iterator[tuple[str, str, float | None]]:
+        """(who, on what, since) for the stall report; since is None where nobody waits, but one leads to the other."""
+        for claim in self.manager.waiting():
+            for device in claim.devices:
+                yield claim.who, f"device {device}", claim.since
+        for claim in self.manager.holders():
+            for device in claim.devices:
+                yield f"device {device}", claim.who, None
+            for move in claim.moving:
+                yield claim.who, move, claim.since
+        for group in self._groups.values():
+            missing = group.left - len(group.asking) - len(group.holding)
+            for rank in group.asking.values():
+                yield rank.who, group.who, rank.since
+                if missing:
+                    yield group.who, f"{missing} more of its ranks", rank.since
+            for rank in group.holding.values():
+                yield group.who, rank.who, None

@@ -1,0 +1,1 @@
+"""What happened when, and who waits on whom: spans, data flow, stall reports. Reads what others keep."""

@@ -1,0 +1,1 @@
+"""Child processes: supervised, restarted, killable, and calls into them. Knows no actors."""

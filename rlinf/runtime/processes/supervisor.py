@@ -1,0 +1,353 @@
+"""Supervised child processes: inference servers, simulators, sandboxes; all that may crash, hang or run foreign code.
+
+Flows in: a command line, or a Python function by its dotted path. Flows out: a process that is up, or `ChildDied`
+with its exit status and last words. Who wakes whom: the end of a process (end of file on its keeper's socket), a
+health answer that did not come and `restart()` each wake the child's one task, which ends that life, waits out the
+back-off and starts the next; whoever awaits `ready()` wakes when a life is up, and `failed()` when there will be none.
+
+Children end with this process even if it is killed with SIGKILL, and so do all their descendants: each runs under a
+small keeper process; `keeper.py` tells how and why. Nothing here forks, so threads of torch are safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import shlex
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rlinf.runtime.base.errors import RuntimeFault, UserError
+
+from . import keeper
+from .process import CHANNEL, Process, send
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE = 0.05
+"""Seconds before a child that is not healthy yet is asked again; doubles up to `health_interval`."""
+
+
+class ChildDied(RuntimeFault):
+    """A child process is gone, and with it whatever it was doing.
+
+    Attributes:
+        returncode: exit status; minus the signal's number if one killed it; None if it never ran.
+        output: the last lines that it printed, oldest first.
+    """
+
+    returncode: int | None = None
+    output: tuple[str, ...] = ()
+
+
+class Child:
+    """A process that is kept running: started, checked, restarted, and ended with us.
+
+        async with Child(["python", "-m", "http.server", "8000"], name="files", health=answers) as child:
+            await use("http://127.0.0.1:8000")
+
+    Args:
+        command: a command line; or "module:function", run in a fresh interpreter that has our `sys.path`.
+        kwargs: arguments of that function, which must pickle.
+        name: what messages and logs call it.
+        env: variables to add to our environment, or to remove if None (a server may have to forget torchrun's RANK).
+        cwd: its working directory; ours if None.
+        python: interpreter for "module:function"; another one than ours uses its own `sys.path`.
+        health: awaited as `health(child)`; True is healthy, and False, or an exception, is asked again until the
+            deadline. It may as well wait until it can tell. None: a child that runs is healthy.
+        start_deadline: seconds from the start until it must be healthy.
+        health_interval: seconds from a healthy answer to the next question.
+        health_deadline: seconds until a question must have been answered with True; else the child is killed as hung.
+        max_restarts: deaths in a row that are followed by a restart.
+        backoff: seconds before the first restart, factor for each further one, most seconds.
+        reset_after: seconds up after which earlier deaths are forgotten.
+        stop_deadline: seconds from SIGTERM to SIGKILL when it is stopped.
+        on_restart: awaited as `on_restart(child)` whenever a new life is up; if it raises, that life is ended too.
+        log: file to append its output to; None keeps the last `lines` in memory.
+        lines: lines of output that `ChildDied` carries.
+    """
+
+    _role = "call"
+
+    def __init__(
+        self,
+        command: Sequence[str] | str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | str | None = None,
+        python: str = sys.executable,
+        health: Callable[[Any], Awaitable[bool]] | None = None,
+        start_deadline: float = 60.0,
+        health_interval: float = 5.0,
+        health_deadline: float = 30.0,
+        max_restarts: int = 3,
+        backoff: tuple[float, float, float] = (0.5, 2.0, 30.0),
+        reset_after: float = 60.0,
+        stop_deadline: float = 5.0,
+        on_restart: Callable[[Any], Awaitable[None]] | None = None,
+        log: Path | str | None = None,
+        lines: int = 40,
+    ):
+        self.name = name
+        self.restarts = 0
+        self._target = command if isinstance(command, str) else None
+        if self._target is None:
+            self._argv = [str(word) for word in command]
+        else:
+            self._argv = [python, keeper.__file__, self._role, CHANNEL]
+            try:
+                description = pickle.dumps(dict(kwargs or {}))
+            except Exception as error:
+                raise UserError(f"arguments of child {name!r} ({command}) cannot be pickled: {error}") from error
+            path = [os.path.abspath(entry) for entry in sys.path] if python == sys.executable else None
+            self._description = pickle.dumps((path, command, description))
+        self._env = env or {}
+        self._cwd = Path(cwd) if cwd is not None else None
+        self._health = health
+        self._start_deadline = start_deadline
+        self._health_interval = health_interval
+        self._health_deadline = health_deadline
+        self._max_restarts = max_restarts
+        self._backoff = backoff
+        self._reset_after = reset_after
+        self._stop_deadline = stop_deadline
+        self._on_restart = on_restart
+        self._log = Path(log) if log is not None else None
+        self._lines = lines
+        self._failures = 0
+        self._up_since: float | None = None
+        self._life: Process | None = None
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the child and wait until it is healthy.
+
+        Raises:
+            ChildDied: it ended, or was not healthy in time. The first life is not retried: what never ran needs a
+                person, not patience.
+        """
+        if self._task is not None:
+            raise UserError(f"child {self.name!r} was started before; make a new Child to run it again")
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Process] = loop.create_future()
+        self._failed: asyncio.Future[None] = loop.create_future()
+        self._asked: asyncio.Future[float] = loop.create_future()
+        self._task = asyncio.create_task(self._supervise(), name=f"child {self.name}")
+        try:
+            await self.ready()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the child and its descendants: SIGTERM, and SIGKILL after `stop_deadline`. May be called repeatedly."""
+        if self._task is None:
+            return
+        self._stopping = True
+        self._ask(self._stop_deadline)
+        await asyncio.wait([self._task])
+        if not self._failed.done():
+            self._down()
+            self._failed.set_result(None)
+            self._ready.set_exception(ChildDied(f"child {self.name!r} was stopped"))
+            self._ready.exception()  # marks it as seen: nobody has to be waiting
+
+    async def restart(self) -> None:
+        """End the present life as `stop` does, begin the next at once, and wait until it is healthy.
+
+        Raises:
+            ChildDied: there will be no next life.
+        """
+        self._check_started()
+        self._ask(self._stop_deadline)
+        await self.ready()
+
+    async def ready(self) -> None:
+        """Wait until the child is up. Raises `ChildDied` if it will not be."""
+        self._check_started()
+        await asyncio.shield(self._ready)
+
+    async def failed(self) -> None:
+        """Wait until the child is given up, then raise `ChildDied`; returns if it is stopped before."""
+        self._check_started()
+        await asyncio.shield(self._failed)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the present life, or None between lives."""
+        life = self._life
+        return life.started.result() if life and life.started.done() and not life.exited.done() else None
+
+    @property
+    def up(self) -> bool:
+        """Whether a life is up and healthy at this moment."""
+        return self._task is not None and self._ready.done() and self._ready.exception() is None
+
+    @property
+    def output(self) -> tuple[str, ...]:
+        """The last lines of output of the present life, oldest first."""
+        return self._life.output if self._life is not None else ()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _check_started(self) -> None:
+        if self._task is None:
+            raise UserError(f"child {self.name!r} was not started; await its start() or enter it with `async with`")
+
+    # The one task ------------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Begin lives until told to stop or none is worth a try. Unblocked by: a death, `restart`, `stop`."""
+        try:
+            while not self._stopping:
+                died = await self._live()
+                if died is not None and not self._stopping:
+                    if self._up_since is None and self.restarts == 0:
+                        return self._give_up(died, "it was never up")
+                    if self._failures >= self._max_restarts:
+                        return self._give_up(died, f"it died {self._failures + 1} times in a row")
+                    first, factor, most = self._backoff
+                    delay = min(most, first * factor**self._failures)
+                    self._failures += 1
+                    logger.warning("%s\nrestart %d in %g s", died, self.restarts + 1, delay)
+                    await asyncio.wait([self._asked], timeout=delay)
+                self.restarts += 1
+        except Exception as error:
+            self._give_up(self._death(f"cannot be run: {error}"), "it could not be started", error)
+
+    async def _live(self) -> ChildDied | None:
+        """One life from start to end; returns why it ended, or None if a restart was asked for."""
+        loop = asyncio.get_running_loop()
+        self._asked = loop.create_future()
+        changed = {**os.environ, **self._env}
+        env = {key: value for key, value in changed.items() if value is not None}
+        life = Process(
+            self._argv,
+            channel=self._target is not None,
+            env=env,
+            cwd=self._cwd,
+            log=self._log,
+            lines=self._lines,
+        )
+        self._life = life
+        self._up_since = None
+        attend = asyncio.create_task(self._attend(life), name=f"health of {self.name}")
+        grace = self._stop_deadline
+        alone = False
+        try:
+            endings: list[asyncio.Future[Any]] = [attend, life.exited, self._asked]
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            grace = self._asked.result() if self._asked.done() else 0.0
+            alone = life.exited.done()
+        finally:
+            attend.cancel()
+            self._down()
+            await asyncio.wait([attend])
+            await life.end(grace)
+        wrong = None if attend.cancelled() else attend.exception()
+        if self._up_since is not None and loop.time() - self._up_since >= self._reset_after:
+            self._failures = 0
+        if self._asked.done():
+            return None
+        died = self._death(how_it_ended(life) if alone else f"was killed: {wrong}", life)
+        died.__cause__ = None if isinstance(wrong, RuntimeFault) else wrong
+        return died
+
+    async def _attend(self, life: Process) -> None:
+        """See a life up, then keep asking for its health. Raises when it is to be killed."""
+        async with _deadline(self._start_deadline, "it was not healthy {} after its start") as reason:
+            await self._greet(life)
+            await self._until_healthy(reason)
+        self._up_since = asyncio.get_running_loop().time()
+        self._ready.set_result(life)
+        if self.restarts and self._on_restart is not None:
+            await self._on_restart(self)
+        while self._health is not None:
+            await asyncio.sleep(self._health_interval)
+            async with _deadline(self._health_deadline, "it hung: no healthy answer within {}") as reason:
+                await self._until_healthy(reason)
+        await asyncio.wait([life.exited])
+
+    async def _greet(self, life: Process) -> None:
+        """Wait for the process, and tell a Python child what to run."""
+        await asyncio.wait([life.started, life.exited], return_when=asyncio.FIRST_COMPLETED)
+        if life.channel is not None:
+            try:
+                await send(life.channel, self._description)
+            except ConnectionError:
+                await asyncio.wait([life.exited])  # the exit status says more
+
+    async def _until_healthy(self, reason: list[str]) -> None:
+        pause = _SHORTEST_PAUSE
+        while self._health is not None:
+            try:
+                if await self._health(self):
+                    return
+            except Exception as error:  # a server that is not up yet refuses connections, and that is an answer
+                reason[:] = [f"health check: {type(error).__name__}: {error}"]
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._health_interval)
+
+    def _ask(self, grace: float) -> None:
+        """Have the present life replaced, without counting it as a death; `grace`: seconds between the signals."""
+        if not self._asked.done() and not self._failed.done():
+            self._asked.set_result(grace)
+            self._down()
+
+    def _down(self) -> None:
+        """From now on `ready` waits for the next life."""
+        if self._ready.done() and not self._failed.done():
+            self._ready = asyncio.get_running_loop().create_future()
+
+    def _death(self, what: str, life: Process | None = None) -> ChildDied:
+        command = self._target or shlex.join(self._argv)
+        text = f"child {self.name!r} {what}\n  command: {command}"
+        if life is not None and life.output:
+            text += "\n  last output:\n" + "\n".join(f"    {line}" for line in life.output)
+        died = ChildDied(text)
+        if life is not None:
+            died.returncode = life.exited.result() if life.exited.done() else None
+            died.output = life.output
+        return died
+
+    def _give_up(self, died: ChildDied, why: str, cause: Exception | None = None) -> None:
+        died.add_note(f"child {self.name!r} is not restarted: {why}")
+        died.__cause__ = cause
+        self._down()
+        for future in (self._failed, self._ready):
+            future.set_exception(died)
+            future.exception()  # marks it as seen: nobody has to be waiting
+
+
+def how_it_ended(life: Process) -> str:
+    code = life.exited.result()
+    if code >= 0:
+        return f"exited with status {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float, text: str) -> AsyncIterator[list[str]]:
+    """Raise `RuntimeFault(text)` when time is up; yields a list for what was seen last."""
+    reason: list[str] = []
+    try:
+        async with asyncio.timeout(seconds):
+            yield reason
+    except TimeoutError:
+        raise RuntimeFault("; ".join([text.format(f"{seconds:g} s"), *reason])) from None

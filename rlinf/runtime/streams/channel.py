@@ -1,0 +1,347 @@
+"""Channels: named, long-lived queues that any actor on any host can use.
+
+Flows in: `put`. Flows out: `get`. Who wakes whom: see `item_queue.py`, where the items and their states live;
+here are the handles by which other hosts reach them. Small items travel with their queue entry, unread by the hosts
+between; big ones stay where they were made until their consumer fetches them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.actor.dispatch import travelling
+from rlinf.runtime.actor.invocation import show_wait
+from rlinf.runtime.base.calls import SERVICE, Key, current_call, waiter
+from rlinf.runtime.base.errors import QueueClosed
+from rlinf.runtime.observe.dataflow import Origin
+from rlinf.runtime.values.codec import ValueRef, reading_codec
+from rlinf.runtime.values.dereference import holds_promise, resolve
+from rlinf.runtime.values.promise import Promise
+
+from .envelope import Sealed, is_kept, opened
+from .item_queue import ItemQueue, Taken, Token
+from .registry import queues_of
+
+if TYPE_CHECKING:
+    from rlinf.runtime.actor.host import Host
+
+
+class QueueHandle:
+    """Reaches one `ItemQueue` from one host, which may or may not be the queue's own.
+
+    Sent to another host it becomes a handle there. Values that go to or come from the queue's own host, or another
+    host in this process, are handed over as they are; all others are sealed by the producer and opened by the consumer.
+    """
+
+    __slots__ = ("host", "id", "name", "origin", "owner")
+
+    def __init__(self, host: Host, owner: int, id: Key, name: str, origin: Origin | None = None):
+        self.host = host
+        self.owner = owner
+        self.id = id
+        self.name = name
+        self.origin = origin
+        """Who makes the items of a stream."""
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self.owner, self.id, self.name, self.origin)
+
+    def local(self) -> ItemQueue | None:
+        """The queue itself, where it lives on this host."""
+        if self.owner != self.host.rank:
+            return None
+        return queues_of(self.host).find(self.id, self.name)
+
+    def rebind(self, host: Host) -> QueueHandle:
+        """The same queue, seen from another host of this process."""
+        return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name, self.origin)
+
+    async def put(self, value: Any, key: Hashable, weight: float) -> None:
+        """Put one item, waiting for space.
+
+        Raises:
+            QueueClosed: nothing may be put any more.
+        """
+        if holds_promise(value):
+            value = await resolve(value)
+        queue = self.local()
+        if queue is not None:
+            await queue.put(value, key=key, weight=weight, name=waiter())
+        else:
+            await self._call("queue_put_one", self.id, (None, *self.seal(value), weight, key), self.plain)
+
+    @property
+    def plain(self) -> bool:
+        """Values go to the queue as they are."""
+        return self.host.codec.by_reference(self.owner)
+
+    def seal(self, value: Any) -> tuple[Any, ValueRef | None]:
+        """What goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or where
+        it is kept, until its `Sealed` at the queue is dropped."""
+        if self.plain:
+            return (value, None)
+        blob = self.host.codec.seal(value)
+        return (blob, None) if blob is not None else (None, self.host.values.keep(value))
+
+    async def take(self, token: Token, most: int = 1, *, unread: bool = False, **wishes: Any) -> Taken:
+        """Take items as `ItemQueue.take` does, and open them.
+
+        Args:
+            unread: leave them sealed if the queue is here, for whoever passes them on.
+        """
+        queue = self.local()
+        if queue is None:
+            return await self.open(await self.ask(token, most, **wishes))
+        taken = await queue.take(token, most, name=waiter(), **wishes)
+        return taken if unread else await self.open(taken)
+
+    def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Taken]:
+        """Ask a queue on another host for items; they come unopened."""
+        asked: Promise[Taken] = self._call("queue_take", self.id, token, most, wishes)
+        asked.want()
+        return asked
+
+    async def at_hand(self, token: Token, least: int) -> None:
+        """Wait until so many items are there for whoever has this token, or all that will ever be; take nothing."""
+        queue = self.local()
+        if queue is None:
+            await self.ask(token, 0, least=least, peek=True)
+        else:
+            await queue.take(token, 0, least=least, peek=True, name=waiter())
+
+    async def open(self, taken: Taken) -> Taken:
+        """Open what was taken, wherever its values are."""
+        if sum(is_kept(value) for _, value in taken) > 1:
+            values = await asyncio.gather(*(opened(value, self.host) for _, value in taken))
+            return [(id, value) for (id, _), value in zip(taken, values, strict=True)]
+        return [(id, await opened(value, self.host)) for id, value in taken]
+
+    def hold(self, change: int) -> None:
+        """One more handle that was sent away keeps the queue, or one fewer; the last to go stops the producers."""
+        if self.owner == self.host.rank:
+            queues_of(self.host).hold(self.id, change)
+        else:
+            self.host.cast(self.owner, SERVICE, "queue_hold", self.id, change)
+
+    def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """These items are done (default: all held under the token)."""
+        self._cast("ack", token, None if ids is None else list(ids))
+
+    def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """Give these items back (default: all held under the token)."""
+        self._cast("requeue", token, None if ids is None else list(ids))
+
+    def insist(self, token: Token) -> None:
+        """What was asked for as spare is needed now."""
+        self._cast("insist", token)
+
+    def close(self) -> None:
+        """No more items will come."""
+        self._cast("close")
+
+    def fail(self, error: BaseException) -> None:
+        """End the queue with an error."""
+        self._cast("fail", error if self.owner == self.host.rank else travelling(error, self.host.rank))
+
+    def abandon(self) -> None:
+        """All consumers are gone: stop the producers."""
+        self._cast("abandon")
+
+    def _cast(self, method: str, *args: Any) -> None:
+        if self.owner == self.host.rank:
+            queue = queues_of(self.host).get(self.id)
+            if queue is not None:
+                getattr(queue, method)(*args)
+        else:
+            self.host.cast(self.owner, SERVICE, "queue_cast", self.id, method, args)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})
+
+
+def _arrived(owner: int, id: Key, name: str, origin: Origin | None) -> QueueHandle:
+    codec = reading_codec()
+    if codec is None:
+        raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
+    return QueueHandle(cast("Host", codec.host), owner, id, name, origin)
+
+
+class QueueService(Actor):
+    """The part of a host's own actor that serves its queues to other hosts."""
+
+    @endpoint
+    async def queue_put(self, id: Key, items: list[tuple[Hashable, Any, Any, float, Hashable]], plain: bool) -> None:
+        host = self._cell.host
+        arrived = [  # before anything can go wrong: the end of a sealed item frees what its producer keeps
+            (item_id, value if plain else Sealed(host, value, ref), weight, key)
+            for item_id, value, ref, weight, key in items
+        ]
+        queue = queues_of(host).find(id)
+        for item_id, value, weight, key in arrived:
+            queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
+        await queue.space(_asker())
+
+    @endpoint
+    async def queue_put_one(self, id: Key, item: Any, plain: bool) -> None:
+        host = self._cell.host
+        item_id, value, ref, weight, key = item
+        if not plain:
+            value = Sealed(host, value, ref)
+        await queues_of(host).find(id).put(value, id=item_id, key=key, weight=weight, name=_asker())
+
+    @endpoint
+    async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
+        return await queues_of(self._cell.host).find(id).take(token, most, name=_asker(), **wishes)
+
+    @endpoint
+    async def queue_statistics(self, id: Key) -> dict[str, Any]:
+        return queues_of(self._cell.host).find(id).statistics()
+
+    def queue_hold(self, id: Key, change: int) -> None:
+        queues_of(self._cell.host).hold(id, change)
+
+    def queue_cast(self, id: Key, method: str, args: tuple[Any, ...]) -> None:
+        queue = queues_of(self._cell.host).get(id)
+        if queue is not None:
+            getattr(queue, method)(*args)
+
+
+def _asker() -> str:
+    """The call that made the running one."""
+    call = current_call.get()
+    return call.parent if call is not None else "flow"
+
+
+class Channel:
+    """A named async queue with keys and weights; made by `await system.channel(name)`.
+
+    Example:
+        >>> channel = await system.channel("work", capacity=8)    # doctest: +SKIP
+        >>> await channel.put({"x": 1}, key="a")                  # doctest: +SKIP
+        >>> await channel.get(key="a")                            # doctest: +SKIP
+        {'x': 1}
+
+    It can be sent to any actor. `put` waits while the channel is full, `get` while it is empty. A cancelled `get` has
+    taken nothing; a cancelled `put` has put nothing, or, from another host, may have been too late to be stopped. After
+    `close`, what is left can still be taken; then `get` raises `QueueClosed` and `async for` ends. Each key is a queue
+    of its own, and is forgotten when it is empty.
+    """
+
+    def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None):
+        self._handle = handle
+        self._queue = queue  # keeps it alive on its own host
+
+    @property
+    def name(self) -> str:
+        """The name it was made with."""
+        return self._handle.name
+
+    async def put(self, value: Any, *, key: Hashable = None, weight: float = 1.0) -> None:
+        """Queue a value, waiting for space.
+
+        Args:
+            key: the queue within the channel.
+            weight: what `get_batch` counts, e.g. the number of tokens.
+        """
+        start = self._handle.host.now()
+        await self._handle.put(value, key, weight)
+        show_wait(self._handle.host, f"space in {self.name}", start)
+
+    async def get(self, *, key: Hashable = None) -> Any:
+        """Take the oldest value of a key, waiting for one.
+
+        Raises:
+            QueueClosed: the channel is closed and this key is empty.
+        """
+        taken = await self._take(1, key=key)
+        if not taken:
+            raise QueueClosed(f"{self.name} is closed and empty")
+        return taken[0]
+
+    async def get_batch(self, weight: float, *, key: Hashable = None) -> list[Any]:
+        """Take as many values as reach this total weight; at the end of the channel, all that are left (or [])."""
+        return await self._take(1, key=key, weight=weight)
+
+    def put_nowait(self, value: Any, *, key: Hashable = None, weight: float = 1.0) -> None:
+        """Queue a value without waiting; only on the host where the channel was made.
+
+        Raises:
+            asyncio.QueueFull: there is no space.
+            RuntimeError: the channel lives on another host.
+        """
+        if not self._own("put").put_nowait(value, key=key, weight=weight):
+            raise asyncio.QueueFull
+
+    def get_nowait(self, *, key: Hashable = None) -> Any:
+        """Take the oldest value of a key without waiting; only on the host where the channel was made.
+
+        Raises:
+            asyncio.QueueEmpty: there is none.
+            QueueClosed: the channel is closed and empty.
+            RuntimeError: the channel lives on another host, or the value stayed at a producer on another host.
+        """
+        queue = self._own("get")
+        token = self._handle.host.number()
+        taken = queue.take_nowait(token, key=key)
+        if taken is None:
+            raise asyncio.QueueEmpty
+        if not taken:
+            raise QueueClosed(f"{self.name} is closed and empty")
+        value = taken[0][1]
+        if type(value) is Sealed:
+            if value.blob is None:
+                queue.requeue(token)
+                raise RuntimeError(f"{self.name}: this value is big and stayed on another host; use `await get()`")
+            value = self._handle.host.codec.unseal(value.blob)
+        queue.ack(token)
+        return value
+
+    def _own(self, verb: str) -> ItemQueue:
+        queue = self._handle.local()
+        if queue is None:
+            raise RuntimeError(
+                f"{self.name} lives on host {self._handle.owner}: from here use `await {verb}()`, not {verb}_nowait()"
+            )
+        return queue
+
+    async def _take(self, most: int, **wishes: Any) -> list[Any]:
+        host = self._handle.host
+        token, start = host.number(), host.now()
+        try:
+            taken = await self._handle.take(token, most, **wishes)
+        except BaseException:  # cancelled, or it cannot be opened here: it stays in the channel
+            self._handle.requeue(token)
+            raise
+        show_wait(host, self.name, start)
+        self._handle.ack(token)
+        return [value for _, value in taken]
+
+    def close(self) -> None:
+        """No more values may be put; those who wait to put get `QueueClosed`."""
+        self._handle.close()
+
+    async def statistics(self) -> dict[str, Any]:
+        """Counts by state, and who waits since when."""
+        queue = self._handle.local()
+        if queue is not None:
+            return queue.statistics()
+        result: dict[str, Any] = await self._handle._call("queue_statistics", self._handle.id)
+        return result
+
+    def __aiter__(self) -> Channel:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.get()
+        except QueueClosed:
+            raise StopAsyncIteration from None
+
+    def __reduce__(self) -> Any:
+        return Channel, (self._handle,)
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.name} on host {self._handle.owner}>"

@@ -1,0 +1,248 @@
+"""One consumer of a stream: what it has in hand, what it asks for ahead, and what becomes of both when it stops.
+
+Flows in: items of a stream's queue, wherever that lives. Flows out: the same, each once; word of those that are done.
+Who wakes whom: an item wakes its consumer; where that is a device call which gave its devices away, enough items do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from rlinf.runtime.actor.invocation import show_wait
+from rlinf.runtime.base.calls import Call, current_call, here
+from rlinf.runtime.base.ports import DeviceLease
+from rlinf.runtime.observe.dataflow import Counter, amount
+
+from .channel import QueueHandle
+from .item_queue import Taken, Token
+
+if TYPE_CHECKING:
+    from .stream import Stream
+
+T = TypeVar("T")
+
+WINDOW = 64
+"""The most items that a consumer on another host asks for ahead, so that small items do not cost a round trip each."""
+AHEAD_SECONDS = 2e-3
+"""A consumer asks ahead for what it works off in this time (about ten round trips): what it has, others cannot take."""
+NOT_AHEAD_SECONDS = 0.1
+"""Beside items that take longer than this a round trip does not count, but an item in the wrong hands does."""
+
+
+class Consumer(AsyncIterator[T]):
+    """One consumer of a stream: takes items, and acknowledges each when it asks for the next.
+
+    Args:
+        prefetch: ask for items ahead while there are more than other consumers need.
+        most: items to take at a time (`take`); fewer only at the end of the stream.
+        weak: do not keep the stream alive.
+        unread: where the stream lives on this host, do not open its items.
+        passing: the items go on to somebody else.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[T],
+        *,
+        prefetch: bool,
+        most: int = 1,
+        weak: bool = False,
+        unread: bool = False,
+        passing: bool = False,
+    ):
+        self._stream = None if weak else stream
+        self._handle = stream.handle
+        self._token = stream.handle.host.number()
+        self._call = current_call.get()
+        origin = stream.handle.origin
+        self._counter: Counter | None = None
+        if origin is not None and not passing:
+            self._counter = stream.handle.host.flows.counter(origin, here(self._call))
+            self._depth = origin[2]
+        self._ready: deque[tuple[Hashable, T]] = deque()
+        self._last: list[Hashable] = []
+        self._prefetch = prefetch
+        self._unread = unread
+        self.most = most
+        self._ahead: asyncio.Task[Taken] | None = None
+        self._given: float | None = None  # when the last items were handed out
+        self._busy: float | None = None  # seconds that they took to work off
+        self._ended = False
+
+    def __aiter__(self) -> Consumer[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        taken = await self.take()
+        if not taken:
+            raise StopAsyncIteration
+        return taken[0][1]
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the next `take` would not wait."""
+        return len(self._ready) >= self.most
+
+    async def take(self, *, acknowledge: bool = True) -> list[tuple[Hashable, T]]:
+        """The next (id, item) pairs, as many as `most`; [] at the end of the stream.
+
+        Args:
+            acknowledge: what was taken before is done. Otherwise the caller acknowledges each by `ack`.
+        """
+        if self._given is not None:
+            self._busy = self._handle.host.now() - self._given
+        done = len(self._last)
+        if acknowledge and self._last:
+            self.ack(self._last)
+            self._last = []
+        call = current_call.get()
+        lease = call.lease if call is not None else None
+        works = call is not None and (lease is not None or call.within is not None)  # for a call that may have devices
+        if works:
+            await self._offer(call, done)
+        if len(self._ready) < self.most and not self._ended:
+            await self._fetch(lease, works)
+        elif lease is not None and lease.away:
+            async with lease.waiting():
+                await self._enough(0)
+        taken = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
+        if acknowledge:
+            self._last = [id for id, _ in taken]
+        if self._counter is not None and taken:
+            depth = self._depth
+            self._counter.add(amount((value for _, value in taken), depth) if depth else len(taken))
+        self._given = self._handle.host.now()
+        self._look_ahead()
+        return taken
+
+    async def _offer(self, call: Call | None, done: int) -> None:
+        """So many items are done, and the next are not begun: a moment to give devices to others."""
+        if done and (lease := self._lease_over(call)) is not None and not lease.puts:
+            lease.done(done)
+        if call is not None and call.lease is not None:
+            await call.lease.offer()
+
+    def _lease_over(self, call: Call | None) -> DeviceLease | None:
+        """The lease of the call for which the running code takes items that others made: its own, or that of the call
+        whose stage it is."""
+        while call is not None and call.lease is None:
+            call = call.within
+        if call is None or call.lease is None:
+            return None
+        origin = self._handle.origin
+        return None if origin is not None and origin[0] == call.lease.role else call.lease
+
+    async def _enough(self, opened: int) -> None:
+        """If the devices were given away, wait until the items at hand are worth taking them again.
+
+        Args:
+            opened: items in hand beside those that are ready.
+        """
+        lease = self._lease_over(current_call.get())
+        if lease is not None and lease.away:
+            if missing := lease.missing(opened + len(self._ready)):
+                await self._handle.at_hand(self._token, missing)
+            lease.enough()
+
+    async def look(self, missing: int) -> None:
+        """Wait until so many items are at hand beside those that were taken, or all that will ever be."""
+        missing -= len(self._ready)
+        if missing > 0 and (ahead := self._ahead) is not None:
+            self._handle.insist(self._token)
+            await asyncio.wait([ahead])  # which leaves it alone if this wait is given up
+            missing -= len(ahead.result())
+        if missing > 0:
+            await self._handle.at_hand(self._token, missing)
+
+    async def _fetch(self, lease: DeviceLease | None, works: bool) -> None:
+        handle = self._handle
+        start = handle.host.now()
+        try:
+            async with lease.waiting() if lease is not None else contextlib.nullcontext():
+                opened = await self._next()
+                if works and opened:
+                    await self._enough(len(opened))
+        except BaseException:  # cancelled, or an item cannot be opened here: perhaps another consumer can
+            self._ready.clear()
+            handle.requeue(self._token)
+            raise
+        self._ended = not opened
+        self._ready.extend(opened)
+        show_wait(handle.host, handle.name, start)
+
+    async def _next(self) -> Taken:
+        handle, ahead = self._handle, self._ahead
+        if ahead is None:
+            return await handle.take(self._token, self.most, unread=self._unread, least=self.most)
+        self._ahead = None
+        if not ahead.done():
+            handle.insist(self._token)
+        return await ahead
+
+    def _look_ahead(self) -> None:
+        """Ask for more while working on what there is, if the stream lives elsewhere and has items to spare."""
+        handle = self._handle
+        if not self._prefetch or self._ended or self._ahead is not None or handle.owner == handle.host.rank:
+            return
+        if self._busy is None or self._busy > NOT_AHEAD_SECONDS:
+            return
+        times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
+        window = max(times, 1) * self.most
+        if len(self._ready) <= window // 2:
+            self._ahead = handle.host.own(_take_ahead(handle, self._token, window, self.most))
+
+    def ack(self, ids: Iterable[Hashable]) -> None:
+        """These items are done."""
+        self._handle.ack(self._token, list(ids))
+
+    def leave(self) -> None:
+        """Stop consuming: what is in hand counts as done, what was taken ahead goes back to the stream.
+
+        If the actor was killed over it, what is in hand goes back as well.
+        """
+        killed = self._call is not None and self._call.killed
+        _leave(self._handle, self._token, [] if killed else self._last, self._ahead)
+        self._last, self._ahead = [], None
+        self._ready.clear()
+
+    def give_back(self) -> None:
+        """Stop consuming: everything not acknowledged goes back to the stream."""
+        self._last = []
+        self.leave()
+
+    def close(self) -> None:
+        """Stop consuming and let go of the stream: frames of a traceback may live on, and this object with them."""
+        self.leave()
+        self._stream = None
+
+    def abandon(self) -> None:
+        """Nobody is to consume the stream any more."""
+        self._handle.abandon()
+
+    def __del__(self) -> None:
+        if self._last or self._ready or self._ahead is not None:
+            handle, token, last, ahead = self._handle, self._token, self._last, self._ahead
+            if self._call is not None and self._call.killed:
+                last = []
+            handle.host.on_loop(lambda: _leave(handle, token, last, ahead))
+
+
+async def _take_ahead(handle: QueueHandle, token: Token, most: int, least: int) -> Taken:
+    try:
+        return await handle.open(await handle.ask(token, most, least=least, spare=True))
+    except asyncio.CancelledError:
+        handle.requeue(token)  # said once more after the wish was withdrawn: it may just have been met
+        raise
+
+
+def _leave(handle: QueueHandle, token: Token, done: list[Hashable], ahead: asyncio.Task[Taken] | None) -> None:
+    """Word of a consumer that stops: items that are done, a wish to be forgotten, and all else to be given back."""
+    if ahead is not None and not ahead.cancel() and not ahead.cancelled():
+        ahead.exception()  # seen: nobody will ask any more
+    if done:
+        handle.ack(token, done)
+    handle.requeue(token)

@@ -1,0 +1,397 @@
+"""The queue behind channels and streams: items with ids and states, competing consumers, bounded space.
+
+Flows in: `put`. Flows out: `take`, then `ack`. Who wakes whom: a put wakes the oldest taker whose wish can be met; an
+ack, or a taker that waits for more than there is, wakes the oldest putter; a consumer's leaving wakes takers.
+
+An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a
+token; if that consumer leaves or dies, what it holds is queued again, in its old place. So nothing is lost; and because
+an item put twice under one id counts once, nothing is repeated either when a stage dies between emitting a result and
+acknowledging its input.
+
+This file knows neither hosts nor messages; `channel.py` and `stream.py` give it both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Unpack
+
+from rlinf.runtime.base.errors import QueueClosed, again
+from rlinf.runtime.observe.dataflow import Counter
+
+from .queue_types import Item, Putter, Taken, Taker, Token, Wishes
+
+__all__ = ["ItemQueue", "Taken", "Token"]
+
+
+class ItemQueue:
+    """A queue with item states.
+
+    Args:
+        name: for errors and reports.
+        capacity: how many items may be queued or running before `put` waits; None for no bound. While a taker waits
+            for more than there is, its items are let in beyond that: a small queue must still fill a large batch.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+
+    def __init__(self, name: str, capacity: int | None = None):
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"{name}: a capacity must be at least 1, or None for no bound; got {capacity}")
+        self.name = name
+        self.capacity = capacity
+        self.producers: dict[str, Callable[[], object]] = {}
+        """Who fills it, by call label, and how to stop each when all consumers are gone."""
+        self.closed = False
+        self.error: BaseException | None = None
+        self.on_end: list[Callable[[], None]] = []
+        """Told once, when the queue is closed and empty, or failed: nothing more will come out of it."""
+        self._queued: dict[Hashable, deque[Item]] = {}
+        self._running: dict[Token, dict[Hashable, Item]] = {}
+        self._holders: dict[Token, str] = {}  # who holds what is running, for the stall report
+        self._takers: deque[Taker] = deque()
+        self._putters: deque[Putter] = deque()
+        self._reserved = 0
+        self._seen: set[Hashable] = set()
+        self._ids = itertools.count()
+        self._size = 0
+        self._ended = False
+        self.unbounded = False
+        """Set while the producer holds a device that others wait for: it must be able to finish."""
+        self.handles = 0
+        """How many handles, here and elsewhere, keep it; the last to go abandons it."""
+        self.put_count = 0
+        self.done_count = 0
+        self.counter: Counter | None = None
+        """Told of every item that is put."""
+
+    # Producing ---------------------------------------------------------------------------------------------------
+
+    def put_nowait(
+        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, force: bool = False
+    ) -> bool:
+        """Queue an item; False when there is no space (`force` queues it all the same).
+
+        Args:
+            id: an item whose id was already put counts as put and is dropped.
+
+        Raises:
+            QueueClosed: the queue is closed; or its error, when it failed.
+        """
+        self._check_open()
+        if id in self._seen:
+            return True
+        if not force and not self._space_for(key):
+            return False
+        if id is None:
+            id = next(self._ids)
+        else:
+            self._seen.add(id)
+        self._queued.setdefault(key, deque()).append(Item(id, value, weight, key, self.put_count))
+        self._size += 1
+        self.put_count += 1
+        if self.counter is not None:
+            self.counter.add()
+        if self._takers:
+            self._serve()
+            self._wake_putters()  # a taker that needs more lets one more in
+        return True
+
+    async def put(
+        self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
+    ) -> None:
+        """Queue an item, waiting for space, after those who wait already. Cancelled, it has not been queued."""
+        if self._putters or not self.put_nowait(value, id=id, key=key, weight=weight):
+            await self._reserve(key, name)
+            self._reserved -= 1
+            self.put_nowait(value, id=id, key=key, weight=weight, force=True)
+            self._wake_putters()
+
+    @property
+    def has_space(self) -> bool:
+        """Whether `put` would not wait."""
+        return not self._putters and self._space_for(None)
+
+    async def space(self, name: str = "?") -> None:
+        """Wait until an item may be queued."""
+        self._check_open()
+        if not self.has_space:
+            await self._reserve(None, name)
+            self._unreserve()
+
+    def _space_for(self, key: Hashable) -> bool:
+        if self.capacity is None or self.unbounded or self._size + self._reserved < self.capacity:
+            return True
+        return not self._reserved and any(taker.key == key and not taker.spare for taker in self._takers)
+
+    async def _reserve(self, key: Hashable, name: str) -> None:
+        """Wait for a place; it counts as taken until `_reserved` is lowered again."""
+        putter = Putter(key, name)
+        self._putters.append(putter)
+        self._wake_putters()
+        try:
+            await putter.future
+        except asyncio.CancelledError:
+            if putter in self._putters:
+                self._putters.remove(putter)
+            elif not putter.future.cancelled() and putter.future.exception() is None:
+                self._unreserve()
+            raise
+        finally:
+            del putter  # it leads to the error, and the error's traceback here
+
+    def _unreserve(self) -> None:
+        self._reserved -= 1
+        self._wake_putters()
+
+    def release_bound(self) -> None:
+        """Let producers go on without a bound from now on."""
+        self.unbounded = True
+        self._wake_putters()
+
+    def close(self) -> None:
+        """No more items will be put. What is queued can still be taken."""
+        if not self.closed:
+            self.closed = True
+            for putter in self._putters:
+                putter.fail(QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
+            self._putters.clear()
+            self._serve()
+            self._check_end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the queue with an error, which every consumer and producer gets from now on."""
+        if self.error is not None or self._ended:
+            return
+        self.error = error
+        self.closed = True
+        for taker in self._takers:
+            taker.fail(again(error))
+        for putter in self._putters:
+            putter.fail(again(error))
+        self._takers.clear()
+        self._putters.clear()
+        self._end()
+
+    def abandon(self) -> None:
+        """All consumers are gone for good: drop what is left and stop the producers."""
+        self.fail(QueueClosed(f"{self.name} was closed by its consumer, or its scope ended"))
+
+    def hold(self, change: int) -> None:
+        """One more handle keeps the queue, or one fewer."""
+        self.handles += change
+        if self.handles <= 0:
+            self.abandon()
+
+    # Consuming ---------------------------------------------------------------------------------------------------
+
+    def take_nowait(
+        self,
+        token: Token,
+        most: int = 1,
+        *,
+        least: int = 1,
+        key: Hashable = None,
+        weight: float | None = None,
+        spare: bool = False,
+        peek: bool = False,
+    ) -> Taken | None:
+        """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
+
+        Args:
+            token: holds what is taken until `ack` or `leave`.
+            least, key, weight, spare, peek: see `Wishes`.
+        """
+        if self.error is not None:
+            raise again(self.error)
+        if peek:
+            return [] if self._at_hand(token, least, key) else None
+        queued = self._queued.get(key)
+        if queued:
+            count = self._grant(token, queued, most, least, weight, spare)
+            if count:
+                return self._hand_out(token, queued, count, key)
+        elif self._at_end(key):
+            return []
+        return None
+
+    def _grant(
+        self, token: Token, queued: deque[Item], most: int, least: int, weight: float | None, spare: bool
+    ) -> int:
+        """How many of `queued` a taker with these wishes gets."""
+        if weight is not None:
+            total = 0.0
+            for count, item in enumerate(queued, 1):
+                total += item.weight
+                if total >= weight:
+                    return count
+            return len(queued) if self.closed else 0
+        there = len(queued)
+        if spare:
+            there -= len(self._running) - (token in self._running)
+        if there >= least or (self.closed and there > 0):
+            return min(most, there)
+        return 0
+
+    def _at_hand(self, token: Token, least: int, key: Hashable) -> bool:
+        there = len(self._queued.get(key, ()))
+        return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
+
+    def _hand_out(self, token: Token, queued: deque[Item], count: int, key: Hashable) -> Taken:
+        held = self._running.setdefault(token, {})
+        taken = []
+        for _ in range(count):
+            item = queued.popleft()
+            held[item.id] = item
+            taken.append((item.id, item.value))
+        if not queued:
+            del self._queued[key]
+        return taken
+
+    async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Taken:
+        """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
+        if not self._takers:
+            taken = self.take_nowait(token, most, **wishes)
+            if taken is not None:
+                return self._note(token, name, taken)
+        if self.error is not None:
+            raise again(self.error)
+        taker = Taker(token, most, wishes, name)
+        self._takers.append(taker)
+        self._serve()
+        self._wake_putters()  # for a taker that needs more than may be queued
+        try:
+            return self._note(token, name, await taker.future)
+        except asyncio.CancelledError:
+            if taker in self._takers:
+                self._takers.remove(taker)
+            elif not taker.future.cancelled() and taker.future.exception() is None:
+                self.requeue(token, [id for id, _ in taker.future.result()])
+            raise
+        finally:
+            del taker  # it leads to the error, and the error's traceback here
+
+    def _note(self, token: Token, name: str, taken: Taken) -> Taken:
+        if taken:
+            self._holders[token] = name
+        return taken
+
+    def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """The consumer is done with these items (default: all that it holds): they are gone."""
+        held = self._running.get(token)
+        if held is None:
+            return
+        for id in list(held) if ids is None else ids:
+            if held.pop(id, None) is not None:
+                self._size -= 1
+                self.done_count += 1
+        if not held:
+            del self._running[token]
+            self._holders.pop(token, None)
+        self._serve()  # one consumer fewer may be busy, so there may be items to spare; or this was the end
+        self._wake_putters()
+        self._check_end()
+
+    def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
+        """The consumer gives these items back (default: all that it holds): they take their old places."""
+        held = self._running.get(token)
+        if held is None:
+            return
+        for item in [held.pop(id) for id in (list(held) if ids is None else ids) if id in held]:
+            queued = self._queued.setdefault(item.key, deque())
+            place = next((i for i, other in enumerate(queued) if other.number > item.number), len(queued))
+            queued.insert(place, item)
+        if not held:
+            del self._running[token]
+            self._holders.pop(token, None)
+        self._serve()
+
+    def leave(self, tokens: Callable[[Token], bool]) -> None:
+        """Consumers are gone: give back what the tokens that match hold, forget their wishes."""
+        for taker in [t for t in self._takers if tokens(t.token)]:
+            self._takers.remove(taker)
+            taker.future.cancel()
+        for token in [token for token in self._running if tokens(token)]:
+            self.requeue(token)
+
+    def insist(self, token: Token) -> None:
+        """A consumer that asked for spare items is idle now and needs them as much as any other."""
+        for taker in self._takers:
+            if taker.token == token:
+                taker.wishes["spare"] = False
+        self._serve()
+        self._wake_putters()
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Give waiting takers what they can have, oldest first; wishes for spare items come after all others."""
+        for spare in (False, True):
+            for taker in [taker for taker in self._takers if taker.spare is spare]:
+                if not self._queued and not self.closed:
+                    return
+                self._offer(taker)
+
+    def _offer(self, taker: Taker) -> None:
+        if taker.future.done():  # cancelled, and not yet told
+            return
+        taken = self.take_nowait(taker.token, taker.most, **taker.wishes)
+        if taken is not None:
+            self._takers.remove(taker)
+            taker.future.set_result(taken)
+
+    def _wake_putters(self) -> None:
+        """Reserve places for putters, oldest first, as long as there is space."""
+        while self._putters:
+            putter = next((putter for putter in self._putters if self._space_for(putter.key)), None)
+            if putter is None:
+                return
+            self._putters.remove(putter)
+            if not putter.future.done():
+                self._reserved += 1
+                putter.future.set_result(None)
+
+    def _at_end(self, key: Hashable) -> bool:
+        """Closed, and nothing of this key is held that could come back."""
+        return self.closed and not any(item.key == key for held in self._running.values() for item in held.values())
+
+    def _check_end(self) -> None:
+        if self.closed and not self._running and not self._queued:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._queued.clear()
+            for notify in self.on_end:
+                notify()
+            self.on_end.clear()
+            if self.error is not None:
+                for stop in list(self.producers.values()):
+                    stop()
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise again(self.error)
+        if self.closed:
+            raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of items by state and of who waits, for people and for the stall report."""
+        return {
+            "name": self.name,
+            "capacity": self.capacity,
+            "queued": sum(map(len, self._queued.values())),
+            "running": sum(map(len, self._running.values())),
+            "put": self.put_count,
+            "done": self.done_count,
+            "keys": len(self._queued),
+            "waiting_to_take": [(taker.name, taker.since) for taker in self._takers],
+            "waiting_to_put": [(putter.name, putter.since) for putter in self._putters],
+            "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
+            "closed": self.closed,
+        }

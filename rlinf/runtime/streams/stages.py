@@ -1,0 +1,305 @@
+"""The two stages that fill a stream from actors: what an async-generator endpoint yields, what a map returns.
+
+Flows in: a call, or the items of a source stream. Flows out: items put into the sink stream's queue. Who wakes whom:
+the caller's host starts one stage per rank by an ordinary call; that call's end closes the sink, its failure fails the
+sink, and a sink that nobody reads any more cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlinf.runtime.actor.actor import Actor, Cell, endpoint
+from rlinf.runtime.actor.invocation import Running, show_wait
+from rlinf.runtime.base.calls import ActorId, Call, current_call, waiter
+from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
+from rlinf.runtime.base.ports import DeviceLease
+from rlinf.runtime.base.tasks import all_or_none
+from rlinf.runtime.devices.lease_client import LeaseKeeper
+from rlinf.runtime.values.dereference import holds_promise, resolve
+from rlinf.runtime.values.promise import Promise
+
+from .channel import QueueHandle
+from .consumer import Consumer
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from rlinf.runtime.actor.host import Host
+
+DEFAULT_CONCURRENCY = 16
+"""Calls at a time and rank in a map over an endpoint without a device; with one, calls go one at a time."""
+
+
+def drive(host: Host, sink: Stream[Any], calls: Sequence[Promise[Any]], source: Stream[Any] | None = None) -> None:
+    """Let these calls fill the stream: closed when all have ended, failed with the first failure.
+
+    Args:
+        source: what they consume. What a rank had in hand when it died goes to the others, so its death is a failure
+            only when no rank is left. (One that ended well saw the end of the source, and with it the end of all
+            work.) A failure reaches those who fill the source as well. It is held from here until the last call ends,
+            and by nothing that a traceback might keep.
+    """
+    queue = sink._owned
+    left, finished = len(calls), False
+
+    def fail(error: BaseException) -> None:
+        queue.fail(error)
+        if source is not None:
+            source.handle.fail(error)
+
+    def ended(call: Promise[Any]) -> None:
+        nonlocal left, finished, source
+        left -= 1
+        queue.producers.pop(f"{call.name}#{host.rank}.{call.number}", None)
+        if call.cancelled():
+            queue.fail(QueueClosed(f"{queue.name} ends unfinished: {call.name} was cancelled"))
+        elif (error := call.exception()) is None:
+            finished = True
+        elif source is None or not isinstance(error, ActorDied) or (left == 0 and not finished):
+            fail(error)
+        if left == 0:
+            queue.close()
+            source = None
+
+    for call in calls:
+        queue.producers[f"{call.name}#{host.rank}.{call.number}"] = call.cancel
+        call.add_done_callback(ended)
+    if not calls:
+        queue.close()
+
+
+class Emitter:
+    """Puts items into a sink on any host, in order, as many to a message as have gathered.
+
+    At most one message is under way; `put` waits while as many items as the sink holds have gathered behind it.
+    """
+
+    def __init__(self, sink: QueueHandle, capacity: int | None):
+        self._sink = sink
+        self._window = min(capacity or 1024, 1024)
+        self._gathered: deque[tuple[tuple[Any, ...], Callable[[], None] | None]] = deque()
+        self._sending: Promise[Any] | None = None
+        self._moved: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self.unbounded = False
+
+    async def put(self, value: Any, id: Hashable = None, done: Callable[[], None] | None = None) -> None:
+        """Put an item; `done` is called once the sink has it.
+
+        Raises:
+            Exception: the sink's error, when it has failed or was closed.
+        """
+        if holds_promise(value):
+            value = await resolve(value)
+        sink = self._sink
+        queue = sink.local()
+        start = sink.host.now()
+        if queue is not None:
+            await queue.put(value, id=id, name=waiter())
+            show_wait(sink.host, f"space in {sink.name}", start)
+            if done is not None:
+                done()
+            return
+        while len(self._gathered) >= self._window and not self.unbounded and self._error is None:
+            await self._wait()
+        show_wait(sink.host, f"space in {sink.name}", start)
+        if self._error is not None:
+            raise self._error
+        self._gathered.append(((id, *sink.seal(value), 1.0, None), done))
+        if self._sending is None:
+            self._send()
+
+    def _send(self) -> None:
+        gathered, self._gathered = list(self._gathered), deque()
+        sink = self._sink
+        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain)
+        self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
+
+    def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
+        self._sending = None
+        if sent.cancelled():
+            self._fail(QueueClosed(f"{self._sink.name} was not reached: {sent.name} was cancelled"))
+        elif (error := sent.exception()) is not None:
+            self._fail(error)
+        else:
+            for done in dones:
+                if done is not None:
+                    done()
+            if self._gathered:
+                self._send()
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        for (_, _, ref, _, _), _ in self._gathered:
+            if ref is not None:  # nobody will ever ask for it
+                self._sink.host.drop(ref.owner, ref.key)
+        self._gathered.clear()
+
+    async def _wait(self) -> None:
+        if self._moved is None or self._moved.done():
+            self._moved = asyncio.get_running_loop().create_future()
+        await self._moved
+
+    async def flush(self) -> None:
+        """Wait until the sink has everything."""
+        while self._sending is not None and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def release_bound(self) -> None:
+        """Others wait for the device this stage holds: do not wait for the sink any more."""
+        self.unbounded = True
+        self._sink._cast("release_bound")
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
+
+
+class StageService(Actor):
+    """The part of a host's own actor that runs stages next to their actors, so that items never detour."""
+
+    @endpoint
+    async def generate(
+        self, actor: ActorId, method: str, sink: QueueHandle, capacity: int | None, args: Any, kwargs: Any
+    ) -> None:
+        """Run an async-generator endpoint and put what it yields into the sink."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        emitter = Emitter(sink.rebind(host), capacity)
+        spec = cell.actor.endpoints[method]
+        with Running(host, cell, call):
+            if spec.device and cell.leased:
+                inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
+                async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs, wanted=wanted):
+                    await _generate(cell, method, emitter, args, kwargs, call.lease)
+            else:
+                await _generate(cell, method, emitter, args, kwargs)
+            await emitter.flush()
+
+    @endpoint
+    async def map(
+        self,
+        actor: ActorId,
+        method: str,
+        source: Stream[Any],
+        sink: QueueHandle,
+        capacity: int | None,
+        batch: int | None,
+        concurrency: int | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Call an endpoint for the items of a source, as one of those who compete for them."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = host.cell(actor, call)
+        spec = cell.actor.endpoints[method]
+        emitter = Emitter(sink.rebind(host), capacity)
+        source = source if source.handle.host is host else Stream(source.handle.rebind(host))
+        keeper = LeaseKeeper(host, cell, call) if spec.device and cell.leased else None
+        if keeper is not None:
+            keeper.on_wanted = emitter.release_bound
+        count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
+        work = _Map(cell, method, source, emitter, batch, keeper, kwargs, spec.streams)
+        with Running(host, cell, call):
+            try:
+                await all_or_none([work.run(call) for _ in range(count)])
+                await emitter.flush()
+            finally:
+                if keeper is not None:
+                    keeper.close()
+
+
+async def _generate(
+    cell: Cell, method: str, emitter: Emitter, args: Any, kwargs: Any, lease: DeviceLease | None = None
+) -> None:
+    if lease is not None:
+        lease.puts = True
+    items: AsyncIterator[Any] = getattr(cell.actor, method)(*args, **kwargs)
+    async with aclosing(items):  # type: ignore[type-var]
+        async for item in items:
+            await emitter.put(item)
+            if lease is not None:
+                lease.done(1)
+                await lease.offer()
+                await lease.ensure()
+
+
+class _Map:
+    """One worker's loop: take, call, emit, acknowledge. Consumes the source; unblocked by its items or its end."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        method: str,
+        source: Stream[Any],
+        emitter: Emitter,
+        batch: int | None,
+        keeper: LeaseKeeper | None,
+        kwargs: dict[str, Any],
+        streams: bool,
+    ):
+        self.cell, self.method, self.source, self.emitter = cell, method, source, emitter
+        self.batch, self.keeper, self.kwargs, self.streams = batch, keeper, kwargs, streams
+
+    async def run(self, call: Call) -> None:
+        consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
+        try:
+            while taken := await consumer.take(acknowledge=False):
+                if self.keeper is not None:
+                    await self.keeper.acquire(len(taken), consumer.look)
+                try:
+                    await self._one(call, consumer, taken)
+                finally:
+                    if self.keeper is not None:
+                        self.keeper.done(len(taken))
+        finally:
+            consumer.give_back()
+
+    async def _one(self, call: Call, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]]) -> None:
+        host = self.cell.host
+        values = [value for _, value in taken]
+        argument = values if self.batch else values[0]
+        start = host.now()
+        method = getattr(self.cell.actor, self.method)
+        if self.streams:
+            await self._emit_all(consumer, taken, method(argument, **self.kwargs))
+            host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+            return
+        result = await method(argument, **self.kwargs)
+        host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+        results = result if self.batch else [result]
+        if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
+            what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
+            raise UserError(
+                f"{call.name} was mapped with batch={self.batch}: it gets a list of {len(taken)} items and must "
+                f"return a list of as many results, but returned {what}"
+            )
+        for (id, _), value in zip(taken, results, strict=True):
+            await self.emitter.put(value, id, partial(consumer.ack, [id]))
+
+    async def _emit_all(
+        self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
+    ) -> None:
+        """A generator endpoint may make any number of items of one; their ids say of which one, and which of it.
+
+        So what it makes again, after a death, counts once. Of a batch that is so if it is made up as before, which
+        it is as long as all of it comes back together.
+        """
+        source = tuple(id for id, _ in taken)
+        async with aclosing(items):  # type: ignore[type-var]
+            index = 0
+            async for item in items:
+                await self.emitter.put(item, (source, index))
+                index += 1
+        await self.emitter.flush()
+        consumer.ack([id for id, _ in taken])

@@ -1,0 +1,227 @@
+"""The actor that every host has, for the runtime's own calls: making and ending actors, fetching values, reports.
+
+Flows in: calls from `ActorSystem` on any host. Flows out: actors, values, spans. Its queue, stage and lease parts live
+beside what they serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlinf.runtime.actor.actor import Actor, Cell, endpoint
+from rlinf.runtime.actor.invocation import Running
+from rlinf.runtime.base.calls import ActorId, Gang, Key, current_call
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.lease_policy import Granularity
+from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.devices.lease_server import LeaseService
+from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.observe.stalls import HostReport
+from rlinf.runtime.streams.channel import Channel, QueueService
+from rlinf.runtime.streams.stages import StageService
+from rlinf.runtime.system.introspection import report_host
+from rlinf.runtime.values.codec import Place
+
+from .handles import ActorGroup
+
+CALLS_DEADLINE = 2.0
+"""Seconds that cancelled calls may take before they are left behind: Ctrl-C promises five in all."""
+CLOSE_DEADLINE = 2.5
+"""Seconds that an actor's `close` may take before it is given up."""
+MOMENT = 0.2
+"""Seconds for what only has to be told."""
+
+
+class Service(QueueService, StageService, LeaseService):
+    """See the module's docstring."""
+
+    def begin(self) -> None:
+        """Called once, before anything can arrive."""
+        self._names: dict[str, tuple[Key, ActorGroup | Channel | None]] = {}
+        self._unready: set[ActorId] = set()
+        self.all_here = asyncio.Event()
+        self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.on_interrupt: Callable[[int], None] | None = None
+
+    # Joining and leaving -----------------------------------------------------------------------------------------
+
+    def hello(self, place: Place) -> None:
+        """A host tells the controller that it serves, and where it lives."""
+        host = self._cell.host
+        host.places[place.host] = place
+        if len(host.places) == host.transport.hosts:
+            for other in range(1, host.transport.hosts):
+                host.cast(other, self._cell.id, "welcome", dict(host.places))
+            host.system.places_known()
+            self.all_here.set()
+
+    def welcome(self, places: dict[int, Place]) -> None:
+        """The controller tells a host where all others live."""
+        self._cell.host.places.update(places)
+        self._cell.host.system.places_known()
+        self.all_here.set()
+
+    def interrupted(self, number: int) -> None:
+        """A host tells the controller that a signal told it to stop."""
+        if self.on_interrupt is not None:
+            self.on_interrupt(number)
+
+    @endpoint
+    async def retire(self) -> None:
+        """End the actors that are still here; the system ends, or the controller is gone."""
+        cells = self._cell.host.cells
+        await self._stop_calls([cell for id, cell in cells.items() if id != self._cell.id])
+        for id in reversed(list(cells)):
+            if id != self._cell.id:
+                try:
+                    await self.kill(id)
+                except Exception as error:  # one actor's close must not keep the others from theirs
+                    self._cell.host.complain("while ending", error)
+
+    def bye(self, graceful: bool) -> None:
+        """The controller leaves, and so should this host."""
+        if not self.farewell.done():
+            self.farewell.set_result(graceful)
+
+    # Actors ------------------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def create(
+        self,
+        actor_id: ActorId,
+        cls: type[Actor],
+        name: str,
+        rank: int,
+        group: ActorGroup,
+        granularity: Granularity | None,
+        gang: Gang,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Make an actor and run its setup; with devices (and a granularity), while it holds them."""
+        host = self._cell.host
+        call = current_call.get()
+        assert call is not None
+        cell = Cell(cls(), actor_id, name, rank, group, host)
+        cell.scope = host.system.scope()
+        cell.leased = granularity is not None
+        cell.granularity = granularity or cell.granularity
+        host.cells[actor_id] = cell
+        call.gang = gang
+        self._unready.add(actor_id)
+        try:
+            with Running(host, cell, call):
+                if cell.leased:
+                    async with host.system.leases.hold(cell, call, gang=True):
+                        await cell.actor.setup(**kwargs)
+                else:
+                    await cell.actor.setup(**kwargs)
+        except BaseException:
+            host.cells.pop(actor_id, None)
+            cell.stop_computing()
+            await cell.scope.close()
+            raise
+        finally:
+            self._unready.discard(actor_id)
+
+    @endpoint
+    async def stop_calls(self, actors: list[ActorId]) -> None:
+        """Cancel all calls of these actors, and wait until they have ended or have had their time."""
+        await self._stop_calls([cell for id in actors if (cell := self._cell.host.cells.get(id)) is not None])
+
+    async def _stop_calls(self, cells: Sequence[Cell]) -> None:
+        calls = {call.task: call for cell in cells for call in cell.calls if call.task is not None}
+        for call in calls.values():
+            call.killed = True
+        if await cancel_all(calls, CALLS_DEADLINE):
+            doing = {task: call.doing or "running" for task, call in calls.items()}
+            for cell in cells:
+                cell.stop_computing()  # whoever waits for a function that does not return need not wait any longer
+            for task in await cancel_all(calls, MOMENT):
+                late = f"{calls[task].name} was still {doing[task]} {CALLS_DEADLINE} s after it was cancelled"
+                self._cell.host.complain(f"{late}, and is left behind")
+
+    @endpoint
+    async def kill(self, actor_id: ActorId) -> None:
+        """End an actor: its running calls are cancelled, then it is closed, with all that it spawned."""
+        cell = self._cell.host.cells.pop(actor_id, None)
+        if cell is not None:
+            ready = actor_id not in self._unready
+            await asyncio.shield(self._cell.host.own(self._kill(cell, ready)))  # once begun, it is done
+
+    async def _kill(self, cell: Cell, ready: bool) -> None:
+        await self._stop_calls([cell])
+        if not ready:
+            return
+        try:
+            if cell.scope is not None:
+                await cell.scope.close()
+            async with asyncio.timeout(CLOSE_DEADLINE):
+                await cell.actor.close()
+        except TimeoutError:
+            self._cell.host.complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
+        finally:
+            cell.stop_computing()
+
+    @endpoint
+    async def regulate(self, actor_id: ActorId, granularity: Granularity) -> None:
+        """Change how finely an actor takes its devices."""
+        cell = self._cell.host.cells.get(actor_id)
+        if cell is not None:
+            cell.granularity = granularity
+
+    @endpoint
+    async def move(self, actor_id: ActorId, what: str) -> None:
+        """Offload or onload an actor for the lease manager; in its setup it loads itself."""
+        cell, call = self._cell.host.cells.get(actor_id), current_call.get()
+        if cell is not None and call is not None and actor_id not in self._unready:
+            with Running(self._cell.host, cell, call):
+                await (cell.actor.offload() if what == "offload" else cell.actor.onload())
+
+    # Names (controller) ------------------------------------------------------------------------------------------
+
+    @endpoint
+    async def reserve(self, name: str, owner: Key) -> None:
+        """Take a name for a group or channel that is about to be made.
+
+        Args:
+            owner: what only the one that is made has, so that its end frees nobody else's name.
+        """
+        if name in self._names:
+            raise UserError(f"the name {name!r} is taken: give every group and channel a name of its own")
+        self._names[name] = (owner, None)
+
+    @endpoint
+    async def publish(self, name: str, owner: Key, what: ActorGroup | Channel) -> None:
+        self._names[name] = (owner, what)
+
+    def withdraw(self, name: str, owner: Key) -> None:
+        if name in self._names and self._names[name][0] == owner:
+            del self._names[name]
+
+    @endpoint
+    async def look_up(self, name: str) -> ActorGroup | Channel | None:
+        return self._names.get(name, (None, None))[1]
+
+    def groups(self) -> list[ActorGroup]:
+        """All groups there are; on the controller."""
+        return [what for _, what in self._names.values() if isinstance(what, ActorGroup)]
+
+    # Values, traces, reports -------------------------------------------------------------------------------------
+
+    @endpoint
+    async def fetch(self, key: Key) -> Any:
+        return await self._cell.host.values.kept_value(key)
+
+    @endpoint
+    async def spans(self) -> list[Span]:
+        return self._cell.host.tracer.dump()
+
+    @endpoint
+    async def clock(self) -> float:
+        return self._cell.host.now()
+
+    @endpoint
+    async def report(self) -> HostReport:
+        return report_host(self._cell.host, self)

@@ -1,0 +1,96 @@
+"""What one host is doing at this moment: its waits for the stall report, its actors and queues for whoever looks.
+
+Flows in: what the host keeps anyway about its calls, values, queues, locks and leases. Flows out: a `HostReport`.
+Nobody is woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rlinf.runtime.base.calls import Call
+from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, locks
+from rlinf.runtime.streams.item_queue import ItemQueue
+
+if TYPE_CHECKING:
+    from rlinf.runtime.actor.host import Host
+
+    from .host_service import Service
+
+
+def report_host(host: Host, service: Service) -> HostReport:
+    """What waits on this host, and for what."""
+    now = host.now()
+    report = HostReport(host.rank)
+    for sent in host.sent.values():
+        promise = sent.strong
+        if promise is not None and not promise.done() and promise.name != OURS:
+            report.waits.append(Wait(promise.parent, promise.label, now - promise.since))
+    kept: dict[Any, str] = {}
+    for cell in host.cells.values():
+        for call in cell.calls:
+            if call.name == OURS:
+                continue
+            kept[call.caller, call.number] = call.label
+            _report_call(report, call, host, now)
+    for who, value, since in host.values.awaited.values():
+        on = value if isinstance(value, str) else kept.get(value, f"the value of call {value[0]}.{value[1]}")
+        report.waits.append(Wait(who, on, now - since))
+    for queue in host.system.queues.all():
+        _report_queue(report, queue, now)
+    for lock in list(locks):
+        if lock.host is host:
+            report.waits.extend(Wait(who, f"lock {lock.name}", now - since) for who, since in lock.waiting.values())
+            if lock.holder is not None and lock.waiting:
+                report.waits.append(Wait(f"lock {lock.name}", lock.holder, None))
+    if hasattr(service, "manager"):  # it is the controller's
+        report.waits += [
+            Wait(who, on, None if since is None else now - since) for who, on, since in service.lease_waits()
+        ]
+    # a call cannot end before what it does in other tasks
+    parts = {wait.who for wait in report.waits if "/" in wait.who}
+    report.waits += [Wait(part.rpartition("/")[0], part, None) for part in sorted(parts)]
+    return report
+
+
+def _report_call(report: HostReport, call: Call, host: Host, now: float) -> None:
+    report.notes[call.label] = f"on host {host.rank}, {call.doing or 'running'}{_where(call.task)}"
+    report.moves[call.label] = call.moves
+    report.ages[call.label] = now - call.since
+    if call.caller == host.rank and (call.promise is None or call.promise.wanted):
+        report.waits.append(Wait(call.parent, call.label, now - call.since))
+
+
+def _report_queue(report: HostReport, queue: ItemQueue, now: float) -> None:
+    facts = queue.statistics()
+    takers, putters = facts["waiting_to_take"], facts["waiting_to_put"]
+    if not takers and not putters:
+        return
+    report.notes[queue.name] = f"on host {report.host}: {facts['put']} put, {facts['done']} done"
+    space = f"space in {queue.name}"
+    report.waits += [Wait(name, queue.name, now - since) for name, since in takers]
+    report.waits += [Wait(name, space, now - since) for name, since in putters]
+    if takers:
+        report.waits += [Wait(queue.name, producer, None) for producer in queue.producers]
+        if not queue.producers and not queue.closed:
+            report.silent.append(f"nobody fills {queue.name}, yet {takers[0][0]} waits for it")
+    if putters:
+        holders = facts["held_by"]
+        report.waits += [Wait(space, holder, None) for holder in holders]
+        if not holders and not takers:
+            report.silent.append(f"nobody empties {queue.name}, yet {putters[0][0]} waits for space in it")
+
+
+def _where(task: asyncio.Task[Any] | None) -> str:
+    """The innermost line of a task that is neither the runtime's nor asyncio's, as " at file.py:12"."""
+    awaiting: Any = None if task is None else task.get_coro()
+    line = ""
+    while awaiting is not None:
+        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "ag_frame", None)
+        module = "" if frame is None else str(frame.f_globals.get("__name__"))
+        ours = module.startswith("rlinf.runtime.") or module.partition(".")[0] in ("asyncio", "contextlib")
+        if frame is not None and not ours:
+            line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "ag_await", None)
+    return line

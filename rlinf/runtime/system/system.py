@@ -1,0 +1,402 @@
+"""The actor system: spawning, finding, scopes, and the end.
+
+Flows in: a program's wishes. Flows out: groups of actors, channels, a trace. Who wakes whom: leaving a scope ends what
+was spawned in it; the loss of a host fails the system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlinf.runtime.actor.actor import Actor, Cell
+from rlinf.runtime.actor.host import Host
+from rlinf.runtime.base import ports
+from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
+from rlinf.runtime.base.errors import ActorDied, StallError, UserError
+from rlinf.runtime.base.lease_policy import Granularity
+from rlinf.runtime.base.tasks import all_or_none, finish
+from rlinf.runtime.devices.control import DeviceControl
+from rlinf.runtime.devices.lease_client import LeaseClient
+from rlinf.runtime.devices.lease_manager import Tenant
+from rlinf.runtime.observe.spans import Dump, Span, best_offset, write_perfetto
+from rlinf.runtime.observe.stalls import HostReport, Progress, render
+from rlinf.runtime.streams.channel import Channel, QueueHandle
+from rlinf.runtime.streams.item_queue import ItemQueue
+from rlinf.runtime.streams.registry import QueueRegistry
+from rlinf.runtime.transport.group_registry import Collectives
+from rlinf.runtime.transport.link import check_hosts
+from rlinf.runtime.transport.rendezvous import job_store
+from rlinf.runtime.values.p2p import GroupBulk
+from rlinf.runtime.values.promise import Promise
+
+from .handles import ActorGroup, ActorRef
+from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
+from .local_network import LocalNetwork
+from .scope import Scope
+
+A = TypeVar("A", bound=Actor)
+K = TypeVar("K")
+
+RESERVED = frozenset({"each", "any", "names", "hosts"})
+KILL_DEADLINE = 3 * CLOSE_DEADLINE
+"""Seconds until a host that should end an actor is taken for hung: its calls, its own actors and its `close` may each
+take their time."""
+REPORT_DEADLINE = 2.0
+"""Seconds that a stall report waits for a host."""
+
+
+class ActorSystem(DeviceControl):
+    """All hosts, seen from one of them.
+
+    Get one from `rlinf.run(main)`, from `self.system` inside an actor, or in any running event loop:
+
+        >>> import asyncio
+        >>> async def main():
+        ...     async with ActorSystem.local(hosts=2) as system:
+        ...         return system.hosts
+        >>> asyncio.run(main())
+        2
+    """
+
+    def __init__(self, host: Host, network: LocalNetwork | None = None):
+        self._host = host
+        self._network = network
+        host.system = self
+        self.leases = LeaseClient(host)
+        self.queues = QueueRegistry()
+        host.on_lost.append(self.queues.lost)
+        self._collectives: Collectives | None = None
+        self._silent: set[int] = set()
+        self.root = Scope(self)
+        service = Service()
+        Cell(service, SERVICE, "host", host.rank, ActorGroup("host", []), host)
+        host.cells[SERVICE] = service._cell
+        service.begin()
+        self.service = service
+
+    # Opening -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @asynccontextmanager
+    async def local(
+        hosts: int | None = None,
+        *,
+        serialize: bool = False,
+        trace: bool = True,
+        device_memory: Mapping[int, int] | None = None,
+        stall_after: float | None = None,
+    ) -> AsyncIterator[ActorSystem]:
+        """A system in this process and event loop.
+
+        Args:
+            hosts: how many; None makes a host whenever a number is first used.
+            serialize: treat the hosts as separate processes, so that all that goes between them is pickled, and
+                tensors go through shared memory: a laptop then shows what a cluster would.
+            trace: record spans.
+            device_memory: bytes per device, for leases.
+            stall_after: seconds a wait may last before the stall report fails the system; None: for ever.
+        """
+        network = LocalNetwork(ActorSystem, hosts, serialize=serialize, trace=trace)
+        system = network.system(CONTROLLER)
+        host = system._host
+        system.service.open_leases(dict(device_memory) if device_memory is not None else None)
+        for number in range(1, hosts or 1):
+            network.system(number)
+        if hasattr(host.loop, "deadlock_report"):
+            host.loop.deadlock_report = lambda: render(network.reports())
+        enter_host(host)
+        token = current_scope.set(system.root)
+        host.flow = task = asyncio.current_task()
+        assert task is not None
+        watch = None if stall_after is None else host.own(system.watch(stall_after))
+        if watch is not None:
+            watch.add_done_callback(lambda watch: watch.cancelled() or task.cancel())
+        failed = True
+        try:
+            yield system
+            failed = False
+        except asyncio.CancelledError:
+            if watch is not None and watch.done() and not watch.cancelled():
+                task.uncancel()
+                watch.result()  # raises the stall report
+            raise
+        finally:
+            with contextlib.suppress(ValueError):  # opened by a fixture, closed in another context
+                current_scope.reset(token)
+            closing = host.loop.create_task(network.close())
+            await finish(closing)
+            if (error := closing.exception()) is not None:
+                if not failed:
+                    raise error
+                host.complain("while the system was closed", error)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Named process groups and device meshes over hosts; see `group_registry.py`."""
+        if self._collectives is None:
+            store = job_store() if self._network is None else None
+            self._collectives = Collectives(store, self.host, self.hosts)
+        return self._collectives
+
+    def places_known(self) -> None:
+        """All hosts have said where they live: use process groups if some are on other machines or GPUs."""
+        places = self._host.places.values()
+        if len({place.machine for place in places}) > 1 or any(place.device != "cpu" for place in places):
+            self._host.codec.bulk = GroupBulk(self._host, self.collectives)
+
+    # Spawning and finding ----------------------------------------------------------------------------------------
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self._host.transport.hosts
+
+    @property
+    def host(self) -> int:
+        """The host this handle belongs to; 0 for the flow."""
+        return self._host.rank
+
+    async def spawn(
+        self,
+        cls: type[A],
+        *,
+        hosts: Sequence[int] | None = None,
+        name: str | None = None,
+        devices: Sequence[int | Iterable[int]] | None = None,
+        resident_bytes: int = 0,
+        parked_bytes: int = 0,
+        priority: int = 0,
+        items: int = 1,
+        lease_items: int | None = None,
+        **kwargs: Any,
+    ) -> ActorGroup:
+        """Make one actor per entry of `hosts` and wait until all are set up. The current scope owns them.
+
+        Args:
+            hosts: host of each rank; a host may come several times. Default: every host once.
+            name: unique in the system; default: the class's name in lower case.
+            devices: per rank, the device or devices it computes on. Its endpoints marked `device=True` then run only
+                while it holds a lease on them.
+            resident_bytes, parked_bytes: bytes a rank takes on each of its devices while loaded, and while offloaded.
+            priority: lower goes first where several wait for a device.
+            items: a call that takes a stream asks for its devices only when so many items are at hand, or the stream
+                has ended; more of them cost fewer switches, and make the first ones wait.
+            lease_items: after so many items a call with work at hand offers its devices to those who wait, not earlier.
+                None: a map after a quantum of time, any other call when it would wait.
+            kwargs: for the actor's `setup`.
+
+        Raises:
+            UserError: something about the request cannot work; the text says what to change.
+            Exception: what a rank's `setup` raised, after the other ranks have been closed.
+        """
+        host = self._host
+        granularity = Granularity(items, lease_items)
+        name = name or getattr(cls, "__name__", "actor").lower()
+        hosts = list(hosts) if hosts is not None else list(range(self.hosts))
+        self._check_spawn(cls, hosts, name, devices, kwargs)
+        ids = [host.number() for _ in hosts]
+        names = [f"{name}[{rank}]" for rank in range(len(hosts))]
+        group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
+        gang = (*host.number(), len(hosts))
+        turns = granularity if devices is not None else None
+        try:
+            await self._control("reserve", name, ids[0])
+            if devices is not None:
+                per_rank = [frozenset([d] if isinstance(d, int) else d) for d in devices]
+                tenants = [
+                    (Tenant(n, d, resident_bytes, parked_bytes, priority), h, i)
+                    for n, d, h, i in zip(names, per_rank, hosts, ids, strict=True)
+                ]
+                await self._control("lease_register", tenants)
+            await all_or_none(
+                [
+                    self._create(h, names[rank], (ids[rank], cls, names[rank], rank, group, turns, gang, kwargs))
+                    for rank, h in enumerate(hosts)
+                ]
+            )
+            await self._control("publish", name, ids[0], group)
+        except BaseException:
+            await finish(host.own(self.kill(group)))
+            raise
+        self._scope.add(group)
+        return group
+
+    @property
+    def _scope(self) -> ports.Scope:
+        return current_scope.get() or self.root
+
+    async def _create(self, host: int, name: str, args: tuple[Any, ...]) -> None:
+        await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {})
+
+    def _check_spawn(
+        self, cls: Any, hosts: Sequence[int], name: str, devices: Sequence[Any] | None, kwargs: dict[str, Any]
+    ) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, Actor)):
+            raise UserError(f"spawn needs a subclass of rlinf.Actor, got {cls!r}")
+        if not hosts:
+            raise UserError(f"{name}: hosts is empty; name at least one host")
+        complaint = self._network.want(hosts) if self._network else check_hosts(hosts, self.hosts)
+        if complaint:
+            fix = "" if self._network else f"; start more processes (torchrun --nproc-per-node {max(hosts) + 1})"
+            raise UserError(f"{name}: {complaint}{fix}")
+        if devices is not None and len(devices) != len(hosts):
+            raise UserError(f"{name}: devices has {len(devices)} entries for {len(hosts)} ranks; give one per rank")
+        if bad := RESERVED & set(cls.endpoints):
+            raise UserError(f"{cls.__name__}: an endpoint cannot be called {sorted(bad)[0]!r}, groups use that name")
+        abroad = [h for h in hosts if not self._host.codec.by_reference(h)]
+        if abroad and "<locals>" in cls.__qualname__:
+            raise UserError(
+                f"{cls.__qualname__} is defined inside a function, so host {abroad[0]} cannot import it: "
+                "move the class to the top level of a module"
+            )
+        try:
+            inspect.signature(cls.setup).bind(None, **kwargs)
+        except TypeError as error:
+            raise UserError(
+                f"{cls.__name__}.setup{inspect.signature(cls.setup)} does not fit spawn's arguments: {error}"
+            ) from None
+
+    def _control(self, method: str, *args: Any) -> Any:
+        return self._host.call(CONTROLLER, SERVICE, method, f"system.{method}", args, {})
+
+    async def kill(self, group: ActorGroup) -> None:
+        """End a group's actors now; calls to them fail with `ActorDied` from here on.
+
+        Raises:
+            Exception: the first that an actor's `close` raised, after all of them have been ended.
+        """
+        host = self._host
+        kills = {
+            ref: host.call(ref._host, SERVICE, "kill", f"{ref._name}.close", (ref._actor,), {})
+            for ref in group
+            if ref._host not in host.lost_hosts
+        }
+        outcomes = await self.answers(kills, KILL_DEADLINE)
+        if CONTROLLER not in host.lost_hosts:
+            host.cast(CONTROLLER, SERVICE, "lease_unregister", [(ref._name, ref._actor) for ref in group])
+            host.cast(CONTROLLER, SERVICE, "withdraw", group._group_name, group[0]._actor)
+        self._scope.forget(group)
+        for ref in kills.keys() - outcomes.keys():
+            host.complain(f"{ref._name} could not be closed: host {ref._host} does not answer; is its loop blocked?")
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception) and not isinstance(outcome, ActorDied):
+                raise outcome
+
+    async def stop_calls(self, groups: Iterable[ActorGroup]) -> None:
+        """Cancel all calls that run on these groups, and wait until they have ended, or a few seconds."""
+        actors: dict[int, list[Any]] = {}
+        for ref in (ref for group in groups for ref in group):
+            if ref._host not in self._host.lost_hosts:
+                actors.setdefault(ref._host, []).append(ref._actor)
+        call = self._host.call
+        stops = {h: call(h, SERVICE, "stop_calls", "host.stop_calls", (ids,), {}) for h, ids in actors.items()}
+        await self.answers(stops, 1.5 * CALLS_DEADLINE)
+
+    async def answers(self, calls: Mapping[K, Promise[Any]], seconds: float) -> dict[K, Any]:
+        """What each call returned or raised; those that took longer are cancelled and left out."""
+        patient = [call for call in calls.values() if call.target not in self._silent]
+        if patient:
+            await asyncio.wait(patient, timeout=seconds)
+        if len(patient) < len(calls):
+            await asyncio.wait(calls.values(), timeout=MOMENT)
+        answers: dict[K, Any] = {}
+        for key, call in calls.items():
+            if not call.done():
+                self._silent.add(call.target)  # it need not be waited for that long again
+                call.cancel()
+            elif call.cancelled():
+                answers[key] = ActorDied(f"{call.name} was cancelled")
+            else:
+                answers[key] = call.exception() or call.result()
+        return answers
+
+    def withdraw(self, channel: Channel) -> None:
+        """End a channel: who uses it gets `QueueClosed`, and its name is free again."""
+        channel._handle.abandon()
+        self._host.cast(CONTROLLER, SERVICE, "withdraw", channel.name, channel._handle.id)
+
+    async def get(self, name: str) -> Any:
+        """The group or channel of this name, whoever made it.
+
+        Raises:
+            UserError: there is none.
+        """
+        found = await self._control("look_up", name)
+        if found is None:
+            raise UserError(f"no group or channel is called {name!r}")
+        return found
+
+    async def channel(self, name: str, *, capacity: int | None = None) -> Channel:
+        """Make a channel on this host; it ends with the current scope.
+
+        Args:
+            capacity: values it holds before `put` waits; None for no bound.
+        """
+        host = self._host
+        queue = ItemQueue(name, capacity)
+        channel = Channel(QueueHandle(host, host.rank, host.number(), name), queue)
+        try:
+            await self._control("reserve", name, channel._handle.id)
+            self.queues.add(channel._handle.id, queue)
+            await self._control("publish", name, channel._handle.id, Channel(channel._handle))
+        except BaseException:
+            self.withdraw(channel)
+            raise
+        self._scope.add(channel)
+        return channel
+
+    def scope(self) -> Scope:
+        """A scope to enter by `async with`: what is spawned in it ends with it."""
+        return Scope(self)
+
+    # Looking in --------------------------------------------------------------------------------------------------
+
+    async def trace(self, path: str | Path) -> None:
+        """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev)."""
+        dumps = await asyncio.gather(*(self._spans_of(number) for number in self._living()))
+        await asyncio.get_running_loop().run_in_executor(None, write_perfetto, path, dumps)
+
+    async def _spans_of(self, number: int) -> Dump:
+        """A host's spans, with the seconds to add to its clock to get this host's."""
+        host = self._host
+        ahead = 0.0
+        if host.places[number].machine != host.places[host.rank].machine:
+            ahead = await best_offset(host.now, lambda: host.call(number, SERVICE, "clock", "host.clock", (), {}))
+        spans: list[Span] = await host.call(number, SERVICE, "spans", "host.spans", (), {})
+        return number, ahead, spans
+
+    async def stall_report(self) -> str:
+        """Who waits on whom, since when, on all hosts; deadlocks first."""
+        return render(await self._reports(REPORT_DEADLINE))
+
+    async def _reports(self, seconds: float) -> list[HostReport]:
+        host = self._host
+        calls = {number: host.call(number, SERVICE, "report", "host.report", (), {}) for number in self._living()}
+        answers = await self.answers(calls, seconds)
+        silent = "does not answer: something blocks its event loop"
+        return [
+            answer if isinstance(answer := answers.get(number), HostReport) else HostReport(number, trouble=silent)
+            for number in calls
+        ]
+
+    def _living(self) -> list[int]:
+        return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
+
+    async def watch(self, stall_after: float) -> None:
+        """Look now and then at what waits, and fail once nothing has moved for `stall_after` seconds.
+
+        Raises:
+            StallError: with the report.
+        """
+        progress = Progress(stall_after)
+        while True:
+            await asyncio.sleep(stall_after / 4)
+            reports = await self._reports(stall_after / 4)
+            if (what := progress.stopped(reports, self._host.now())) is not None:
+                raise StallError(f"{what}\n{render(reports)}")

@@ -1,0 +1,400 @@
+"""`rlinf.run(main)`: one program, in one process or under torchrun.
+
+Flows in: torchrun's environment; signals; the loss of hosts. Flows out: the value of `main` on rank 0, and the
+process's exit code. Who wakes whom: rank 0 runs `main`; the others serve until rank 0 says goodbye or is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlinf.runtime.actor.host import Host
+from rlinf.runtime.base.calls import SERVICE, current_scope, enter_host
+from rlinf.runtime.base.errors import ActorDied, StallError, UserError
+from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.values.promise import Promise
+
+from .local_network import here
+from .system import ActorSystem
+
+if TYPE_CHECKING:
+    from rlinf.runtime.transport.torch_rpc import RpcTransport
+
+T = TypeVar("T")
+Main = Callable[[ActorSystem], Awaitable[T]]
+End = Callable[[BaseException], None]
+"""Says why the program has to end early; the first reason counts."""
+
+SWITCH_INTERVAL = 5e-4
+"""Seconds of Python's thread switch interval. With the default of 5 ms a compute thread that runs Python keeps the
+loop, and so every answer of this host, waiting that long."""
+GRACE = 0.5
+"""Seconds that `main` gets to fail by itself, with its own error, once a host was lost; and to end when cancelled."""
+CLOSING = 20.0
+"""Seconds until what does not end is left behind."""
+CLOSING_ON_SIGNAL = 3.0
+"""The same after Ctrl-C, which promises five seconds in all."""
+FAREWELL = 3.5
+"""Seconds that a host which got a signal waits for rank 0 to end the system in order."""
+REPEATED = 1.0
+"""Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
+PR_SET_PDEATHSIG = 1
+
+
+class Stopped(SystemExit):
+    """The process was told to stop by a signal; exits with 128 + its number, as shells do."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+        self.name = signal.Signals(number).name
+
+
+def run(
+    main: Main[T],
+    *,
+    hosts: int | None = None,
+    trace: bool = True,
+    device_memory: Mapping[int, int] | None = None,
+    stall_after: float | None = None,
+    interface: str | None = None,
+) -> T | None:
+    """Run an async program on the actor system and return its value.
+
+    Under torchrun rank 0 runs `main(system)` and every rank is a host that serves actors; without torchrun all hosts
+    live in this process. On ranks other than 0 it returns None once the system has ended.
+
+    Args:
+        main: `async def main(system: ActorSystem)`.
+        hosts: without torchrun, how many hosts; default: as many as the program names.
+        trace: record spans.
+        device_memory: bytes per device, for leases; default: any number of roles fits.
+        stall_after: seconds without any progress after which the stall report ends the job, so more than the longest
+            single computation takes; default: never.
+        interface: network interface that RPC listens on. Default: `RLINF_INTERFACE`, or the loopback when all hosts
+            are on this machine. See docs/security.md before naming one.
+
+    Raises:
+        Exception: what `main` raised, or `ActorDied` when a host was lost, or `StallError`.
+        SystemExit: a signal told the process to stop; or on ranks other than 0, rank 0 was lost.
+    """
+    import torch
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # on shared cores a second OpenMP thread was measured to cost up to 40 times
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.freeze()  # what was imported lives for ever; scanning it at every full collection would stall the loop
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        hosts = 1
+        _die_with_torchrun()
+    if world == 1:
+        return _run_loop(_run_local(main, hosts, trace, device_memory, stall_after))
+    _bind_interface(interface, world)
+    transport = _join(rank, world)
+    if rank == 0:
+        return _run_loop(_control(main, transport, trace, device_memory, stall_after))
+    if code := _run_loop(_serve(transport, trace)):
+        sys.exit(code)
+    return None
+
+
+def _run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, but nothing that refuses to end keeps the process."""
+    import uvloop
+
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        task = loop.create_task(work)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except SystemExit:  # leaves the loop from wherever it is raised; the system still ends in order
+                if task.done():
+                    raise
+    finally:
+        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop), GRACE))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+# Joining ---------------------------------------------------------------------------------------------------------
+
+
+def _bind_interface(interface: str | None, world: int) -> None:
+    """Tell TensorPipe and gloo where to listen, before they start."""
+    interface = interface or os.environ.get("RLINF_INTERFACE")
+    all_local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
+    if interface is None and (all_local or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+    if interface is not None:
+        there = [name for _, name in socket.if_nameindex()]
+        if interface not in there:
+            raise UserError(f"this machine has no network interface {interface!r}; it has {', '.join(there)}")
+        os.environ["TP_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _join(rank: int, world: int) -> RpcTransport:
+    """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order."""
+    from rlinf.runtime.transport.torch_rpc import RpcTransport
+
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ValueError:  # not the main thread, where signals are none of our business
+        return RpcTransport(rank, world)
+    try:
+        return RpcTransport(rank, world)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _die_with_torchrun() -> None:
+    """Be told to stop when torchrun is killed: nobody else would end this process then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _open(transport: RpcTransport, trace: bool) -> ActorSystem:
+    place = here(transport.host, device=_device())
+    host = Host(transport, {transport.host: place}, trace=trace)
+    system = ActorSystem(host)
+    enter_host(host)
+    current_scope.set(system.root)
+    return system
+
+
+def _device() -> str:
+    """The unique id of this process's GPU, or "cpu"."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+# Rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+async def _run_local(
+    main: Main[T], hosts: int | None, trace: bool, memory: Mapping[int, int] | None, stall_after: float | None
+) -> T:
+    ending, end = _ending()
+    with _on_signals(end):
+        async with ActorSystem.local(hosts, trace=trace, device_memory=memory) as system:
+            _watch(system, stall_after, end)
+            return await _conduct(_program(main, system), system._host, ending)
+
+
+async def _control(
+    main: Main[T],
+    transport: RpcTransport,
+    trace: bool,
+    memory: Mapping[int, int] | None,
+    stall_after: float | None,
+) -> T:
+    system = _open(transport, trace)
+    host, service = system._host, system.service
+    service.open_leases(dict(memory) if memory is not None else None)
+    ending, end = _ending()
+
+    def on_lost(number: int, reason: str) -> None:
+        end(_host_lost(host, number, reason))
+
+    async def program() -> T:
+        await service.all_here.wait()
+        _watch(system, stall_after, end)
+        return await main(system)
+
+    host.on_lost.append(on_lost)
+    service.on_interrupt = lambda number: end(Stopped(number))
+    for other in range(1, transport.hosts):
+        host.link(other)  # from here on its loss is noticed
+    with _on_signals(end):
+        try:
+            result = await _conduct(program(), host, ending)
+        except BaseException as error:
+            with _left_behind(host):  # what went wrong first is what the user gets to see
+                await _end(system, CLOSING_ON_SIGNAL if isinstance(error, Stopped) else CLOSING)
+            raise
+        await _end(system, CLOSING)
+        return result
+
+
+async def _program(main: Main[T], system: ActorSystem) -> T:
+    return await main(system)
+
+
+def _ending() -> tuple[asyncio.Future[BaseException], End]:
+    """Why the program has to end early, once that is so; and how to say it."""
+    ending: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def end(reason: BaseException) -> None:
+        if not ending.done():
+            ending.set_result(reason)
+
+    return ending, end
+
+
+async def _conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.Future[BaseException]) -> T:
+    """The program's value; unless it has to end early: then, if it has not failed with an error of its own, why."""
+    host.flow = task = asyncio.create_task(program)
+    both: set[asyncio.Future[Any]] = {task, ending}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done() and not isinstance(ending.result(), Stopped):
+        await asyncio.wait({task}, timeout=GRACE)  # what it waits for is failing: its own error says where
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE)
+    error = task.exception() if task.done() and not task.cancelled() else None
+    if ending.done() and isinstance(reason := ending.result(), Stopped):
+        sys.stderr.write(f"rlinf: stopped by {reason.name}\n")
+        if error is not None:
+            host.complain("while the program was being stopped", error)
+        raise reason
+    if task.done() and not task.cancelled() and (error is not None or not ending.done()):
+        return task.result()
+    raise ending.result() if ending.done() else asyncio.CancelledError("the program cancelled itself")
+
+
+def _watch(system: ActorSystem, stall_after: float | None, end: End) -> None:
+    async def watch(patience: float) -> None:
+        try:
+            await system.watch(patience)
+        except StallError as error:
+            end(error)
+
+    if stall_after is not None:
+        system._host.own(watch(stall_after))
+
+
+def _host_lost(host: Host, number: int, reason: str) -> ActorDied:
+    place = host.places.get(number)
+    where = f" (pid {place.pid} on {place.node})" if place is not None else ""
+    groups = host.system.service.groups()
+    actors = [ref._name for group in groups for ref in group if ref._host == number]
+    return ActorDied(
+        f"host {number}{where} died, and with it {', '.join(actors) or 'no actor'}: {reason.splitlines()[0][:200]}. "
+        "The job ends; torchrun --max-restarts starts it again from the last checkpoint."
+    )
+
+
+async def _end(system: ActorSystem, seconds: float) -> None:
+    """Close all actors, say goodbye to all hosts, and leave."""
+    host = system._host
+    error: Exception | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            await system.root.close()
+    except TimeoutError:
+        host.complain(f"the actors did not all end within {seconds} s")
+    except Exception as first:  # the hosts must be told all the same
+        error = first
+    await system.service.manager.close()
+    others = [other for other in range(1, host.transport.hosts) if other not in host.lost_hosts]
+    retired = await system.answers({other: _on(host, other, "retire") for other in others}, seconds / 4)
+    for silent in set(others) - retired.keys():
+        host.complain(f"host {silent} does not answer: something blocks its event loop; it is left behind")
+    graceful = not host.lost_hosts and len(retired) == len(others)
+    for other in others:
+        host.cast(other, SERVICE, "bye", graceful)
+    if retired:
+        await asyncio.wait([host.own(host.link(other).drained()) for other in retired], timeout=seconds / 4)
+    await host.close(graceful)
+    if error is not None and not isinstance(error, ActorDied):  # whoever is lost has nothing left to close
+        raise error
+
+
+def _on(host: Host, other: int, what: str) -> Promise[Any]:
+    return host.call(other, SERVICE, what, f"host.{what}", (), {})
+
+
+# The other ranks -------------------------------------------------------------------------------------------------
+
+
+async def _serve(transport: RpcTransport, trace: bool) -> int:
+    """Serve actors until the controller says goodbye or is lost; returns the exit code."""
+    system = _open(transport, trace)
+    host, service = system._host, system.service
+    ending, end = _ending()
+
+    def on_lost(number: int, reason: str) -> None:
+        if number == 0:
+            end(ActorDied(reason.splitlines()[0]))
+
+    host.on_lost.append(on_lost)
+    host.link(0)
+    host.cast(0, SERVICE, "hello", host.places[host.rank])
+    with _on_signals(end):
+        both: set[asyncio.Future[Any]] = {service.farewell, ending}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not service.farewell.done() and isinstance(stopped := ending.result(), Stopped):
+            host.cast(0, SERVICE, "interrupted", stopped.number)  # it ends the system in order
+            await asyncio.wait({service.farewell}, timeout=FAREWELL)
+        if service.farewell.done():
+            await host.close(service.farewell.result())
+            return 0
+        reason = ending.result()
+        sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(reason)}\n")
+        await service.retire()
+        await host.close(False)
+        return 128 + reason.number if isinstance(reason, Stopped) else 1
+
+
+def _why(reason: BaseException) -> str:
+    return f"{reason.name}" if isinstance(reason, Stopped) else f"the controller (host 0) is gone: {reason}"
+
+
+@contextlib.contextmanager
+def _left_behind(host: Host) -> Iterator[None]:
+    """Errors while ending are shown, and nothing more: something else is the reason for ending."""
+    try:
+        yield
+    except Exception as error:
+        host.complain("while ending", error)
+
+
+@contextlib.contextmanager
+def _on_signals(end: End) -> Iterator[None]:
+    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect."""
+    loop = asyncio.get_running_loop()
+    first: float | None = None
+    handled: list[int] = []
+
+    def handle(number: int) -> None:
+        nonlocal first
+        if first is None:
+            first = loop.time()
+            end(Stopped(number))
+        elif loop.time() - first > REPEATED:
+            give_up()
+            signal.raise_signal(number)
+
+    def give_up() -> None:
+        while handled:
+            loop.remove_signal_handler(handled.pop())
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
+            loop.add_signal_handler(number, handle, number)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        give_up()

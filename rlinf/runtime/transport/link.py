@@ -1,0 +1,261 @@
+"""How batches of messages get from host to host, and in which order.
+
+Flows in: messages posted to a `Link` during one tick of the loop. Flows out: one frame per tick and peer, delivered
+in order at the other end. Who wakes whom: the first message posted schedules the flush at the end of the tick; an
+arriving frame wakes the messages' receivers; whatever the receiver has to say to the sender once it has delivered a
+frame rides back on that frame's own response.
+
+A `Transport` only moves frames. Batching, sequence numbers and re-ordering live in `Link`, so every transport behaves
+the same. `LocalTransport` is the in-process twin of the torch RPC transport in `torch_rpc.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = tuple[Any, ...]
+Respond = Callable[["Frame | None"], None]
+
+FRAMES_IN_FLIGHT = 4
+"""Unanswered frames per peer. A response comes as soon as the frame is delivered, so a small number keeps the lane
+full; what is posted meanwhile gathers into the next frame, which is what makes a crowded lane efficient."""
+LAZY_SECONDS = 5e-3
+"""How long a message without haste waits for company: much longer than a call, too short to hold memory back."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """An ordered batch of messages between two hosts."""
+
+    sequence: int
+    """Position among all frames from this sender to this receiver, counted from 0."""
+    messages: list[Message]
+
+
+class Receiver(Protocol):
+    """What a transport delivers to."""
+
+    def receive(self, source: int, frame: Frame, respond: Respond) -> None:
+        """Take a frame from host `source`; call `respond` exactly once, soon, with a frame to send back or None."""
+
+    def lost(self, host: int, reason: str) -> None:
+        """Host `host` is gone for good."""
+
+
+class Transport(Protocol):
+    """Moves frames between hosts. All methods are called on the loop's thread."""
+
+    @property
+    def host(self) -> int:
+        """The host that this end is on."""
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+
+    def bind(self, receiver: Receiver) -> None:
+        """Deliver arriving frames to `receiver` from now on."""
+
+    def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        """Send without blocking; `answered` runs on the loop with the response, unless the host is lost."""
+
+    def watch(self, host: int) -> None:
+        """Report the loss of `host` through `Receiver.lost` from now on, whether or not anything is in flight."""
+
+    async def close(self, graceful: bool) -> None:
+        """Stop moving frames and free all that the transport holds."""
+
+
+class Link:
+    """One ordered lane from this host to a peer, and back.
+
+    Posted entries are messages, or objects with a `message()` method called when the frame leaves: so a call can still
+    learn, until the end of its tick, that somebody awaits it.
+    """
+
+    def __init__(
+        self, peer: int, transport: Transport, loop: asyncio.AbstractEventLoop, deliver: Callable[[int, Message], None]
+    ):
+        self.peer = peer
+        self._transport = transport
+        self._loop = loop
+        self._deliver = deliver
+        self._outbox: list[Any] = []
+        self._scheduled = False
+        self._unanswered = 0
+        self._responding = 0  # responses about to leave, which will take along what there is to say
+        self._next_out = 0
+        self._next_in = 0
+        self._early: dict[int, tuple[Frame, Respond | None]] = {}
+        self._unconfirmed = False
+        self._dead = False
+        self._quiet: asyncio.Future[None] | None = None
+
+    def post(self, entry: Any) -> None:
+        """Queue a message; it leaves at the end of this tick together with all others to the same peer."""
+        if self._dead:
+            return
+        self._outbox.append(entry)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def post_lazily(self, entry: Any) -> None:
+        """Queue a message that need not hurry: it rides with the next one that does, or leaves after `LAZY_SECONDS`."""
+        if not self._dead:
+            self._outbox.append(entry)
+            if not self._scheduled:
+                self._loop.call_later(LAZY_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        if not self._outbox or self._unanswered >= FRAMES_IN_FLIGHT or self._responding or self._dead:
+            return
+        self._send()
+
+    def _send(self) -> None:
+        self._unanswered += 1
+        self._transport.send(self.peer, self._take(), self._answered)
+
+    def _take(self) -> Frame:
+        entries, self._outbox = self._outbox, []
+        messages = [entry if type(entry) is tuple else entry.message() for entry in entries]
+        frame = Frame(self._next_out, messages)
+        self._next_out += 1
+        return frame
+
+    def _answered(self, frame: Frame | None) -> None:
+        self._unanswered -= 1
+        if frame is not None:
+            self._arrive(frame, None)
+        if self._outbox:
+            self._flush()
+        self._moved()
+
+    def receive(self, frame: Frame, respond: Respond) -> None:
+        """Deliver a frame that the peer sent and answer it one tick later, with whatever there is to say by then.
+
+        Calls that end without ever waiting are finished by then: tasks made while delivering run before `_respond`.
+        A frame that overtook another waits for it, and so does its answer: an answered frame has been delivered.
+        """
+        self._arrive(frame, respond)
+
+    def _respond(self, respond: Respond) -> None:
+        self._responding -= 1
+        answer = self._take() if self._outbox and not self._dead else None
+        self._unconfirmed |= answer is not None
+        respond(answer)
+
+    def _arrive(self, frame: Frame, respond: Respond | None) -> None:
+        if frame.sequence != self._next_in:
+            self._early[frame.sequence] = (frame, respond)
+            return
+        arrived: Frame | None = frame
+        while arrived is not None:
+            self._next_in += 1
+            for message in arrived.messages:
+                try:
+                    self._deliver(self.peer, message)
+                except Exception as error:  # it must not take the messages behind it along, or the lane
+                    what = f"a message from host {self.peer} could not be delivered"
+                    self._loop.call_exception_handler({"message": what, "exception": error})
+            if respond is not None:
+                self._responding += 1
+                self._loop.call_soon(self._respond, respond)
+            arrived, respond = self._early.pop(self._next_in, (None, None))
+
+    async def drained(self) -> None:
+        """Wait until all that was posted so far has been delivered, or the peer is gone."""
+        while (self._outbox or self._unanswered or self._unconfirmed) and not self._dead:
+            if self._unconfirmed and not self._outbox and self._unanswered < FRAMES_IN_FLIGHT:
+                self._unconfirmed = False  # responses are not answered: an empty frame behind them is
+                self._send()
+            if self._quiet is None or self._quiet.done():
+                self._quiet = self._loop.create_future()
+            await self._quiet
+
+    def _moved(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    def kill(self) -> None:
+        """The peer is gone: drop what was queued and send nothing any more."""
+        self._dead = True
+        self._outbox.clear()
+        self._early.clear()
+        self._moved()
+
+
+class LocalTransport:
+    """The in-process twin: several hosts on one loop, frames handed over by reference.
+
+    `copy` is applied to every frame on its way; tests pass a pickling round trip to see on one laptop process what
+    would break between processes.
+    """
+
+    def __init__(self, host: int, network: dict[int, LocalTransport], copy: Callable[[Frame], Frame] | None = None):
+        self.host = host
+        self._network = network
+        self._copy = copy
+        self._receiver: Receiver | None = None
+        self._early: list[Callable[[], None]] = []
+        self._watched: set[int] = set()
+        network[host] = self
+
+    @property
+    def hosts(self) -> int:
+        return len(self._network)
+
+    def bind(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        for arrive in self._early:
+            asyncio.get_running_loop().call_soon(arrive)
+        self._early.clear()
+
+    def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._hand_over, host, self._copied(frame), answered)
+
+    def _copied(self, frame: Frame) -> Frame:
+        return frame if self._copy is None else self._copy(frame)
+
+    def _hand_over(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        peer = self._network.get(host)
+        if peer is None:
+            self._tell_lost(host)
+            return
+        if peer._receiver is None:
+            peer._early.append(lambda: self._hand_over(host, frame, answered))
+            return
+
+        def respond(answer: Frame | None) -> None:
+            if self._receiver is not None:
+                answered(None if answer is None else self._copied(answer))
+
+        peer._receiver.receive(self.host, frame, respond)
+
+    def watch(self, host: int) -> None:
+        self._watched.add(host)
+
+    def _tell_lost(self, host: int) -> None:
+        if self._receiver is not None:
+            self._receiver.lost(host, "its host was closed")
+
+    async def close(self, graceful: bool) -> None:
+        self._receiver = None
+        self._network.pop(self.host, None)
+        for peer in list(self._network.values()):
+            if not graceful and self.host in peer._watched:
+                asyncio.get_running_loop().call_soon(peer._tell_lost, self.host)
+
+
+def check_hosts(hosts: Sequence[int], known: int) -> str | None:
+    """The complaint about host numbers outside 0 … known-1, or None."""
+    wrong = sorted({h for h in hosts if not 0 <= h < known})
+    if not wrong:
+        return None
+    have = "host 0 only" if known == 1 else f"hosts 0 to {known - 1}"
+    return f"unknown host {', '.join(map(str, wrong))}: this system has {have}"

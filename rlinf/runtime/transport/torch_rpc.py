@@ -1,0 +1,266 @@
+"""The torch RPC transport, and the only file that imports `torch.distributed.rpc`.
+
+Flows in: frames from `Link`. Flows out: one `rpc_async` per frame, whose response carries the peer's own next frame.
+Who wakes whom: RPC threads hand frames and responses to the loop with `call_soon_threadsafe`; they never touch more.
+
+Known about torch RPC, and met here: a peer's death only fails what is in flight to it, so `watch` keeps one call open
+that a living peer answers only when it leaves; `init_rpc` hangs beyond about 18 workers unless there are at least as
+many threads as workers (pytorch#85607); messages may run on any thread, so order is kept by `Link`'s sequence
+numbers; arguments are pickled, so every peer is trusted (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from rlinf.runtime.base.errors import UserError
+
+from .link import Frame, Receiver
+from .rendezvous import SCHEME
+
+Packed = tuple[bytes, list[torch.Tensor]]
+"""A frame as it travels: pickled, with its tensors beside it, which RPC sends without pickling."""
+
+NOTHING: Packed = (b"", [])
+FAREWELL = 5.0
+"""Seconds that leaving waits for the others to leave as well."""
+
+_current: RpcTransport | None = None  # torch RPC holds one agent per process; its handlers find it here
+
+
+class RpcTransport:
+    """This process's end of the torch RPC mesh.
+
+    Args:
+        host, hosts: rank and number of processes, as torchrun gives them.
+        timeout: seconds until joining the mesh is given up.
+    """
+
+    def __init__(self, host: int, hosts: int, *, timeout: float = 300.0):
+        global _current
+        self.host = host
+        self.hosts = hosts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._receiver: Receiver | None = None
+        self._lock = threading.Lock()  # between RPC threads and the loop's: guards what follows
+        self._early: list[Callable[[], None]] = []
+        self._watchers: list[torch.futures.Future[bytes]] = []
+        self._closing = False
+        self._graceful = False
+        self._watched: set[int] = set()
+        _current = self
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=max(8, hosts + 2),
+            rpc_timeout=timeout,
+            init_method=f"{SCHEME}://",
+            **_transport_options(),
+        )
+        with warnings.catch_warnings():  # of init_rpc, about init_rpc
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
+
+    def bind(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            for arrive in self._early:  # a fast peer may speak before this process has a loop
+                self._loop.call_soon(arrive)
+            self._early.clear()
+
+    # Sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        try:
+            packed = _pack(frame)
+        except Exception as error:  # without this frame the lane can deliver nothing behind it
+            self._break(host, f"a frame for it could not be pickled: {error!r}")
+            return
+        self._call(host, _receive, (self.host, *packed), lambda answer: answered(_unpack_answer(answer)))
+
+    def watch(self, host: int) -> None:
+        if host not in self._watched and host != self.host:
+            self._watched.add(host)
+            self._call(host, _stay, (self.host,), lambda _: None)
+
+    def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
+        assert self._loop is not None
+        loop = self._loop
+
+        def settled(future: torch.futures.Future[Any]) -> None:  # on an RPC thread
+            try:
+                answer = future.value()
+            except Exception as error:  # whatever the agent raises means that the lane to this peer is broken
+                _post(loop, self._lost, host, str(error))
+            else:
+                _post(loop, done, answer)
+
+        try:
+            future = rpc.rpc_async(_name(host), handler, args=args, timeout=0)
+        except RuntimeError as error:
+            self._break(host, str(error))
+            return
+        future.add_done_callback(settled)
+
+    def _break(self, host: int, reason: str) -> None:
+        """Report a loss soon: whoever is sending must not be told while it does."""
+        assert self._loop is not None
+        self._loop.call_soon(self._lost, host, reason)
+
+    def _lost(self, host: int, reason: str) -> None:
+        if self._receiver is not None and not self._closing:
+            self._receiver.lost(host, reason)
+
+    # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
+
+    def _take(self, source: int, packed: Packed, answer: torch.futures.Future[Packed]) -> None:
+        def arrive() -> None:
+            if self._receiver is None or self._closing:
+                if self._graceful:
+                    answer.set_result(NOTHING)
+                return
+            try:
+                frame = _unpack(*packed)
+            except Exception as error:  # nothing behind this frame can be delivered any more
+                answer.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+                self._lost(source, f"it sent a frame that cannot be read here: {error!r}")
+                return
+            self._receiver.receive(source, frame, lambda reply: answer.set_result(_pack_answer(reply)))
+
+        with self._lock:
+            if self._loop is None:
+                self._early.append(arrive)
+                return
+        _post(self._loop, arrive)
+
+    def _hold(self) -> torch.futures.Future[bytes]:
+        future: torch.futures.Future[bytes] = torch.futures.Future()
+        with self._lock:
+            if not self._closing:
+                self._watchers.append(future)
+            elif self._graceful:
+                future.set_result(b"")
+        return future
+
+    async def close(self, graceful: bool) -> None:
+        """Leave the mesh. Graceful waits until every host leaves; otherwise peers see this host as lost."""
+        with self._lock:
+            self._closing, self._graceful = True, graceful
+            watchers, self._watchers = self._watchers, []
+        if graceful:
+            for future in watchers:
+                future.set_result(b"")
+        logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)  # it logs what is suppressed here
+        with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
+            await asyncio.to_thread(rpc.shutdown, graceful=graceful, timeout=FAREWELL)
+        self._receiver = None
+
+
+SPINNING_CORES = 4
+"""Cores per host from which on TensorPipe may use its shared-memory transport. That one spins on a core in every
+process, idle or not: it answers sooner on an idle machine, but on shared cores it was measured to take half the CPU of
+a training run, and to answer later than sockets do."""
+
+
+def _transport_options() -> dict[str, Any]:
+    """Which of TensorPipe's transports to use; `RLINF_RPC_TRANSPORT=shm` or `=uv` (sockets) overrides the choice."""
+    asked = os.environ.get("RLINF_RPC_TRANSPORT")
+    if asked not in (None, "shm", "uv"):
+        raise UserError(f"RLINF_RPC_TRANSPORT is {asked!r}; it can be shm or uv")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    per_host = cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if asked == "shm" or (asked is None and per_host >= SPINNING_CORES):
+        return {}
+    if torch.cuda.is_available():
+        return {"_transports": ["uv"]}  # with TensorPipe's own choice of channels for CUDA tensors
+    return {"_transports": ["uv"], "_channels": ["basic"]}
+
+
+def _name(host: int) -> str:
+    return f"host{host}"
+
+
+def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        loop.call_soon_threadsafe(fn, *args)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _receive(source: int, data: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Packed]:
+    answer: torch.futures.Future[Packed] = torch.futures.Future()
+    assert _current is not None
+    _current._take(source, (data, tensors), answer)
+    return answer
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _stay(source: int) -> torch.futures.Future[bytes]:
+    """Answered when this host leaves; a broken lane answers it with an error at the other end."""
+    assert _current is not None
+    return _current._hold()
+
+
+# Frames as bytes and tensors -------------------------------------------------------------------------------------
+
+
+class _TensorSplitter(pickle.Pickler):
+    """Pickles a frame; tensors in it are collected beside the bytes, for RPC's own tensor path."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+            return len(self.tensors) - 1
+        return None
+
+
+class _TensorJoiner(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _pack(frame: Frame) -> Packed:
+    content = (frame.sequence, frame.messages)
+    if not any(_carries_tensors(message) for message in frame.messages):
+        return pickle.dumps(content, 5), []
+    file = io.BytesIO()
+    splitter = _TensorSplitter(file)
+    splitter.dump(content)
+    return file.getvalue(), splitter.tensors
+
+
+def _carries_tensors(message: tuple[Any, ...]) -> bool:
+    """Whether one of its parts is a payload (bytes, references, tensors) with tensors."""
+    return any(type(part) is tuple and len(part) == 3 and type(part[0]) is bytes and bool(part[2]) for part in message)
+
+
+def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
+    sequence, messages = _TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)
+    return Frame(sequence, messages)
+
+
+def _pack_answer(frame: Frame | None) -> Packed:
+    return NOTHING if frame is None else _pack(frame)
+
+
+def _unpack_answer(answer: Packed) -> Frame | None:
+    data, tensors = answer
+    return _unpack(data, tensors) if data else None

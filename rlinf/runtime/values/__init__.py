@@ -1,0 +1,1 @@
+"""Promises and how values travel: encoding by the cheapest route, kept values, references. Knows no queues."""

@@ -1,0 +1,243 @@
+"""A value to come.
+
+Flows in: a call that was just queued. Flows out: its value, to whoever awaits; or, passed on un-awaited, a reference
+by which the consumer fetches the value straight from the producer. Who wakes whom: the reply of a call wakes those
+who await its promise.
+
+A `Promise` is an asyncio future that knows where its value is. Until the end of the tick of the call it can still say
+"I am awaited", and the value comes with the reply; otherwise the value stays at the producer until someone asks for it
+or the last handle is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from rlinf.runtime.base.calls import Key
+from rlinf.runtime.base.errors import ActorDied
+
+from .codec import Payload
+
+if TYPE_CHECKING:
+    from rlinf.runtime.base.calls import Gang
+    from rlinf.runtime.base.ports import Host
+
+T = TypeVar("T")
+
+LOCAL, QUEUED, INLINE, KEPT = range(4)
+"""Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
+
+WANT, KEEP = 1, 2
+"""Flags of a call message: send the value with the reply; keep it for whoever fetches it."""
+
+
+class Promise(asyncio.Future[T]):
+    """The value that an endpoint call will produce.
+
+    Await it, gather it, wrap it in `asyncio.timeout`: it is a future of the running loop. Cancelling it, or a task that
+    awaits it, cancels the call; `asyncio.shield` it where that is not wanted. Passed un-awaited as an argument of
+    another call, its value travels from producer to consumer directly. Dropped un-awaited, the call still runs and its
+    value is freed.
+    """
+
+    __promised__ = True
+
+    def __init__(self, host: Host, target: int, name: str, number: int, parent: str):
+        super().__init__(loop=host.loop)
+        self.name = name
+        """The call it stands for, e.g. "judge[0].score#17"."""
+        self.parent = parent
+        """The call that made this one, or "flow"."""
+        self.since = host.now()
+        """Loop time (seconds) at which the call was made."""
+        self.target = target
+        self.number = number
+        self.host = host
+
+    # Most promises never need more than these defaults, and making one must be cheap.
+    state = LOCAL
+    wanted = False
+    lent = False
+    """Its value will be fetched by another call, so it stays at the producer."""
+    gang: Gang | None = None
+    """The group call it is part of."""
+    call_args: tuple[Any, ...] = ()
+    """(actor id, method, payload), until the call is sent."""
+    lends: list[Any] | None = None
+    """Promises and streams among its arguments: alive until the call has its reply."""
+    borrowers = 0
+    """Calls that may fetch its value."""
+    finish: Callable[[], None] | None = None
+    """Told once, when the call is over."""
+    task: asyncio.Task[Any] | None = None
+    """What computes it, if that is on this host."""
+
+    @property
+    def label(self) -> str:
+        """The call's name, unique in the system, e.g. "judge[0].score#0.17"."""
+        return f"{self.name}#{self.host.rank}.{self.number}"
+
+    @property
+    def key(self) -> Key:
+        """Names the kept value at its owner."""
+        return (self.host.rank, self.number)
+
+    def message(self) -> tuple[Any, ...]:
+        """The call message; from here on it is settled whether the value comes along or is kept."""
+        flags = (WANT if self.wanted else 0) | (KEEP if self.lent or not self.wanted else 0)
+        self.state = KEPT if flags & KEEP else INLINE
+        actor, method, payload = self.call_args
+        self.call_args = ()
+        self.host.remember(self, strong=self.wanted)
+        return (0, self.number, actor, method, payload, flags, self.name, self.parent, self.gang)
+
+    def want(self) -> None:
+        """Somebody awaits the value: have it brought here."""
+        if self.wanted or self.done():
+            return
+        self.wanted = True
+        if self.state == KEPT:
+            self.host.bring(self)
+
+    def fail(self, error: BaseException) -> None:
+        """The call has failed; complain if nobody ever looks, unless a call that borrowed the value tells of it."""
+        self.set_exception(error)
+        if self.lent or isinstance(error, ActorDied):  # and calls that run as long as their actor end with it
+            self.exception()
+        if not self.borrowers:
+            self.release()  # the error came along
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self.want()
+        return super().__await__()
+
+    __iter__ = __await__
+
+    def add_done_callback(self, fn: Callable[[Promise[T]], object], *, context: Context | None = None) -> None:
+        self.want()
+        super().add_done_callback(cast(Any, fn), context=context)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if self.done():
+            return False
+        self.host.cancel(self)
+        return super().cancel(msg)
+
+    def release(self) -> None:
+        """Nobody will fetch the value from its producer any more."""
+        if self.state == KEPT:
+            self.state = INLINE
+            self.host.drop(self.target, self.key)
+
+    def __del__(self) -> None:
+        self.release()
+        super().__del__()
+
+    def __lend__(self, pickler: Any) -> Any:
+        return pickler.lend(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.name} is a promise, which can only be sent to actors: await it and pickle its value")
+
+    def __repr__(self) -> str:
+        return f"<Promise {self.name} {'done' if self.done() else 'pending'}>"
+
+
+class Gathered(asyncio.Future[Any]):
+    """One call on every rank of a group; the first failure cancels the others.
+
+    Args:
+        joint: the ranks answer as one, so it comes to what rank 0 returned; else to all values, in rank order.
+    """
+
+    __promised__ = True
+
+    def __init__(self, promises: Iterable[Promise[Any]], loop: asyncio.AbstractEventLoop, joint: bool = False):
+        super().__init__(loop=loop)
+        self.promises = list(promises)
+        self._joint = joint
+        self._left = len(self.promises)
+        self._started = False
+        if not self.promises:
+            self.set_result([])
+
+    def _start(self) -> None:
+        if self._started or self.done():
+            return
+        self._started = True
+        for promise in self.promises:
+            promise.add_done_callback(self._one_done)
+
+    def _one_done(self, promise: asyncio.Future[Any]) -> None:
+        self._left -= 1
+        if self.done():
+            if not promise.cancelled():
+                promise.exception()  # seen: the first failure has been reported
+            return
+        if promise.cancelled():
+            self.cancel()
+        elif (error := promise.exception()) is not None:
+            self.set_exception(error)
+            self._cancel_rest()
+        elif self._left == 0:
+            values = [p.result() for p in self.promises]
+            self.set_result(values[0] if self._joint else values)
+
+    def _cancel_rest(self) -> None:
+        for promise in self.promises:
+            promise.cancel()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self._start()
+        return super().__await__()
+
+    __iter__ = __await__
+
+    def add_done_callback(self, fn: Any, *, context: Context | None = None) -> None:
+        self._start()
+        super().add_done_callback(fn, context=context)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if self.done():
+            return False
+        self._cancel_rest()
+        return super().cancel(msg)
+
+    def __lend__(self, pickler: Any) -> Any:
+        return (_first if self._joint else list), (self.promises,)
+
+    def __getitem__(self, rank: int) -> Promise[Any]:
+        """The promise of one rank."""
+        return self.promises[rank]
+
+    def __len__(self) -> int:
+        return len(self.promises)
+
+
+def _first(values: list[Any]) -> Any:
+    """What a joint call comes to on its receiver's host, where the ranks' values have arrived."""
+    return values[0]
+
+
+class Sent:
+    """What the caller's host remembers of a call until its reply; holds the promise only if somebody awaits it."""
+
+    __slots__ = ("finish", "lends", "name", "strong", "target", "weak")
+
+    def __init__(self, promise: Promise[Any], strong: bool):
+        self.name = promise.name
+        self.target = promise.target
+        self.finish = promise.finish
+        self.lends = promise.lends
+        self.strong: Promise[Any] | None = promise if strong else None
+        self.weak = weakref.ref(promise)
+
+    def promise(self) -> Promise[Any] | None:
+        return self.strong or self.weak()
+
+
+__all__ = ["INLINE", "KEEP", "KEPT", "LOCAL", "QUEUED", "WANT", "Gathered", "Payload", "Promise", "Sent"]

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import ActorId, Call, Key, current_call
 from rlinf.runtime.base.errors import RemoteError
+from rlinf.runtime.transport.messages import CANCELLED, ERROR, HELD, OK, REPLY, WANT
 from rlinf.runtime.values.codec import Payload
 from rlinf.runtime.values.dereference import holds_promise, resolve
-from rlinf.runtime.values.promise import WANT, Promise
+from rlinf.runtime.values.promise import Promise
 
 from .invocation import Running
 
 if TYPE_CHECKING:
     from .host import Host
-
-REPLY = 1
-OK, ERROR, HELD, CANCELLED = range(4)
-"""How a call ended, as its reply says: with a value, an error, a value that is kept here, or cancelled."""
 
 
 async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:

@@ -3,11 +3,7 @@
 Flows in: calls made here, messages from peers. Flows out: messages to peers, tasks that run endpoints. Who wakes whom:
 an arriving call starts a task; a reply settles a promise; a lost peer fails every promise that stands on it.
 
-Messages are tuples:
-    (CALL, number, actor, method, payload, flags, name, parent, gang)    reply expected
-    (REPLY, number, status, payload)                               OK value, ERROR, or HELD: the value stays here
-    (CAST, actor, method, args)                                    no reply; the runtime's own, plain data only
-    (CANCEL, number)   (DROP, key)   (FREE, slots)
+The messages are listed in `transport/messages.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +22,30 @@ from rlinf.runtime.base.errors import ActorDied, RemoteError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.dataflow import FlowBook
 from rlinf.runtime.observe.spans import Tracer
-from rlinf.runtime.transport.link import Frame, Link, Message, Respond, Transport
+from rlinf.runtime.transport.link import Link, Respond, Transport
+from rlinf.runtime.transport.messages import (
+    CALL,
+    CANCEL,
+    CANCELLED,
+    CAST,
+    DROP,
+    ERROR,
+    FREE,
+    KEEP,
+    OK,
+    REPLY,
+    Frame,
+    Message,
+)
 from rlinf.runtime.values.codec import Payload, Place, is_plain
 from rlinf.runtime.values.object_store import Values
-from rlinf.runtime.values.promise import KEEP, LOCAL, QUEUED, Promise, Sent
+from rlinf.runtime.values.promise import LOCAL, QUEUED, Promise, Sent
 
 from .actor import Cell
-from .dispatch import CANCELLED, ERROR, OK, serve, serve_local
+from .dispatch import serve, serve_local
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import System
-
-CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
 
 LATE = 1.0
 """Seconds that tasks get to end when their host closes."""

@@ -12,11 +12,11 @@ the same. `LocalTransport` is the in-process twin of the torch RPC transport in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-Message = tuple[Any, ...]
+from .messages import Frame, Message
+
 Respond = Callable[["Frame | None"], None]
 
 FRAMES_IN_FLIGHT = 4
@@ -24,15 +24,6 @@ FRAMES_IN_FLIGHT = 4
 full; what is posted meanwhile gathers into the next frame, which is what makes a crowded lane efficient."""
 LAZY_SECONDS = 5e-3
 """How long a message without haste waits for company: much longer than a call, too short to hold memory back."""
-
-
-@dataclass(slots=True)
-class Frame:
-    """An ordered batch of messages between two hosts."""
-
-    sequence: int
-    """Position among all frames from this sender to this receiver, counted from 0."""
-    messages: list[Message]
 
 
 class Receiver(Protocol):
@@ -64,6 +55,9 @@ class Transport(Protocol):
 
     def watch(self, host: int) -> None:
         """Report the loss of `host` through `Receiver.lost` from now on, whether or not anything is in flight."""
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """These other hosts live on this machine, so there may be a quicker way to them."""
 
     async def close(self, graceful: bool) -> None:
         """Stop moving frames and free all that the transport holds."""
@@ -239,6 +233,9 @@ class LocalTransport:
 
     def watch(self, host: int) -> None:
         self._watched.add(host)
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """Frames are handed over as it is."""
 
     def _tell_lost(self, host: int) -> None:
         if self._receiver is not None:

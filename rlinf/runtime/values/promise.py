@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import ActorDied
-
-from .codec import Payload
+from rlinf.runtime.transport.messages import KEEP, WANT
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Gang
@@ -30,9 +29,6 @@ T = TypeVar("T")
 
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
-
-WANT, KEEP = 1, 2
-"""Flags of a call message: send the value with the reply; keep it for whoever fetches it."""
 
 
 class Promise(asyncio.Future[T]):
@@ -238,6 +234,3 @@ class Sent:
 
     def promise(self) -> Promise[Any] | None:
         return self.strong or self.weak()
-
-
-__all__ = ["INLINE", "KEEP", "KEPT", "LOCAL", "QUEUED", "WANT", "Gathered", "Payload", "Promise", "Sent"]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_init = asyncio.Future.__init__
+
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
 
@@ -43,7 +45,7 @@ class Promise(asyncio.Future[T]):
     __promised__ = True
 
     def __init__(self, host: Host, target: int, name: str, number: int, parent: str):
-        super().__init__(loop=host.loop)
+        _init(self, loop=host.loop)
         self.name = name
         """The call it stands for, e.g. "judge[0].score#17"."""
         self.parent = parent
@@ -88,7 +90,7 @@ class Promise(asyncio.Future[T]):
         self.state = KEPT if flags & KEEP else INLINE
         actor, method, payload = self.call_args
         self.call_args = ()
-        self.host.remember(self, strong=self.wanted)
+        self.host.sent[self.number] = self if self.wanted else Sent(self)
         return (0, self.number, actor, method, payload, flags, self.name, self.parent, self.gang)
 
     def want(self) -> None:
@@ -220,17 +222,18 @@ def _first(values: list[Any]) -> Any:
 
 
 class Sent:
-    """What the caller's host remembers of a call until its reply; holds the promise only if somebody awaits it."""
+    """What the caller's host remembers of a call that nobody awaits, until its reply; of others it has the promise."""
 
-    __slots__ = ("finish", "lends", "name", "strong", "target", "weak")
+    __slots__ = ("finish", "lends", "name", "promise", "target")
 
-    def __init__(self, promise: Promise[Any], strong: bool):
+    def __init__(self, promise: Promise[Any]):
         self.name = promise.name
         self.target = promise.target
         self.finish = promise.finish
         self.lends = promise.lends
-        self.strong: Promise[Any] | None = promise if strong else None
-        self.weak = weakref.ref(promise)
+        self.promise = weakref.ref(promise)
 
-    def promise(self) -> Promise[Any] | None:
-        return self.strong or self.weak()
+
+def promise_of(sent: Promise[Any] | Sent) -> Promise[Any] | None:
+    """The promise of a call that was sent, if anybody still has it."""
+    return sent.promise() if type(sent) is Sent else cast("Promise[Any]", sent)

@@ -25,7 +25,7 @@ from benchmarks.contestants import ROOT, Contestant, TurnFailed, contestants
 from benchmarks.peers.common import GROUPS, SIZES
 
 ALL_GROUPS = (*GROUPS, "startup")
-_BULK = 1_000_000
+PEERS = ("bare rpc_async", "ray", "xoscar")
 SOCKETS = "bare rpc_async, sockets"
 """Torch RPC on the transport that the runtime chooses on shared cores; alone, torch takes one that spins on a core."""
 
@@ -66,7 +66,7 @@ def rows() -> list[Row]:
             {"bare rpc_async": 0.35, "ray": 1 / 12, "xoscar": 1 / 3},
         ),
         Row("awaited call across processes, p99", "call_p99", "s", {}),
-        Row("256 concurrent calls", "concurrent", "/s", {"bare rpc_async": 25, "ray": 60, "xoscar": 10}),
+        Row("256 concurrent calls", "concurrent", "/s", dict(zip(PEERS, (25, 60, 10), strict=True))),
         Row("call inside one process, p50", "local_p50", "s", {}, bar=8e-6),
     ]
     least = {"100MB": {"bare rpc_async": 6.0}}

@@ -53,7 +53,7 @@ class ValueModel(PolicyModel):
             both differentiable.
         """
         hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        return self.head(hidden.float()).sum(-1), hidden  # of one number each: no view, of which FSDP would warn
+        return self.head(hidden.to(self.head.weight.dtype)).sum(-1), hidden  # of one number each: no view, of which FSDP would warn
 
     @torch.no_grad()
     def start_head(self) -> None:

@@ -476,7 +476,7 @@ async def test_a_call_past_its_deadline_costs_the_process(handlers: str) -> None
         begin = time.monotonic()
         with pytest.raises(CallTimeout, match=r"w\.hang\(\) exceeded its 0\.1 s"):
             await worker.call("hang", timeout=0.1)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10  # it would hang for 60
         assert await worker.call("pid") != first
         assert worker.restarts == 1
 

@@ -179,7 +179,7 @@ async def deserted(c: Collectives, rank: int) -> list[Any]:
     begun = time.monotonic()
     with pytest.raises(CollectiveTimeout):
         await group.barrier()
-    return [str(caught.value), ticks > 20, time.monotonic() - begun < 0.1]
+    return [str(caught.value), ticks > 5, time.monotonic() - begun < 0.5]  # half of its deadline
 
 
 async def test_a_missing_member_ends_in_an_error_that_names_group_operation_and_hosts(job: Job) -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.runtime.programs.jobs import listening, shared_memory, until
+from tests.runtime.programs.jobs import listening, patient, shared_memory, until
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
     ranks.await_line("main left")
     took = time.monotonic() - killed
     assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
-    assert took < 1.0
+    assert took < patient(1.0)
     error = first_error(ranks.complained(0))
     assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
     assert "while victim[2].wait was pending" in error
@@ -70,7 +70,7 @@ def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
     ranks.kill(0)
     start = time.monotonic()
     assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.everything()
-    assert time.monotonic() - start < 6.0
+    assert time.monotonic() - start < patient(6.0)
     for rank in (1, 2):
         assert f"closed idle[{rank}]" in ranks.printed(rank)
         said = ranks.complained(rank).splitlines()
@@ -131,7 +131,7 @@ def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, n
     start = time.monotonic()
     ranks.kill_all(number)
     assert ranks.codes() == [128 + number, 0], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
     for rank in (0, 1):
         closed = [line for line in ranks.printed(rank).splitlines() if line.startswith("closed")]
         assert closed == [f"closed {name}[{rank}]" for name in ("waiting", "two", "one", "idle")]
@@ -144,7 +144,7 @@ def test_a_signal_ends_a_job_of_one_process_too(zygote):
     start = time.monotonic()
     ranks.kill(0, signal.SIGINT)
     assert ranks.codes() == [130], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
     assert ranks.printed(0).splitlines()[-4:] == [f"closed {name}[0]" for name in ("waiting", "two", "one", "idle")]
     assert ranks.complained(0).startswith("rlinf: stopped by SIGINT\n")
 
@@ -170,7 +170,7 @@ def test_a_main_that_does_not_end_when_cancelled_is_left_behind(zygote):
     start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
     assert ranks.codes() == [128 + signal.SIGINT, 0], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
 
 
 def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
@@ -178,8 +178,8 @@ def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
     ranks.await_line("blocking", rank=1)
     start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
-    until(lambda: {ranks.pids[0], ranks.pids[2]} <= zygote.codes.keys(), ranks.everything, 6.0)
-    assert time.monotonic() - start < 6.0
+    until(lambda: {ranks.pids[0], ranks.pids[2]} <= zygote.codes.keys(), ranks.everything)
+    assert time.monotonic() - start < patient(6.0)
     assert "host 1 does not answer" in ranks.complained(0)
 
 
@@ -187,4 +187,4 @@ def test_ctrl_c_while_waiting_for_other_ranks_ends_at_once(zygote):
     ranks = zygote.run("drills.py", 1, "unawaited", WORLD_SIZE=2)
     until(lambda: listening(ranks.pids), "rank 0 listening for the others")
     ranks.kill(0, signal.SIGINT)
-    assert ranks.codes(5.0) == [-signal.SIGINT]
+    assert ranks.codes() == [-signal.SIGINT]

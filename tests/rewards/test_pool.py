@@ -39,6 +39,20 @@ REWARDS = """
             return os.getpid()
         return float(word)
 
+    class Harmful:
+        def __init__(self, path):
+            self.path = path
+        def __reduce__(self):
+            return open, (self.path, "w")
+
+    def quietly_seizing(response):
+        # from the next call on, the child answers with something else than verdicts
+        from rlinf.rewards.scoring import Scorer
+        word, _, path = response.partition(" ")
+        answers = {"object": [Harmful(path)], "none": [], "number": 7, "verdict": [{"outcome": "ok", "value": "1.0"}]}
+        Scorer.told = lambda *_: answers[word]
+        return 1.0
+
     class Counting:
         def __init__(self, start=0):
             self.seen = start
@@ -251,3 +265,14 @@ def test_a_function_that_cannot_be_sent_is_refused_with_advice(function):
         function.__module__ = "__main__"
     with pytest.raises(ValueError, match="dotted path"):
         RewardPool(function, None, is_async=False, name="r", workers=1, timeout=1)
+
+
+@pytest.mark.parametrize("word", ["object", "none", "number", "verdict"])
+async def test_a_function_that_seizes_its_child_gets_no_further_than_its_own_verdicts(rewards, tmp_path, word):
+    mark = tmp_path / "mark"
+    async with pool("quietly_seizing") as judges:
+        first = await judges.score(asked(f"{word} {mark}"))
+        second = await judges.score(asked(f"{word} {mark}"))
+    assert outcomes(first) == ["ok"]
+    assert outcomes(second) == ["error"]
+    assert not mark.exists()

@@ -86,6 +86,8 @@ class Host:
         self.arrived: dict[int, int] = {}
         """Number of the last call that has arrived from each host; they come in order."""
         self.on_lost: list[Callable[[int, str], None]] = []
+        self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else this process has to leave, once nothing of the system runs in it any more."""
         self._links: dict[int, Link] = {}
         self._numbers = itertools.count(1)
         self._context = contextvars.copy_context()
@@ -383,6 +385,8 @@ class Host:
         for link in self._links.values():
             link.kill()
         await self.transport.close(graceful)
+        for leave in self.on_close:
+            await leave()
         self.values.close()
 
 

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import contextvars
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import ActorDied
-from .tasks import finish
+from .tasks import finish, start_thread
 
 T = TypeVar("T")
 
@@ -39,14 +38,15 @@ class _Work:
 class ComputeThread:
     """Runs blocking functions one at a time, in order, in a thread of its own.
 
-    The thread is a daemon: a function that never returns cannot keep the process from ending.
+    It begins on the CUDA device of the thread that first calls `run`. It is a daemon: a function that never returns
+    cannot keep the process from ending.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
         self.name = name
         self._loop = loop
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._started = False
         self._works: set[_Work] = set()
         self._closed = False
 
@@ -61,9 +61,9 @@ class ComputeThread:
         """
         if self._closed:
             raise ActorDied(f"{self.name} was closed before it could compute {getattr(fn, '__name__', fn)}")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-            self._thread.start()
+        if not self._started:
+            self._started = True
+            start_thread(self._serve, self.name)
         work = _Work(fn, args, kwargs, self._loop.create_future())
         external = getattr(self._loop, "external", contextlib.nullcontext)  # holds virtual time still meanwhile
         with external():

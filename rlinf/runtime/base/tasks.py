@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def finish(future: asyncio.Future[Any]) -> None:
@@ -77,6 +81,29 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
         raise
 
 
+def start_thread(target: Callable[[], None], name: str | None = None) -> None:
+    """Start a daemon thread on the CUDA device of the calling one: torch would have it begin on device 0.
+
+    Not while CUDA is unused: to ask for its device would take memory of it.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            with contextlib.suppress(RuntimeError):  # of a broken device: what is run on it says so itself
+                torch.cuda.set_device(device)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _started.add(thread)
+    thread.start()
+
+
+def own_threads() -> list[threading.Thread]:
+    """Threads of `start_thread` that have not ended."""
+    return [thread for thread in list(_started) if thread.is_alive()]
+
+
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
 
@@ -94,7 +121,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, future, result, error)
 
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run)
     return future
 
 

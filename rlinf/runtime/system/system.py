@@ -142,6 +142,7 @@ class ActorSystem(DeviceControl):
         if self._collectives is None:
             store = job_store() if self._network is None else None
             self._collectives = Collectives(store, self.host, self.hosts)
+            self._host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
         return self._collectives
 
     def places_known(self) -> None:

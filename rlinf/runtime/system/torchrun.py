@@ -24,6 +24,7 @@ from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.values.promise import Promise
 
 from .local_network import here
+from .shutdown import ends_process
 from .system import ActorSystem
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Stopped(SystemExit):
         self.name = signal.Signals(number).name
 
 
+@ends_process
 def run(
     main: Main[T],
     *,

@@ -162,17 +162,6 @@ def test_ranks_called_one_by_one_work_independently():
     assert run(main) == 1.0
 
 
-def test_lower_priority_numbers_go_first():
-    async def main(system):
-        a = await role(system, "a", [0])
-        late = await role(system, "late", [0], priority=5)
-        first = await role(system, "first", [0], priority=-1)
-        await asyncio.gather(*(group[0].compute_on() for group in (a, late, first)))
-
-    run(main)
-    assert book.order() == ["a", "first", "late"]
-
-
 # Streams ---------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +371,18 @@ async def test_groups_over_two_hosts_in_opposite_order_do_not_deadlock(system: A
     await asyncio.gather(*(group.work() for _ in range(5) for group in (a, b)))
     assert not await overlaps(a[0], b[1])
     assert not await overlaps(a[1], b[0])
+
+
+async def test_what_devices_hold_is_asked_for_from_any_host(system: ActorSystem) -> None:
+    await system.spawn(Clocked, hosts=[0], name="sized", devices=[7], resident_bytes=50, parked_bytes=20)
+    asker = (await system.spawn(Asker, hosts=[1], name="asker"))[0]
+    assert await asker.memory(7) == (await system.device_memory())[7][1:] == (50, 0, 50)
+
+
+class Asker(Actor):
+    @endpoint
+    async def memory(self, device: int) -> tuple[int, int, int]:
+        return (await self.system.device_memory())[device][1:]
 
 
 async def test_calls_cancelled_at_any_moment_leave_no_lease(system: ActorSystem) -> None:

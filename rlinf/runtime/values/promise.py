@@ -12,12 +12,13 @@ or the last handle is dropped.
 from __future__ import annotations
 
 import asyncio
+import types
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rlinf.runtime.base.calls import Key
+from rlinf.runtime.base.calls import Key, lease_here
 from rlinf.runtime.base.errors import ActorDied
 
 from .codec import Payload
@@ -33,6 +34,24 @@ LOCAL, QUEUED, INLINE, KEPT = range(4)
 
 WANT, KEEP = 1, 2
 """Flags of a call message: send the value with the reply; keep it for whoever fetches it."""
+
+
+def lending(future: asyncio.Future[T], waits: Generator[Any, None, T]) -> Generator[Any, None, T]:
+    """`waits` for the future. Others may have the running call's devices meanwhile: they may be whom it waits for."""
+    lease = lease_here()
+    if lease is None or future.done() or not lease.blocked:
+        return waits
+
+    async def lent() -> T:
+        async with lease.waiting():
+            return await _resumed(waits)
+
+    return lent().__await__()
+
+
+@types.coroutine
+def _resumed(waits: Generator[Any, None, T]) -> Generator[Any, None, T]:
+    return (yield from waits)
 
 
 class Promise(asyncio.Future[T]):
@@ -113,7 +132,7 @@ class Promise(asyncio.Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         self.want()
-        return super().__await__()
+        return lending(self, super().__await__())
 
     __iter__ = __await__
 
@@ -193,7 +212,7 @@ class Gathered(asyncio.Future[Any]):
 
     def __await__(self) -> Generator[Any, None, Any]:
         self._start()
-        return super().__await__()
+        return lending(self, super().__await__())
 
     __iter__ = __await__
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
+from rlinf.runtime.actor.host import CALL, CAST, REPLY, Host
 from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.roles import Role, book, role, run
 from tests.runtime.worlds import until
@@ -404,3 +405,44 @@ async def test_calls_cancelled_at_any_moment_leave_no_lease(system: ActorSystem)
 
 async def _call(endpoint: Any) -> None:
     await endpoint(0.002)
+
+
+# Messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_over_between_two_hosts_away_from_the_controller_is_a_release_and_a_grant(monkeypatch):
+    """Whoever waits has asked before, and whoever holds has been told: only these two messages lie in between."""
+    moved: list[tuple[int, int, str]] = []
+    deliver = Host._deliver
+
+    def noted(host: Host, source: int, message: Any) -> None:
+        what = {CALL: lambda: message[3], REPLY: lambda: "reply", CAST: lambda: message[2]}.get(message[0])
+        if what is not None:
+            moved.append((source, host.rank, what()))
+        deliver(host, source, message)
+
+    monkeypatch.setattr(Host, "_deliver", noted)
+
+    async def main(system):
+        a, b = await role(system, "a", [0], hosts=[1]), await role(system, "b", [0], hosts=[2])
+        await asyncio.sleep(1.0)
+        uses = [asyncio.ensure_future(_use(group)) for group in (a, b)]
+        await asyncio.sleep(0.5)
+        moved.clear()
+        await uses[0]
+        await asyncio.sleep(0.5)
+        assert sorted(moved) == [
+            (0, 2, "reply"),  # the grant
+            (1, 0, "lease_release"),
+            (1, 0, "reply"),  # of the call that ended
+        ]
+        moved.clear()
+        await uses[1]
+        await asyncio.sleep(1.0)
+        assert sorted(moved) == [(2, 0, "lease_release"), (2, 0, "reply")]
+
+    run(main, hosts=3, serialize=True)
+
+
+async def _use(group: Any) -> None:
+    await group[0].compute_on()

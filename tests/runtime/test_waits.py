@@ -35,7 +35,7 @@ class Worker(Actor):
     @endpoint(device=True)
     async def work_and_call(self) -> None:
         await asyncio.sleep(1.0)
-        await self.other.work()
+        await asyncio.gather(self.other.work())  # unlike a plain await, it keeps the device meanwhile
 
     @endpoint
     async def take(self) -> Any:

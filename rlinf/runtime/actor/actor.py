@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 import torch
 
-from rlinf.runtime.base.calls import ActorId, Call, current_call, enter
+from rlinf.runtime.base.calls import ActorId, Call, current_call, enter, lease_here
 from rlinf.runtime.base.compute_thread import ComputeThread
 from rlinf.runtime.base.lease_policy import Granularity
 
@@ -187,7 +187,7 @@ class Cell:
             self._thread = ComputeThread(self.name, self.host.loop)
         call = current_call.get()
         name = getattr(fn, "__name__", type(fn).__name__)
-        lease = call.lease if call is not None else None
+        lease = lease_here()
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:

@@ -106,9 +106,9 @@ class Consumer(AsyncIterator[T]):
             await self._offer(call, done)
         if len(self._ready) < self.most and not self._ended:
             await self._fetch(lease, works)
-        elif lease is not None and lease.away:
+        elif lease is not None and lease.away and not lease.stage:
             async with lease.waiting():
-                await self._enough(0)
+                await lease.enough(0, self.look)
         taken = [self._ready.popleft() for _ in range(min(self.most, len(self._ready)))]
         if acknowledge:
             self._last = [id for id, _ in taken]
@@ -123,7 +123,7 @@ class Consumer(AsyncIterator[T]):
         """So many items are done, and the next are not begun: a moment to give devices to others."""
         if done and (lease := self._lease_over(call)) is not None and not lease.puts:
             lease.done(done)
-        if call is not None and call.lease is not None:
+        if call is not None and call.lease is not None and not call.lease.stage:
             await call.lease.offer()
 
     def _lease_over(self, call: Call | None) -> DeviceLease | None:
@@ -131,22 +131,10 @@ class Consumer(AsyncIterator[T]):
         whose stage it is."""
         while call is not None and call.lease is None:
             call = call.within
-        if call is None or call.lease is None:
+        if call is None or call.lease is None or call.lease.stage:  # a stage counts the items of its own source
             return None
         origin = self._handle.origin
         return None if origin is not None and origin[0] == call.lease.role else call.lease
-
-    async def _enough(self, opened: int) -> None:
-        """If the devices were given away, wait until the items at hand are worth taking them again.
-
-        Args:
-            opened: items in hand beside those that are ready.
-        """
-        lease = self._lease_over(current_call.get())
-        if lease is not None and lease.away:
-            if missing := lease.missing(opened + len(self._ready)):
-                await self._handle.at_hand(self._token, missing)
-            lease.enough()
 
     async def look(self, missing: int) -> None:
         """Wait until so many items are at hand beside those that were taken, or all that will ever be."""
@@ -164,8 +152,8 @@ class Consumer(AsyncIterator[T]):
         try:
             async with lease.waiting() if lease is not None else contextlib.nullcontext():
                 opened = await self._next()
-                if works and opened:
-                    await self._enough(len(opened))
+                if works and opened and (over := self._lease_over(current_call.get())) is not None:
+                    await over.enough(len(opened), self.look)
         except BaseException:  # cancelled, or an item cannot be opened here: perhaps another consumer can
             self._ready.clear()
             handle.requeue(self._token)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from rlinf.runtime.base.calls import ActorId, Call, current_call, waiter
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from rlinf.runtime.base.ports import DeviceLease
 from rlinf.runtime.base.tasks import all_or_none
-from rlinf.runtime.devices.lease_client import LeaseKeeper
+from rlinf.runtime.devices import device_lease
 from rlinf.runtime.values.dereference import holds_promise, resolve
 from rlinf.runtime.values.promise import Promise
 
@@ -205,18 +205,19 @@ class StageService(Actor):
         spec = cell.actor.endpoints[method]
         emitter = Emitter(sink.rebind(host), capacity)
         source = source if source.handle.host is host else Stream(source.handle.rebind(host))
-        keeper = LeaseKeeper(host, cell, call) if spec.device and cell.leased else None
-        if keeper is not None:
-            keeper.on_wanted = emitter.release_bound
+        if spec.device and cell.leased:
+            call.lease = device_lease.DeviceLease(
+                host.system.leases, cell, call, stage=True, wanted=emitter.release_bound
+            )
         count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
-        work = _Map(cell, method, source, emitter, batch, keeper, kwargs, spec.streams)
+        work = _Map(cell, method, source, emitter, batch, kwargs, spec.streams)
         with Running(host, cell, call):
             try:
                 await all_or_none([work.run(call) for _ in range(count)])
                 await emitter.flush()
             finally:
-                if keeper is not None:
-                    keeper.close()
+                if call.lease is not None:
+                    call.lease.close()
 
 
 async def _generate(
@@ -244,24 +245,18 @@ class _Map:
         source: Stream[Any],
         emitter: Emitter,
         batch: int | None,
-        keeper: LeaseKeeper | None,
         kwargs: dict[str, Any],
         streams: bool,
     ):
         self.cell, self.method, self.source, self.emitter = cell, method, source, emitter
-        self.batch, self.keeper, self.kwargs, self.streams = batch, keeper, kwargs, streams
+        self.batch, self.kwargs, self.streams = batch, kwargs, streams
 
     async def run(self, call: Call) -> None:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
         try:
             while taken := await consumer.take(acknowledge=False):
-                if self.keeper is not None:
-                    await self.keeper.acquire(len(taken), consumer.look)
-                try:
+                async with call.lease.use(len(taken), consumer.look) if call.lease is not None else nullcontext():
                     await self._one(call, consumer, taken)
-                finally:
-                    if self.keeper is not None:
-                        self.keeper.done(len(taken))
         finally:
             consumer.give_back()
 

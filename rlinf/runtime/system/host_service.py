@@ -14,7 +14,7 @@ from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Cell, endpoint
 from rlinf.runtime.actor.invocation import Running
-from rlinf.runtime.base.calls import ActorId, Gang, Key, current_call
+from rlinf.runtime.base.calls import ActorId, Key, current_call
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.lease_policy import Granularity
 from rlinf.runtime.base.tasks import cancel_all
@@ -105,7 +105,6 @@ class Service(QueueService, StageService, LeaseService):
         rank: int,
         group: ActorGroup,
         granularity: Granularity | None,
-        gang: Gang,
         kwargs: dict[str, Any],
     ) -> None:
         """Make an actor and run its setup; with devices (and a granularity), while it holds them."""
@@ -117,7 +116,6 @@ class Service(QueueService, StageService, LeaseService):
         cell.leased = granularity is not None
         cell.granularity = granularity or cell.granularity
         host.cells[actor_id] = cell
-        call.gang = gang
         self._unready.add(actor_id)
         try:
             with Running(host, cell, call):
@@ -172,13 +170,6 @@ class Service(QueueService, StageService, LeaseService):
             self._cell.host.complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
         finally:
             cell.stop_computing()
-
-    @endpoint
-    async def regulate(self, actor_id: ActorId, granularity: Granularity) -> None:
-        """Change how finely an actor takes its devices."""
-        cell = self._cell.host.cells.get(actor_id)
-        if cell is not None:
-            cell.granularity = granularity
 
     @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:

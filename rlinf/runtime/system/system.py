@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 from rlinf.runtime.actor.actor import Actor, Cell
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base import ports
-from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
+from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, StallError, UserError
 from rlinf.runtime.base.lease_policy import Granularity
 from rlinf.runtime.base.tasks import all_or_none, finish
-from rlinf.runtime.devices.control import DeviceControl
 from rlinf.runtime.devices.lease_client import LeaseClient
-from rlinf.runtime.devices.lease_manager import Tenant
+from rlinf.runtime.devices.memory import DeviceMemory, Tenant
 from rlinf.runtime.observe.spans import Dump, Span, best_offset, write_perfetto
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
 from rlinf.runtime.streams.channel import Channel, QueueHandle
@@ -51,7 +50,7 @@ REPORT_DEADLINE = 2.0
 """Seconds that a stall report waits for a host."""
 
 
-class ActorSystem(DeviceControl):
+class ActorSystem:
     """All hosts, seen from one of them.
 
     Get one from `rlinf.run(main)`, from `self.system` inside an actor, or in any running event loop:
@@ -174,7 +173,6 @@ class ActorSystem(DeviceControl):
         devices: Sequence[int | Iterable[int]] | None = None,
         resident_bytes: int = 0,
         parked_bytes: int = 0,
-        priority: int = 0,
         items: int = 1,
         lease_items: int | None = None,
         **kwargs: Any,
@@ -187,7 +185,6 @@ class ActorSystem(DeviceControl):
             devices: per rank, the device or devices it computes on. Its endpoints marked `device=True` then run only
                 while it holds a lease on them.
             resident_bytes, parked_bytes: bytes a rank takes on each of its devices while loaded, and while offloaded.
-            priority: lower goes first where several wait for a device.
             items: a call that takes a stream asks for its devices only when so many items are at hand, or the stream
                 has ended; more of them cost fewer switches, and make the first ones wait.
             lease_items: after so many items a call with work at hand offers its devices to those who wait, not earlier.
@@ -206,20 +203,20 @@ class ActorSystem(DeviceControl):
         ids = [host.number() for _ in hosts]
         names = [f"{name}[{rank}]" for rank in range(len(hosts))]
         group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
-        gang = (*host.number(), len(hosts))
+        gang = (*host.number(), len(hosts)) if devices is not None else None
         turns = granularity if devices is not None else None
         try:
             await self._control("reserve", name, ids[0])
             if devices is not None:
                 per_rank = [frozenset([d] if isinstance(d, int) else d) for d in devices]
                 tenants = [
-                    (Tenant(n, d, resident_bytes, parked_bytes, priority), h, i)
+                    (Tenant(n, d, resident_bytes, parked_bytes), h, i)
                     for n, d, h, i in zip(names, per_rank, hosts, ids, strict=True)
                 ]
                 await self._control("lease_register", tenants)
             await all_or_none(
                 [
-                    self._create(h, names[rank], (ids[rank], cls, names[rank], rank, group, turns, gang, kwargs))
+                    self._create(h, names[rank], gang, (ids[rank], cls, names[rank], rank, group, turns, kwargs))
                     for rank, h in enumerate(hosts)
                 ]
             )
@@ -234,8 +231,12 @@ class ActorSystem(DeviceControl):
     def _scope(self) -> ports.Scope:
         return current_scope.get() or self.root
 
-    async def _create(self, host: int, name: str, args: tuple[Any, ...]) -> None:
-        await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {})
+    async def _create(self, host: int, name: str, gang: Gang | None, args: tuple[Any, ...]) -> None:
+        try:
+            await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {}, gang)
+        finally:
+            if gang is not None and host in self._host.lost_hosts:
+                self.leases.gone(gang, name)  # it cannot say so itself
 
     def _check_spawn(
         self, cls: Any, hosts: Sequence[int], name: str, devices: Sequence[Any] | None, kwargs: dict[str, Any]
@@ -373,6 +374,11 @@ class ActorSystem(DeviceControl):
             ahead = await best_offset(host.now, lambda: host.call(number, SERVICE, "clock", "host.clock", (), {}))
         spans: list[Span] = await host.call(number, SERVICE, "spans", "host.spans", (), {})
         return number, ahead, spans
+
+    async def device_memory(self) -> dict[int, DeviceMemory]:
+        """What each device holds by the book of the lease manager, and the most that it ever held."""
+        devices: dict[int, DeviceMemory] = await self._control("lease_devices")
+        return devices
 
     async def stall_report(self) -> str:
         """Who waits on whom, since when, on all hosts; deadlocks first."""

@@ -184,6 +184,9 @@ class Link:
     def kill(self) -> None:
         """The peer is gone: drop what was queued and send nothing any more."""
         self._dead = True
+        for entry in self._outbox:
+            if type(entry) is not tuple:
+                entry.message()  # as if it had left, so that it fails with all that has
         self._outbox.clear()
         self._early.clear()
         self._moved()

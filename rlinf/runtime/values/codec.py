@@ -11,12 +11,20 @@ fetched before it can be read, and the tensors that travel beside it. `Codec.rou
 | arena | same machine, CPU memory | one copy into shared memory, none if it already lies there |
 | ipc | same machine and GPU | a CUDA IPC handle |
 | group | other device or machine, `BULK_BYTES` and more | a process group's send and receive |
-| rpc | the rest | torch RPC's tensor path |
+| rpc | the rest, and what does not fit in the arena | a copy, beside the message |
+
+What arrives is what a tensor was at the moment of the call, even if it is written to before it has left. Two kinds are
+shared instead: tensors in the arena (`Actor.empty_shared`), and CUDA tensors that go by ipc or group, of which there
+may be no room for a second copy. Nobody writes to those while a receiver has them.
+
+More than `COPY_BYTES` are copied by other threads (`shm/copies.py`). The message, and all later ones to that host, wait
+until it is done (`Link.hold_back`), so that messages stay in their order and the loop goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import pickle
 import threading
@@ -28,9 +36,11 @@ import numpy as np
 import torch
 
 from rlinf.runtime.base.calls import Key
+from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.base.tasks import together
 from rlinf.runtime.base.tensor_bytes import flat_bytes
-from rlinf.runtime.shm.arena import Arena
+from rlinf.runtime.shm import copies
+from rlinf.runtime.shm.arena import Arena, ArenaFull
 from rlinf.runtime.shm.views import ArenaReader, SlotRef
 
 from .dereference import holds_promise, resolve
@@ -45,6 +55,8 @@ INLINE_BYTES = 64 << 10
 """Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much."""
 BULK_BYTES = 1 << 20
 """From this size on a process group's start-up cost per transfer is repaid by its bandwidth."""
+COPY_BYTES = 1 << 20
+"""More than this is not copied on the loop: that much takes it some tenths of a millisecond."""
 
 SEALED_BYTES = 32 << 10
 """A queue item up to this size rides with its queue entry; a bigger one stays at its producer until it is consumed."""
@@ -76,6 +88,28 @@ class GroupRef:
 
 
 @dataclass(frozen=True, slots=True)
+class IpcRef:
+    """A CUDA tensor of this GPU: what opens it. It must be opened once, or its owner keeps the memory for ever."""
+
+    rebuild: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A CUDA tensor that travels as a copy in CPU memory."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """In place of a part that could not be copied at the sender: why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a host lives, as far as payload routes care."""
 
@@ -91,10 +125,14 @@ class Place:
 
 
 class Bulk(Protocol):
-    """Moves a tensor between two hosts through a process group (see `p2p.py`)."""
+    """Moves a tensor between two hosts through a process group (see `p2p.py`).
 
-    def send(self, tensor: torch.Tensor, host: int) -> GroupRef: ...
-    async def receive(self, ref: GroupRef) -> torch.Tensor: ...
+    Sends to a host happen in the order of the calls of `send`, receives from a host in the order of `receive`.
+    """
+
+    def announce(self, tensor: torch.Tensor) -> GroupRef: ...
+    def send(self, tensor: torch.Tensor, ref: GroupRef, host: int, after: asyncio.Future[None] | None) -> None: ...
+    def receive(self, ref: GroupRef) -> asyncio.Future[torch.Tensor]: ...
 
 
 class Codec:
@@ -132,6 +170,7 @@ class Codec:
         self._hold = hold
         self._fetch = fetch
         self._record = record
+        self._coming: dict[GroupRef, asyncio.Future[torch.Tensor]] = {}
 
     def route(self, tensor: torch.Tensor, host: int) -> str:
         """The cheapest way for a tensor to another process: inline, arena, ipc, group or rpc."""
@@ -166,10 +205,43 @@ class Codec:
         pickler = _Pickler(file, self, host)
         try:
             pickler.dump(value)
+            pickler.export_devices()
         except Exception as error:  # user code runs in it, so it may be any
-            self.discard((b"", (), tuple(pickler.parts)), own=True, host=host)
+            self._take_back(pickler.parts, host)
             raise unpicklable(value, error) from error
-        return (file.getvalue(), tuple(pickler.refs), tuple(pickler.parts))
+        self._begin(pickler, host)
+        return (file.getvalue(), tuple(pickler.refs), pickler.parts)
+
+    def _begin(self, pickler: _Pickler, host: int) -> None:
+        """Copy and send what was found, now that the whole value has been pickled."""
+        filled = None
+        if sum(source.nbytes for _, source in pickler.copies) <= COPY_BYTES:
+            copies.copy(pickler.copies)
+        else:
+            later = [(to, source, copies.snapshot(source)) for to, source in pickler.copies]
+            copies.copy([(to, source) for to, source, lazy in later if lazy is None])
+            begun = copies.start((to, lazy) for to, _, lazy in later if lazy is not None)
+            if begun:
+                filled = self.host.own(self._filled([asyncio.wrap_future(each) for each in begun], pickler.parts, host))
+                self.host.link(host).hold_back(filled)
+        for tensor, ref in pickler.sends:
+            assert self.bulk is not None
+            self.bulk.send(tensor, ref, host, filled)
+
+    async def _filled(self, begun: list[asyncio.Future[None]], parts: list[Any], host: int) -> None:
+        """Wait until a message's tensors have been copied; it says why, if they could not be."""
+        with getattr(self.host.loop, "external", contextlib.nullcontext)():  # holds virtual time still meanwhile
+            await asyncio.wait(begun)
+        failed = next((error for each in begun if (error := each.exception()) is not None), None)
+        if failed is not None:
+            self._take_back(parts, host)
+            parts[:] = [part if type(part) is GroupRef else Unsent(repr(failed)) for part in parts]
+
+    def _take_back(self, parts: Iterable[Any], host: int) -> None:
+        """Nobody will open these slots."""
+        for part in parts:
+            if type(part) is SlotRef and self.arena is not None:
+                self.arena.release(host, [part.slot])
 
     def seal(self, value: Any) -> bytes | None:
         """`value` as bytes that any host can read and nobody on the way needs to; None if it is too big for that.
@@ -194,7 +266,19 @@ class Codec:
         """Whether `decode_now` can read it: nothing to wait for."""
         if len(payload) < 3:
             return len(payload) == 2 or not holds_promise(payload[0])
-        return not payload[1] and not any(type(part) is GroupRef for part in payload[2])
+        return not payload[1] and not any(map(_comes_later, payload[2]))
+
+    def arrived(self, payload: Payload) -> None:
+        """Post the receives for what process groups bring; called for each message in order, when it is delivered.
+
+        They are the host's tasks, so they end even if nobody wants the payload.
+        """
+        if len(payload) == 3:
+            for part in payload[2]:
+                if type(part) is GroupRef:
+                    assert self.bulk is not None
+                    self._coming[part] = coming = self.bulk.receive(part)
+                    coming.add_done_callback(_seen)
 
     def decode_now(self, payload: Payload) -> Any:
         """The value of a payload that is `ready`."""
@@ -203,43 +287,48 @@ class Codec:
         return self._load(payload[0], (), payload[2])
 
     async def decode(self, payload: Payload) -> Any:
-        """The value of a payload, after fetching what it refers to."""
+        """The value of a payload that has `arrived`, after fetching what it refers to."""
         if len(payload) < 3:
             try:
                 return await resolve(payload[0], shared=True)
             finally:
                 del payload  # promises in it lead to their error, and its traceback here
         blob, refs, parts = payload
-        coming = self._receive(parts)  # before anything else waits: receives follow the order of the messages
+        parts = list(parts)
         try:
             values = await together([self._fetch(ref) for ref in refs])
+            for index, part in enumerate(parts):
+                if type(part) is GroupRef:  # its end, whatever becomes of it here, keeps the order of receives
+                    parts[index] = await asyncio.shield(self._coming[part])
+                    del self._coming[part]
+                elif _comes_later(part):
+                    parts[index] = await asyncio.wrap_future(copies.submit(copies.onto_device, part.tensor))
         except BaseException:
-            self.discard((blob, refs, [part for part in parts if type(part) is SlotRef]))
+            self.discard((blob, refs, parts))
             raise
-        received = [await coming[i] if i in coming else part for i, part in enumerate(parts)]
-        return self._load(blob, values, received)
+        return self._load(blob, values, parts)
 
-    def _receive(self, parts: Iterable[Any]) -> dict[int, asyncio.Task[torch.Tensor]]:
-        """Start receiving what process groups bring; tasks of the host, so they end even if nobody waits."""
-        coming = {}
-        for index, part in enumerate(parts):
-            if type(part) is GroupRef:
-                assert self.bulk is not None
-                coming[index] = self.host.own(self.bulk.receive(part))
-        return coming
-
-    def discard(self, payload: Payload, *, own: bool = False, host: int = -1) -> None:
-        """Let go of a payload that nobody will read, so that its arena slots return."""
+    def discard(self, payload: Payload) -> None:
+        """Let go of a payload that has `arrived` and nobody will read, so that the sender gets its memory back."""
         if len(payload) < 3:
             return
         for part in payload[2]:
-            if type(part) is SlotRef:
-                if own and self.arena is not None:
-                    self.arena.release(host, [part.slot])
-                elif self.reader is not None:
-                    self.reader.open(part)
-        if not own:
-            self._receive(payload[2])
+            if type(part) is GroupRef:
+                self._coming.pop(part, None)
+            elif type(part) is SlotRef or type(part) is IpcRef:
+                self._open(part)
+
+    def _open(self, part: Any) -> Any:
+        if type(part) is IpcRef:
+            return part.rebuild(*part.args)
+        if type(part) is SlotRef:
+            assert self.reader is not None
+            return self.reader.open(part)
+        if type(part) is Staged:
+            return part.tensor.cuda() if torch.cuda.is_available() else part.tensor
+        if type(part) is Unsent:
+            raise RuntimeFault(f"a tensor could not be copied where it was sent from: {part.why}")
+        return part
 
     def _load(self, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
         previous = getattr(_reading, "now", None)
@@ -247,7 +336,7 @@ class Codec:
         try:
             return pickle.loads(blob)
         except BaseException:
-            self.discard((blob, (), tuple(now.parts)))  # those that it had not come to
+            self.discard((blob, (), now.parts))  # those that it had not come to
             now.parts.clear()  # the traceback leads here
             raise
         finally:
@@ -277,6 +366,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self.refs: list[ValueRef] = []
         self.parts: list[Any] = []
+        self.copies: list[copies.Copy] = []
+        """To be made, now or in other threads, once everything has been pickled."""
+        self.sends: list[tuple[torch.Tensor, GroupRef]] = []
+        """To be started after that: what is sent must be received."""
+        self.exports: list[int] = []
+        """Which parts are CUDA tensors whose handles are made after that: what has a handle must be opened."""
         self._codec = codec
         self._host = host
         self._sealed_bytes = 0
@@ -305,7 +400,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return NotImplemented
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensor = tensor.detach()
         codec, host = self._codec, self._host
         if host == SEALED:
             self._sealed_bytes += tensor.nbytes
@@ -314,23 +409,62 @@ class _Pickler(pickle.Pickler):
             route = "inline"
         else:
             route = codec.route(tensor, host)
-        codec._record(route, tensor.nbytes)
         if route == "inline":
-            raw = flat_bytes(tensor).cpu().numpy().tobytes()
+            codec._record(route, tensor.nbytes)
+            raw = flat_bytes(tensor.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
             return _from_bytes, (raw, tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+        part: Any = self._in_arena(tensor) if route == "arena" else None
+        if part is None and route == "arena":
+            codec._record("arena full", tensor.nbytes)
+            route = "group" if codec.bulk is not None and tensor.nbytes >= BULK_BYTES else "rpc"
+        codec._record(route, tensor.nbytes)
         if route == "ipc":
+            part = tensor.resolve_conj().resolve_neg()
+            self.exports.append(len(self.parts))
+        elif route == "group":
+            part = self._by_group(tensor)
+        elif route == "rpc":
+            part = copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.copies.append((copied, tensor))
+            if tensor.is_cuda:
+                part = Staged(copied)
+        self.parts.append(part)
+        return _part, (len(self.parts) - 1,)
+
+    def _in_arena(self, tensor: torch.Tensor) -> SlotRef | None:
+        """The tensor, or the place of its copy, in shared memory; None if that is full."""
+        arena = self._codec.arena
+        assert arena is not None
+        ref = arena.lend(tensor, self._host)
+        if ref is None:
+            try:
+                fresh = arena.empty(tensor.shape, tensor.dtype)
+            except ArenaFull:
+                return None
+            self.copies.append((fresh, tensor))
+            ref = arena.lend(fresh, self._host)
+        return ref
+
+    def _by_group(self, tensor: torch.Tensor) -> GroupRef:
+        bulk = self._codec.bulk
+        assert bulk is not None
+        if tensor.is_cuda:
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            tensor = copies.frozen(tensor)
+        else:
+            strided, tensor = tensor, torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.copies.append((tensor, strided))
+        ref = bulk.announce(tensor)
+        self.sends.append((tensor, ref))
+        return ref
+
+    def export_devices(self) -> None:
+        """Make the handles of CUDA tensors."""
+        for index in self.exports:
             from torch.multiprocessing.reductions import reduce_tensor
 
-            return reduce_tensor(tensor)
-        if route == "arena":
-            assert codec.arena is not None
-            self.parts.append(codec.arena.export(tensor, host))
-        elif route == "group":
-            assert codec.bulk is not None
-            self.parts.append(codec.bulk.send(tensor, host))
-        else:
-            self.parts.append(tensor.cpu())
-        return _part, (len(self.parts) - 1, tensor.is_cuda)
+            self.parts[index] = IpcRef(*reduce_tensor(self.parts[index]))
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if type(array) is not np.ndarray or array.nbytes < INLINE_BYTES or array.dtype.kind not in "biufc":
@@ -363,13 +497,23 @@ def _value(index: int) -> Any:
     return _reading.now.values[index]
 
 
-def _part(index: int, to_device: bool) -> torch.Tensor:
+def _part(index: int) -> torch.Tensor:
     now: _Reading = _reading.now
-    part = now.parts[index]
-    if type(part) is SlotRef:
-        assert now.codec.reader is not None
-        part = now.parts[index] = now.codec.reader.open(part)
-    return _on_device(part, to_device)
+    part: torch.Tensor = now.parts[index]
+    now.parts[index] = part = now.codec._open(part)
+    return part
+
+
+def _comes_later(part: Any) -> bool:
+    """Whether reading it must wait: for a process group, or for a copy that is too big for the loop."""
+    return type(part) is GroupRef or (
+        type(part) is Staged and part.tensor.nbytes > COPY_BYTES and torch.cuda.is_available()
+    )
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # whoever reads the payload hears of it; it may be nobody
 
 
 def _from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], to_device: bool) -> torch.Tensor:

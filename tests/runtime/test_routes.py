@@ -20,7 +20,8 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
 from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import Arena
-from rlinf.runtime.values.codec import COPY_BYTES, GroupRef
+from rlinf.runtime.values.parts import GroupRef
+from rlinf.runtime.values.pickler import COPY_BYTES
 from tests.runtime.worlds import nothing_left, until
 
 BIG = 1 << 20

@@ -68,6 +68,7 @@ def left_on(host: Host) -> dict[str, Any]:
         "sent": [sent.name for sent in host.sent.values()],
         "serving": [task.get_coro().cr_frame.f_locals.get("call") or task for task in host.serving.values()],  # type: ignore[union-attr]
         "kept": list(host.values.kept),
+        "copies": list(host.values.relay.copies),
         "queues": [queue.name for queue in host.system.queues.all()],
         "held": [queue.name for queue in host.system.queues.held],
         "tasks": [str(task) for task in host._tasks],

@@ -33,7 +33,7 @@ import torch
 from rlinf.runtime.base.errors import RuntimeFault
 
 from .free_list import PAGE, Holes
-from .views import ArenaReader, Segment, SlotRef, Watch, contiguous_strides, view
+from .views import ArenaReader, Segment, SlotRef, Watch, contiguous_strides, inside, view
 
 __all__ = ["Arena", "ArenaFull", "ArenaReader", "ArenaStatistics", "SlotRef"]
 
@@ -180,20 +180,23 @@ class Arena:
             raise
         return ref
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is this arena's."""
+        return self._segment is not None and not self._closed and inside(tensor, self._base, self._segment.size)
+
     def lend(self, tensor: torch.Tensor, holder: int) -> SlotRef | None:
         """Let host `holder` hold the memory that a tensor of this arena (a view, slice or stride of one) lies in.
 
         Every ref is matched by one slot id in `release`, or by `forget(holder)`. None if it lies elsewhere.
         """
-        if torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # not here; to ask for its address copies it
+        if not self.holds(tensor):
             return None
         if tensor.is_conj() or tensor.is_neg():  # bits outside memory, which only a copy makes real
             return None
-        start = tensor.untyped_storage().data_ptr()
         with self._lock:
-            if self._segment is None or self._closed or not 0 <= start - self._base < self._segment.size:
+            if self._segment is None or self._closed:
                 return None
-            start -= self._base
+            start = tensor.untyped_storage().data_ptr() - self._base
             slot = self._at.get(start)
             if slot is None:  # the storage was made over a numpy slice, and begins inside
                 slot = next(slot for slot in self._slots.values() if slot.start <= start < slot.start + slot.size)

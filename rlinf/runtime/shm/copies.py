@@ -42,12 +42,6 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def frozen(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it is now: a `snapshot`, or else a copy."""
-    lazy = snapshot(tensor)
-    return tensor.clone() if lazy is None else lazy
-
-
 def start(copies: Iterable[Copy]) -> list[Future[None]]:
     """Begin to copy in other threads; nothing may write to the sources until all is done (see `snapshot`).
 

@@ -22,7 +22,7 @@ from rlinf.runtime.shm.arena import ArenaFull
 from rlinf.runtime.transport.group_registry import Collectives, backend_for
 from rlinf.runtime.transport.process_group import Group
 
-from .codec import GroupRef
+from .parts import GroupRef
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import Host

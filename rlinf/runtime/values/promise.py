@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import ActorDied
 
-from .codec import Payload
+from .parts import Payload
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Gang

@@ -74,6 +74,7 @@ def left_on(host: Host) -> dict[str, Any]:
         "serving": [task.get_coro().cr_frame.f_locals.get("call") or task for task in host.serving.values()],  # type: ignore[union-attr]
         "running": [promise.name for promise in host.running],
         "kept": list(host.values.kept),
+        "copies": list(host.values.relay.copies),
         "queues": [queue.name for queue in host.system.queues.all()],
         "held": [queue.name for queue in host.system.queues.held],
         "tasks": [str(task) for task in host._tasks],

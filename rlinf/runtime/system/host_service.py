@@ -25,6 +25,7 @@ from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
 from rlinf.runtime.system.introspection import report_host
 from rlinf.runtime.values.codec import Place
+from rlinf.runtime.values.relay import Answer
 
 from .handles import ActorGroup
 
@@ -213,6 +214,19 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def fetch(self, key: Key) -> Any:
         return await self._cell.host.values.kept_value(key)
+
+    @endpoint
+    async def fetch_shared(self, key: Key, without: int | None) -> Answer:
+        """A kept value for a host on another machine, or who gives it; see `values/relay.py`."""
+        values, call = self._cell.host.values, current_call.get()
+        assert call is not None
+        answer: Answer = values.relay.answer(key, await values.kept_value(key), call.caller, without)
+        return answer
+
+    @endpoint
+    async def copy_of(self, key: Key) -> Any:
+        """This host's copy of a value that another one owns."""
+        return await self._cell.host.values.relay.copy_of(key)
 
     @endpoint
     async def spans(self) -> list[Span]:

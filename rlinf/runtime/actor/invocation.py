@@ -6,14 +6,16 @@ Flows in: the start of a call. Flows out: its host, name and scope to whatever r
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlinf.runtime.base.calls import SERVICE, Call, current_call, current_task, host_here, run_on
+from rlinf.runtime.base.calls import FLOW, SERVICE, Call, current_call, current_task, host_here, run_on
 from rlinf.runtime.base.errors import ActorDied
 
 from .actor import Cell
 
 if TYPE_CHECKING:
+    from rlinf.runtime.observe.spans import Kind
+
     from .host import Host
 
 SHOWN_WAIT = 1e-3
@@ -24,6 +26,7 @@ class Running:
     """In it the current task counts as a call of an actor: its name is on errors, and its span is recorded."""
 
     __slots__ = ("call", "cell", "host")
+    kind: ClassVar[Kind] = "call"
 
     def __init__(self, host: Host, cell: Cell, call: Call):
         self.host = host
@@ -43,7 +46,7 @@ class Running:
         if cell.id == SERVICE:
             return
         method = call.name.rpartition(".")[2]
-        self.host.tracer.span(cell.name, method, call.since, self.host.now(), {"caller": call.parent})
+        self.host.tracer.span(self.kind, cell.name, method, call.parent, call.since, self.host.now())
         if isinstance(error, asyncio.CancelledError):
             if call.killed:
                 raise ActorDied(f"{cell.name} on host {self.host.rank} was closed while {method}() ran") from None
@@ -53,11 +56,18 @@ class Running:
                 error.add_note(note)
 
 
+class Moving(Running):
+    """The same for a call by which the lease manager loads or parks the actor."""
+
+    __slots__ = ()
+    kind: ClassVar[Kind] = "move"
+
+
 def show_wait(host: Host, what: str, start: float) -> None:
     """Record that the running code has waited since `start`, if that is worth a span."""
     end = host.now()
     if end - start > SHOWN_WAIT:
         call = current_call.get()
         told = host_here() or host  # the stream may live on another host of this process
-        track = call.name.rpartition(".")[0] if call is not None else "flow"
-        told.tracer.span(track, f"wait for {what}", start, end)
+        actor, _, method = call.name.rpartition(".") if call is not None else (FLOW, "", "")
+        told.tracer.span("wait", actor, method, what, start, end)

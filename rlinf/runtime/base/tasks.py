@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -75,6 +76,20 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
             task.cancel()
         await asyncio.wait(tasks)
         raise
+
+
+async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
+    """What `function` comes to for every item, in their order, with at most `count` of them running; the first failure
+    cancels the others."""
+    results: dict[int, T] = {}
+    left = iter(list(enumerate(items)))
+
+    async def work() -> None:
+        for index, item in left:
+            results[index] = await function(item)
+
+    await all_or_none([work() for _ in range(count)])
+    return [results[index] for index in sorted(results)]
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -188,6 +188,7 @@ class Cell:
         call = current_call.get()
         name = getattr(fn, "__name__", type(fn).__name__)
         lease = lease_here()
+        endpoint = self._endpoint_of(call)
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:
@@ -198,7 +199,14 @@ class Cell:
             finally:
                 if call is not None:
                     call.doing = None
-                self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+                self.host.tracer.span("compute", self.name, endpoint, name, start, self.host.now())
+
+    def _endpoint_of(self, call: Call | None) -> str:
+        """The endpoint that a computation is for: that of the running call which it is a part of. A task that outlives
+        its call, as an engine's loop does, computes for the running call that began last; "" if there is none."""
+        if call not in self.calls:
+            call = max(self.calls, key=lambda running: running.since, default=None)
+        return "" if call is None else call.name.rpartition(".")[2]
 
     def stop_computing(self) -> None:
         if self._thread is not None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+S = TypeVar("S")
 T = TypeVar("T")
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -102,6 +103,20 @@ def start_thread(target: Callable[[], None], name: str | None = None) -> None:
 def own_threads() -> list[threading.Thread]:
     """Threads of `start_thread` that have not ended."""
     return [thread for thread in list(_started) if thread.is_alive()]
+
+
+async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
+    """What `function` comes to for every item, in their order, with at most `count` of them running; the first failure
+    cancels the others."""
+    results: dict[int, T] = {}
+    left = iter(list(enumerate(items)))
+
+    async def work() -> None:
+        for index, item in left:
+            results[index] = await function(item)
+
+    await all_or_none([work() for _ in range(count)])
+    return [results[index] for index in sorted(results)]
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -15,6 +15,7 @@ from rlinf.runtime.actor.actor import Cell
 from rlinf.runtime.actor.invocation import SHOWN_WAIT
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Call, Gang, Key
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.observe.spans import DEVICES
 
 from .device_lease import DeviceLease
 
@@ -101,7 +102,8 @@ class LeaseClient:
         finally:
             call.doing = None
             if host.now() - since > SHOWN_WAIT:
-                host.tracer.span(f"{cell.name} lease", "wait for lease", since, host.now())
+                endpoint = call.name.rpartition(".")[2]
+                host.tracer.span("wait", cell.name, endpoint, DEVICES, since, host.now())
         return ticket, loading
 
     def release(self, ticket: Key) -> None:
@@ -115,7 +117,8 @@ class LeaseClient:
 
     def span(self, cell: Cell, call: Call, since: float) -> None:
         """Record that the call held its actor's devices until now."""
-        self._host.tracer.span(f"{cell.name} lease", call.name, since, self._host.now())
+        endpoint = call.name.rpartition(".")[2]
+        self._host.tracer.span("lease", cell.name, endpoint, call.name, since, self._host.now())
 
     def wanted(self, ticket: Key) -> None:
         """Somebody waits for the devices of this lease."""

@@ -268,10 +268,10 @@ class _Map:
         method = getattr(self.cell.actor, self.method)
         if self.streams:
             await self._emit_all(consumer, taken, method(argument, **self.kwargs))
-            host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+            host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
             return
         result = await method(argument, **self.kwargs)
-        host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+        host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
         results = result if self.batch else [result]
         if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
             what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"

@@ -20,10 +20,10 @@ from rlinf.runtime.base import ports
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, StallError, UserError
 from rlinf.runtime.base.lease_policy import Granularity
-from rlinf.runtime.base.tasks import all_or_none, finish
+from rlinf.runtime.base.tasks import all_or_none, few_at_once, finish
 from rlinf.runtime.devices.lease_client import LeaseClient
 from rlinf.runtime.devices.memory import DeviceMemory, Tenant
-from rlinf.runtime.observe.spans import Dump, Span, best_offset, write_perfetto
+from rlinf.runtime.observe.perfetto import MOST_SPANS
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
 from rlinf.runtime.streams.channel import Channel, QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue
@@ -38,6 +38,7 @@ from .handles import ActorGroup, ActorRef
 from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
 from .local_network import LocalNetwork
 from .scope import Scope
+from .tracing import SMALL, ask, write_trace
 
 A = TypeVar("A", bound=Actor)
 K = TypeVar("K")
@@ -361,19 +362,13 @@ class ActorSystem:
 
     # Looking in --------------------------------------------------------------------------------------------------
 
-    async def trace(self, path: str | Path) -> None:
-        """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev)."""
-        dumps = await asyncio.gather(*(self._spans_of(number) for number in self._living()))
-        await asyncio.get_running_loop().run_in_executor(None, write_perfetto, path, dumps)
+    async def trace(self, path: str | Path, *, most: int = MOST_SPANS) -> None:
+        """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev).
 
-    async def _spans_of(self, number: int) -> Dump:
-        """A host's spans, with the seconds to add to its clock to get this host's."""
-        host = self._host
-        ahead = 0.0
-        if host.places[number].machine != host.places[host.rank].machine:
-            ahead = await best_offset(host.now, lambda: host.call(number, SERVICE, "clock", "host.clock", (), {}))
-        spans: list[Span] = await host.call(number, SERVICE, "spans", "host.spans", (), {})
-        return number, ahead, spans
+        Args:
+            most: spans that the file takes; the newest ones of all hosts.
+        """
+        await write_trace(self._host, path, self.living(), most)
 
     async def device_memory(self) -> dict[int, DeviceMemory]:
         """What each device holds by the book of the lease manager, and the most that it ever held."""
@@ -385,8 +380,13 @@ class ActorSystem:
         return render(await self._reports(REPORT_DEADLINE))
 
     async def _reports(self, seconds: float) -> list[HostReport]:
-        host = self._host
-        calls = {number: host.call(number, SERVICE, "report", "host.report", (), {}) for number in self._living()}
+        calls: dict[int, Promise[Any]] = {}
+
+        async def asked(number: int) -> None:  # whoever does not answer at once must not keep others from being asked
+            calls[number] = call = ask(self._host, number, "report")
+            await asyncio.wait([call], timeout=MOMENT)
+
+        await few_at_once(SMALL, asked, self.living())
         answers = await self.answers(calls, seconds)
         silent = "does not answer: something blocks its event loop"
         return [
@@ -394,7 +394,8 @@ class ActorSystem:
             for number in calls
         ]
 
-    def _living(self) -> list[int]:
+    def living(self) -> list[int]:
+        """The hosts that are not lost."""
         return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
 
     async def watch(self, stall_after: float) -> None:

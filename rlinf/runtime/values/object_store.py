@@ -176,7 +176,7 @@ class Values:
 
     def _record_route(self, route: str, size: int) -> None:
         now = self._host.now()
-        self._host.tracer.span("payload", route, now, now, {"bytes": size})
+        self._host.tracer.span("payload", "", "", route, now, now, size)
 
     def freed(self, holder: int, slots: list[int]) -> None:
         """A peer is done with these slots of this host's arena."""

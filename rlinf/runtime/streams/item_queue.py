@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Unpack
 
@@ -25,6 +26,9 @@ from .queue_types import Item, Items, Taken, Token, Wishes
 from .waiting import Putter, Taker, Waiting
 
 __all__ = ["ItemQueue", "Taken", "Token"]
+
+REMEMBERED = 1024
+"""Ids that a queue remembers beside those that may be put again: many times what a map has on its way at a time."""
 
 
 class ItemQueue:
@@ -57,6 +61,7 @@ class ItemQueue:
         self._waiting = Waiting()
         self._reserved = 0
         self._seen: set[Hashable] = set()
+        self._old: deque[Hashable] = deque()
         self._ids = itertools.count()
         self._size = 0
         self._ended = False
@@ -102,6 +107,16 @@ class ItemQueue:
             self._serve(key)
             self._wake_putters()  # a taker that needs more lets one more in
         return True
+
+    def forget(self, ids: Iterable[Hashable]) -> None:
+        """These ids will not be put again: what they were made of is done, and cannot come back.
+
+        The latest are remembered a little longer: what a host sent just before it lost its work to another, which has
+        done it again by now, may still be on its way.
+        """
+        self._old.extend(ids)
+        while len(self._old) > REMEMBERED:
+            self._seen.discard(self._old.popleft())
 
     async def put(
         self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
@@ -197,13 +212,14 @@ class ItemQueue:
         key: Hashable = None,
         weight: float | None = None,
         spare: bool = False,
+        more: bool = False,
         peek: bool = False,
     ) -> Taken | None:
         """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
 
         Args:
             token: holds what is taken until `ack` or `leave`.
-            least, key, weight, spare, peek: see `Wishes`.
+            least, key, weight, spare, more, peek: see `Wishes`.
         """
         if self.error is not None:
             raise again(self.error)
@@ -214,7 +230,7 @@ class ItemQueue:
             count = self._grant(token, queued, most, least, weight, spare)
             if count:
                 return self._hand_out(token, queued, count, key)
-        elif self._at_end(key):
+        elif self._at_end(key) or (more and self.closed):
             return []
         return None
 
@@ -329,9 +345,9 @@ class ItemQueue:
         for token in [token for token in self._running if tokens(token)]:
             self.requeue(token)
 
-    def insist(self, token: Token) -> None:
-        """A consumer that asked for spare items is idle now and needs them as much as any other."""
-        for taker in self._waiting.insist(token):
+    def insist(self, token: Token, more: bool = False) -> None:
+        """A consumer that asked for spare items is idle now and needs them as much as any other; see `Wishes.more`."""
+        for taker in self._waiting.insist(token, more):
             self._serve(taker.key)
         self._wake_putters()
 

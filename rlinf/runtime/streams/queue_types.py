@@ -69,5 +69,8 @@ class Wishes(TypedDict, total=False):
     """As many as reach this total weight instead; all that are left at the end of the queue."""
     spare: bool
     """Only what other consumers do not need."""
+    more: bool
+    """The consumer has some that are not begun: where the queue is closed, and none are left, it does not wait until
+    it is sure that none come back, which it might hold up itself."""
     peek: bool
     """Nothing: [] says that `least` are there, or all that will ever be for whoever has this token."""

@@ -40,15 +40,19 @@ class _Waiter:
 class Taker(_Waiter):
     """Somebody who waits for items."""
 
-    __slots__ = ("kind", "most", "number", "token", "wishes")
+    __slots__ = ("most", "number", "token", "wishes")
 
     def __init__(self, token: Token, most: int, wishes: Wishes, name: str):
         super().__init__(wishes.get("key"), name)
         self.token, self.most, self.wishes = token, most, wishes
-        self.kind = (wishes.get("least", 1), wishes.get("weight"), self.peeks)
-        """Of takers of one kind and key, none can be served while the oldest cannot."""
         self.number = 0
         """Order of waiting."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Of takers of one kind and key, none can be served while the oldest cannot."""
+        wishes = self.wishes
+        return (wishes.get("least", 1), wishes.get("weight"), wishes.get("more", False), self.peeks)
 
     @property
     def spare(self) -> bool:
@@ -90,9 +94,10 @@ class Waiting:
         taker.number = next(self._numbers)
         self.takers.setdefault(taker.token, {})[taker] = None
         kinds = self._wishes[taker.spare].setdefault(taker.key, {})
-        if taker.kind not in kinds:
-            kinds[taker.kind] = OrderedDict()
-        kinds[taker.kind][taker] = None
+        kind = taker.kind
+        if kind not in kinds:
+            kinds[kind] = OrderedDict()
+        kinds[kind][taker] = None
         self._match(taker.key)
 
     def remove_taker(self, taker: Taker) -> bool:
@@ -104,21 +109,21 @@ class Waiting:
         if not mine:
             del self.takers[taker.token]
         by_key = self._wishes[taker.spare]
-        kinds = by_key[taker.key]
-        del kinds[taker.kind][taker]
-        if not kinds[taker.kind]:
-            del kinds[taker.kind]
+        kinds, kind = by_key[taker.key], taker.kind
+        del kinds[kind][taker]
+        if not kinds[kind]:
+            del kinds[kind]
             if not kinds:
                 del by_key[taker.key]
         self._match(taker.key)
         return True
 
-    def insist(self, token: Token) -> list[Taker]:
+    def insist(self, token: Token, more: bool) -> list[Taker]:
         """The wishes of this token are needed from now on; those that were not."""
         promoted = [taker for taker in self.takers.get(token, ()) if taker.spare]
         for taker in promoted:
             self.remove_taker(taker)
-            taker.wishes["spare"] = False
+            taker.wishes["spare"], taker.wishes["more"] = False, more
             self.add_taker(taker)
         return promoted
 

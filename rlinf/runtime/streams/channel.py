@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.actor.dispatch import travelling
+from rlinf.runtime.actor.host import CAST
 from rlinf.runtime.actor.invocation import show_wait
 from rlinf.runtime.base.calls import SERVICE, Key, current_call, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
+from rlinf.runtime.transport.link import Message
 from rlinf.runtime.values.codec import ValueRef, reading_codec
 from rlinf.runtime.values.dereference import holds_promise, resolve
 from rlinf.runtime.values.promise import Promise
@@ -36,18 +38,19 @@ class QueueHandle:
     host in this process, are handed over as they are; all others are sealed by the producer and opened by the consumer.
     """
 
-    __slots__ = ("host", "id", "name", "origin", "owner")
+    __slots__ = ("capacity", "host", "id", "name", "origin", "owner")
 
-    def __init__(self, host: Host, owner: int, id: Key, name: str, origin: Origin | None = None):
+    def __init__(self, host: Host, owner: int, id: Key, name: str, capacity: int | None, origin: Origin | None = None):
         self.host = host
         self.owner = owner
         self.id = id
         self.name = name
+        self.capacity = capacity
         self.origin = origin
         """Who makes the items of a stream."""
 
     def __reduce__(self) -> Any:
-        return _arrived, (self.owner, self.id, self.name, self.origin)
+        return _arrived, (self.owner, self.id, self.name, self.capacity, self.origin)
 
     def local(self) -> ItemQueue | None:
         """The queue itself, where it lives on this host."""
@@ -57,7 +60,9 @@ class QueueHandle:
 
     def rebind(self, host: Host) -> QueueHandle:
         """The same queue, seen from another host of this process."""
-        return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name, self.origin)
+        if host is self.host:
+            return self
+        return QueueHandle(host, self.owner, self.id, self.name, self.capacity, self.origin)
 
     async def put(self, value: Any, key: Hashable, weight: float) -> None:
         """Put one item, waiting for space.
@@ -134,9 +139,9 @@ class QueueHandle:
         """Give these items back (default: all held under the token)."""
         self._cast("requeue", token, None if ids is None else list(ids))
 
-    def insist(self, token: Token) -> None:
+    def insist(self, token: Token, more: bool = False) -> None:
         """What was asked for as spare is needed now."""
-        self._cast("insist", token)
+        self._cast("insist", token, more)
 
     def close(self) -> None:
         """No more items will come."""
@@ -162,24 +167,61 @@ class QueueHandle:
         return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})
 
 
-def _arrived(owner: int, id: Key, name: str, origin: Origin | None) -> QueueHandle:
+def _arrived(owner: int, id: Key, name: str, capacity: int | None, origin: Origin | None) -> QueueHandle:
     codec = reading_codec()
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
-    return QueueHandle(cast("Host", codec.host), owner, id, name, origin)
+    return QueueHandle(cast("Host", codec.host), owner, id, name, capacity, origin)
+
+
+class Acks:
+    """Word of what one consumer is done with. To another host, one message takes along all that is done until it
+    leaves.
+    """
+
+    __slots__ = ("_handle", "_ids", "_token")
+
+    def __init__(self, handle: QueueHandle, token: Token):
+        self._handle, self._token = handle, token
+        self._ids: list[Hashable] = []
+
+    def add(self, ids: list[Hashable], *, lazily: bool) -> None:
+        """These are done; `lazily`: it need not be told at once."""
+        handle = self._handle
+        if handle.owner == handle.host.rank:
+            handle.ack(self._token, ids)
+            return
+        waiting = bool(self._ids)
+        self._ids += ids
+        link = handle.host.link(handle.owner)
+        if not lazily:
+            link.post(self)
+        elif not waiting:
+            link.post_lazily(self)
+
+    def message(self) -> Message:
+        ids, self._ids = self._ids, []
+        return (CAST, SERVICE, "queue_cast", (self._handle.id, "ack", (self._token, ids)))
 
 
 class QueueService(Actor):
     """The part of a host's own actor that serves its queues to other hosts."""
 
     @endpoint
-    async def queue_put(self, id: Key, items: list[tuple[Hashable, Any, Any, float, Hashable]], plain: bool) -> None:
+    async def queue_put(
+        self,
+        id: Key,
+        items: list[tuple[Hashable, Any, Any, float, Hashable]],
+        plain: bool,
+        forgotten: list[Hashable],
+    ) -> None:
         host = self._cell.host
         arrived = [  # before anything can go wrong: the end of a sealed item frees what its producer keeps
             (item_id, value if plain else Sealed(host, value, ref), weight, key)
             for item_id, value, ref, weight, key in items
         ]
         queue = queues_of(host).find(id)
+        queue.forget(forgotten)
         for item_id, value, weight, key in arrived:
             queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
         await queue.space(_asker())

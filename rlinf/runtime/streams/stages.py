@@ -86,6 +86,7 @@ class Emitter:
         self._sending: Promise[Any] | None = None
         self._moved: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._forgotten: list[Hashable] = []
         self.unbounded = False
 
     async def put(self, value: Any, id: Hashable = None, done: Callable[[], None] | None = None) -> None:
@@ -114,10 +115,19 @@ class Emitter:
         if self._sending is None:
             self._send()
 
+    def forget(self, ids: list[Hashable]) -> None:
+        """These ids will not be put again. The sink hears of it with the next items."""
+        queue = self._sink.local()
+        if queue is not None:
+            queue.forget(ids)
+        else:
+            self._forgotten += ids
+
     def _send(self) -> None:
+        forgotten, self._forgotten = self._forgotten, []
         gathered, self._gathered = list(self._gathered), deque()
         sink = self._sink
-        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain)
+        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain, forgotten)
         self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
 
     def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
@@ -134,6 +144,11 @@ class Emitter:
                 self._send()
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
+
+    def stop(self) -> None:
+        """Send nothing more: what has gathered is dropped. What is on its way arrives."""
+        if self._error is None:
+            self._fail(QueueClosed(f"{self._sink.name} gets no more items of a stage that has failed"))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -255,8 +270,12 @@ class _Map:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
         try:
             while taken := await consumer.take(acknowledge=False):
+                self.emitter.forget(consumer.forgotten())
                 async with call.lease.use(len(taken), consumer.look) if call.lease is not None else nullcontext():
                     await self._one(call, consumer, taken)
+        except BaseException:
+            self.emitter.stop()  # before others get what is given back here
+            raise
         finally:
             consumer.give_back()
 
@@ -280,7 +299,7 @@ class _Map:
                 f"return a list of as many results, but returned {what}"
             )
         for (id, _), value in zip(taken, results, strict=True):
-            await self.emitter.put(value, id, partial(consumer.ack, [id]))
+            await self.emitter.put(value, id, partial(consumer.ack, [id], [id]))
 
     async def _emit_all(
         self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
@@ -291,10 +310,10 @@ class _Map:
         it is as long as all of it comes back together.
         """
         source = tuple(id for id, _ in taken)
+        made: list[Hashable] = []
         async with aclosing(items):  # type: ignore[type-var]
-            index = 0
             async for item in items:
-                await self.emitter.put(item, (source, index))
-                index += 1
+                made.append((source, len(made)))
+                await self.emitter.put(item, made[-1])
         await self.emitter.flush()
-        consumer.ack([id for id, _ in taken])
+        consumer.ack(list(source), made)

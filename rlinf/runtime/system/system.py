@@ -345,7 +345,7 @@ class ActorSystem:
         """
         host = self._host
         queue = ItemQueue(name, capacity)
-        channel = Channel(QueueHandle(host, host.rank, host.number(), name), queue)
+        channel = Channel(QueueHandle(host, host.rank, host.number(), name, capacity), queue)
         try:
             await self._control("reserve", name, channel._handle.id)
             self.queues.add(channel._handle.id, queue)

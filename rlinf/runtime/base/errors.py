@@ -21,6 +21,10 @@ class ActorDied(RuntimeFault):
     """The process (host) of an actor is gone, or the actor was closed, before a call was answered."""
 
 
+class HostLost(ActorDied):
+    """A host is gone, and with it the job; the text says which, since when, and how to go on. It has been printed."""
+
+
 class RemoteError(RuntimeFault):
     """Stands in for an exception that could not travel between processes; carries its type name and text."""
 

@@ -26,6 +26,7 @@ import torch
 from torch.distributed import rpc
 
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import in_thread
 
 from .link import Frame, Receiver
 from .rendezvous import SCHEME
@@ -34,8 +35,12 @@ Packed = tuple[bytes, list[torch.Tensor]]
 """A frame as it travels: pickled, with its tensors beside it, which RPC sends without pickling."""
 
 NOTHING: Packed = (b"", [])
+PULSE = torch.zeros(())
+"""What `probe` sends there and back."""
 FAREWELL = 5.0
 """Seconds that leaving waits for the others to leave as well."""
+BREAKING_OFF = 2.0
+"""Seconds that leaving without a farewell may take, which only has to stop threads of this process."""
 
 _current: RpcTransport | None = None  # torch RPC holds one agent per process; its handlers find it here
 
@@ -94,6 +99,14 @@ class RpcTransport:
             self._watched.add(host)
             self._call(host, _stay, (self.host,), lambda _: None)
 
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        """Ask whether a host's process lives; `answered` runs on the loop.
+
+        A tensor operator is answered by the threads of its agent without Python: a blocked loop or a held GIL there
+        keeps nobody waiting.
+        """
+        self._call(host, torch.neg, (PULSE,), lambda _: answered())
+
     def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         assert self._loop is not None
         loop = self._loop
@@ -120,7 +133,8 @@ class RpcTransport:
 
     def _lost(self, host: int, reason: str) -> None:
         if self._receiver is not None and not self._closing:
-            self._receiver.lost(host, reason)
+            first_line, *_ = reason.splitlines() or [""]  # what follows in torch's errors is of use in torch only
+            self._receiver.lost(host, first_line)
 
     # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
 
@@ -162,8 +176,9 @@ class RpcTransport:
             for future in watchers:
                 future.set_result(b"")
         logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)  # it logs what is suppressed here
-        with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
-            await asyncio.to_thread(rpc.shutdown, graceful=graceful, timeout=FAREWELL)
+        # fails where a peer that is already gone cannot take part in the farewell
+        leaving = in_thread(lambda: rpc.shutdown(graceful=graceful, timeout=FAREWELL))
+        await asyncio.wait({leaving}, timeout=2 * FAREWELL if graceful else BREAKING_OFF)
         self._receiver = None
 
 

@@ -67,7 +67,7 @@ def test_a_killed_host_ends_the_job_though_main_waits_for_something_else(zygote)
     assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
     line, rest = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
-    assert re.search(r" died at \d\d:\d\d:\d\d, and with it victim\[1\]: \S", line)
+    assert re.search(r" was lost at \d\d:\d\d:\d\d, and with it victim\[1\]: \S", line)
     assert first_error(rest) == f"rlinf.runtime.base.errors.HostLost: {line.removeprefix('error: ')}"
 
 
@@ -111,7 +111,9 @@ def test_a_host_that_falls_silent_ends_the_job_within_its_time(zygote):
     assert SILENCE <= time.monotonic() - stopped <= END
     line, _ = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
-    assert re.search(r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 3 s \(host_timeout\)", line)
+    assert re.search(
+        r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 3 s \(host_timeout\)", line
+    )
     assert ranks.printed(2) == "closed victim[2]\n"
 
 

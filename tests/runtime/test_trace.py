@@ -11,6 +11,7 @@ import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import TraceError
 from rlinf.runtime.observe.spans import Tracer, best_offset, write_perfetto
 
 
@@ -42,6 +43,14 @@ class Trace:
         """Spans by name and track, in order of time."""
         found = [s for s in self.spans if s["name"] == name and track in (None, s["cat"])]
         return sorted(found, key=lambda span: span["ts"])
+
+
+def test_a_trace_that_finds_no_room_is_one_error_and_leaves_nothing(tmp_path):
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with pytest.raises(TraceError, match=r"the trace .*/full could not be written: No space left on device"):
+        write_perfetto(full, [(0, 0.0, [("actor[0]", "work", 0.0, 1.0, None)])])
+    assert not full.is_symlink()
 
 
 def encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:

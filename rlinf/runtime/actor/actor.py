@@ -29,6 +29,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
+COMPUTING = "computing"
+"""What a call does, by the first word of `Call.doing`, while a function of it runs in its actor's thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -182,7 +185,7 @@ class Cell:
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:
-                call.doing = f"computing {name}"
+                call.doing = f"{COMPUTING} {name}"
                 call.moves += 1
             try:
                 return await self._thread.run(fn, *args, **kwargs)
@@ -190,6 +193,10 @@ class Cell:
                 if call is not None:
                     call.doing = None
                 self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+
+    def processor_seconds(self) -> float:
+        """What its computations have used."""
+        return 0.0 if self._thread is None else self._thread.processor_seconds()
 
     def stop_computing(self) -> None:
         if self._thread is not None:

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ from .errors import ActorDied
 from .tasks import finish
 
 T = TypeVar("T")
+
+CLOCK_OF_THREAD = "pthread_getcpuclockid"
+"""What `time` lacks where threads have no clocks, as on macOS."""
 
 
 class _Work:
@@ -85,6 +89,13 @@ class ComputeThread:
         for work in self._works:
             work.claim()
             work.future.cancel()
+
+    def processor_seconds(self) -> float:
+        """Processor time that the thread has used: while it grows, a function that has not returned is at work."""
+        # not after `close`, when the thread may end, and its clock with it
+        if self._thread is None or self._thread.ident is None or self._closed or not hasattr(time, CLOCK_OF_THREAD):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:

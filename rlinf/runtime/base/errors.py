@@ -33,6 +33,10 @@ class QueueClosed(RuntimeFault):
     """A channel or stream was closed while (or before) somebody used it."""
 
 
+class TraceError(RuntimeFault):
+    """A trace could not be written; the text says where, and why."""
+
+
 class StallError(RuntimeFault):
     """Something waited longer than the configured deadline; the text is the stall report."""
 

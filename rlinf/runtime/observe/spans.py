@@ -6,12 +6,16 @@ process per host and one track per actor, which https://ui.perfetto.dev opens. N
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from rlinf.runtime.base.errors import TraceError
 
 Span = tuple[str, str, float, float, dict[str, Any] | None]
 """Track, name, start and end in seconds of the host's clock, details."""
@@ -68,17 +72,32 @@ def write_perfetto(path: str | Path, dumps: Iterable[Dump]) -> None:
 
     Spans of one track may overlap (an actor serves many calls at once), which Chrome's complete events cannot show;
     each track is therefore laid out in as many lanes as it needs.
+
+    Raises:
+        TraceError: it cannot be written there, for instance because the disk is full; what was written is removed.
     """
-    dumps = list(dumps)
+    opened = False
+    try:
+        with open(path, "w") as file:
+            opened = True
+            _write(file, list(dumps))
+    except OSError as error:
+        if opened:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise TraceError(f"the trace {path} could not be written: {error.strerror or error}") from error
+
+
+def _write(file: TextIO, dumps: list[Dump]) -> None:
+    """Event by event: one call for all would keep the loop from running for seconds."""
     origin = min((start + ahead for _, ahead, spans in dumps for _, _, start, _, _ in spans), default=0.0)
-    with open(path, "w") as file:  # event by event: one call for all would keep the loop from running for seconds
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        separator = "\n"
-        for dump in dumps:
-            for event in _events(dump, origin):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-        file.write("\n]}\n")
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    separator = "\n"
+    for dump in dumps:
+        for event in _events(dump, origin):
+            file.write(separator + json.dumps(event))
+            separator = ",\n"
+    file.write("\n]}\n")
 
 
 def _events(dump: Dump, origin: float) -> Iterator[dict[str, Any]]:

@@ -142,7 +142,7 @@ def _hosts_lost(host: Host) -> HostLost:
     actors = [ref._name for group in host.system.service.groups() for ref in group if ref._host in host.lost_hosts]
     first = next(iter(host.lost_hosts.values())).rstrip(".")[:200]
     return HostLost(
-        f"{_listed([where(host, number) for number in lost])} died at {time.strftime('%H:%M:%S')}, and with it "
+        f"{_listed([where(host, number) for number in lost])} was lost at {time.strftime('%H:%M:%S')}, and with it "
         f"{_listed(actors) or 'no actor'}: {first}. {GO_ON}"
     )
 

@@ -137,6 +137,15 @@ def test_roles_that_compute_with_a_silent_host_end_in_time_too(zygote):
     assert said_of_the_loss(ranks.complained(0))[0].startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
 
 
+def test_the_loss_counts_though_who_computes_with_the_lost_host_hears_of_it_first(zygote):
+    ranks = zygote.run("drills.py", 3, "sums")
+    for rank in range(3):
+        ranks.await_line("summing", rank)
+    ranks.kill(2)
+    assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
+    assert said_of_the_loss(ranks.complained(0))[0].startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
+
+
 def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
     ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=SILENCE, COUNTS=3.0)
     ranks.await_line("ready")

@@ -19,8 +19,6 @@ from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.errors import HostLost
 from rlinf.runtime.transport.heartbeat import Heartbeat
 
-from .host_service import MOMENT
-
 if TYPE_CHECKING:
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
@@ -68,7 +66,7 @@ async def conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.F
     both: set[asyncio.Future[Any]] = {task, ending}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if task.done() and _error(task) is not None and host.transport.hosts > 1:
-        await asyncio.wait({ending}, timeout=MOMENT)  # who computes with a lost host may hear of it before we do
+        await asyncio.wait({ending}, timeout=GRACE)  # who computes with a lost host may hear of it before we do
     reason = ending.result() if ending.done() else None
     if not task.done() and not isinstance(reason, Stopped):
         await asyncio.wait({task}, timeout=GRACE)  # what it waits for is failing: its own error says where

@@ -55,11 +55,25 @@ def test_a_killed_process_ends_the_job_and_leaves_nothing():
         os.kill(ranks[0], signal.SIGKILL)
         code, _, complaints = finished(job)
         assert code != 0
-        assert f"ActorDied: host 1 (pid {ranks[0]} on " in complaints
-        assert "and with it victim[1]" in complaints
+        assert complaints.startswith(f"error: host 1 (pid {ranks[0]} on ")
+        assert "and with it victim[1]" in complaints.splitlines()[0]
         assert not alive(pids)
         assert not listening([os.getpid()]) & ports
     assert shared_memory() <= before
+
+
+def test_a_silent_process_ends_the_job_in_time_and_leaves_nothing():
+    with torchrun("drills.py", 3, "unawaited", HOST_TIMEOUT="3") as job:
+        assert job.stdout.readline() == "ready\n"
+        pids = descendants(job.pid)
+        silent = next(pid for pid in pids if environment_of(pid).get("RANK") == "1")
+        os.kill(silent, signal.SIGSTOP)
+        stopped = time.monotonic()
+        code, _, complaints = finished(job)
+        assert time.monotonic() - stopped < 13.0
+        assert code != 0
+        assert complaints.startswith(f"error: host 1 (pid {silent} on ")
+        assert not alive(pids)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.base.errors import TraceError
 from rlinf.runtime.observe.clocks import best_offset
 from rlinf.runtime.observe.spans import KINDS, Tracer
 from tests.spans import call, write_trace
@@ -50,6 +51,14 @@ class Trace:
         """Spans by name and track, in order of time."""
         found = [s for s in self.spans if s["name"] == name and track in (None, s["track"])]
         return sorted(found, key=lambda span: span["ts"])
+
+
+def test_a_trace_that_finds_no_room_is_one_error_and_leaves_nothing(tmp_path):
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with pytest.raises(TraceError, match=r"the trace .*/full could not be written: No space left on device"):
+        write_trace(full, [[call("actor[0]", "work", 0.0, 1.0)]])
+    assert not full.is_symlink()
 
 
 def encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:

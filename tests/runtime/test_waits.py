@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import threading
 import time
 from typing import Any
 
@@ -72,6 +73,15 @@ class Worker(Actor):
             await self.compute(time.sleep, 0.02)
 
     @endpoint
+    async def compute_long(self, seconds: float) -> str:
+        await self.compute(use_processor, seconds)
+        return "computed"
+
+    @endpoint
+    async def wait_in_thread(self) -> None:
+        await self.compute(threading.Event().wait, 20.0)
+
+    @endpoint
     async def sleep_on(self, value: Any = None) -> Any:
         await asyncio.Event().wait()
         return value
@@ -84,6 +94,11 @@ class Worker(Actor):
     async def idle_for_ever(self) -> None:
         while True:
             await self.channel.get()
+
+
+def use_processor(seconds: float) -> None:
+    while time.thread_time() < seconds:
+        pass
 
 
 def deadlock(main: Any, hosts: int = 2, *, serialize: bool = False) -> str:
@@ -298,6 +313,22 @@ def test_a_program_that_makes_progress_is_left_alone():
         return "done"
 
     assert rlinf.run(main, hosts=2, stall_after=0.25) == "done"
+
+
+def test_one_computation_may_last_longer_than_the_patience_while_it_uses_the_processor():
+    async def main(system):
+        group = await system.spawn(Worker, hosts=[0, 1], name="worker")
+        return await group[1].compute_long(2.0)
+
+    assert rlinf.run(main, hosts=2, stall_after=0.5) == "computed"
+
+
+def test_a_thread_that_only_waits_is_a_stall_and_named():
+    async def main(system):
+        group = await system.spawn(Worker, hosts=[0, 1], name="worker")
+        await group[1].wait_in_thread()
+
+    assert re.search(r"flow waits on worker\[1\]\.wait_in_thread#.*computing wait", stall(main))
 
 
 def test_a_stream_that_flows_is_left_alone():

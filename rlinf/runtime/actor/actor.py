@@ -30,6 +30,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
+COMPUTING = "computing"
+"""What a call does, by the first word of `Call.doing`, while a function of it runs in its actor's thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -192,7 +195,7 @@ class Cell:
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:
-                call.doing = f"computing {name}"
+                call.doing = f"{COMPUTING} {name}"
                 call.moves += 1
             try:
                 return await self._thread.run(fn, *args, **kwargs)
@@ -207,6 +210,10 @@ class Cell:
         if call not in self.calls:
             call = max(self.calls, key=lambda running: running.since, default=None)
         return "" if call is None else call.name.rpartition(".")[2]
+
+    def processor_seconds(self) -> float:
+        """What its computations have used."""
+        return 0.0 if self._thread is None else self._thread.processor_seconds()
 
     def stop_computing(self) -> None:
         if self._thread is not None:

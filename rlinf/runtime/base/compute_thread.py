@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import contextvars
 import queue
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +19,9 @@ from .errors import ActorDied
 from .tasks import finish, start_thread
 
 T = TypeVar("T")
+
+CLOCK_OF_THREAD = "pthread_getcpuclockid"
+"""What `time` lacks where threads have no clocks, as on macOS."""
 
 
 class _Work:
@@ -46,7 +51,7 @@ class ComputeThread:
         self.name = name
         self._loop = loop
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._started = False
+        self._thread: threading.Thread | None = None
         self._works: set[_Work] = set()
         self._closed = False
 
@@ -61,9 +66,8 @@ class ComputeThread:
         """
         if self._closed:
             raise ActorDied(f"{self.name} was closed before it could compute {getattr(fn, '__name__', fn)}")
-        if not self._started:
-            self._started = True
-            start_thread(self._serve, self.name)
+        if self._thread is None:
+            self._thread = start_thread(self._serve, self.name)
         work = _Work(fn, args, kwargs, self._loop.create_future())
         external = getattr(self._loop, "external", contextlib.nullcontext)  # holds virtual time still meanwhile
         with external():
@@ -85,6 +89,13 @@ class ComputeThread:
         for work in self._works:
             work.claim()
             work.future.cancel()
+
+    def processor_seconds(self) -> float:
+        """Processor time that the thread has used: while it grows, a function that has not returned is at work."""
+        # not after `close`, when the thread may end, and its clock with it
+        if self._thread is None or self._thread.ident is None or self._closed or not hasattr(time, CLOCK_OF_THREAD):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -82,7 +82,7 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
         raise
 
 
-def start_thread(target: Callable[[], None], name: str | None = None) -> None:
+def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
     """Start a daemon thread on the CUDA device of the calling one: torch would have it begin on device 0.
 
     Not while CUDA is unused: to ask for its device would take memory of it.
@@ -98,6 +98,7 @@ def start_thread(target: Callable[[], None], name: str | None = None) -> None:
     thread = threading.Thread(target=run, name=name, daemon=True)
     _started.add(thread)
     thread.start()
+    return thread
 
 
 def own_threads() -> list[threading.Thread]:

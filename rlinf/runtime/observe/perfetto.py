@@ -7,6 +7,7 @@ as they come, so that nobody ever holds more than a few of them. Nobody waits he
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import itertools
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlinf.runtime.base.errors import TraceError
 from rlinf.runtime.observe.spans import DEVICES, KINDS, OF_ACTORS, Kind, Span
 
 PIECE = 4096
@@ -161,16 +163,25 @@ def track_of(span: Span) -> str:
     return span.actor
 
 
+_HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+
+
 class TraceFile:
     """A file that pieces of several hosts are appended to, in any order; a line holds one event.
 
     What is there when its writer is killed can be read.
+
+    Raises:
+        TraceError: it cannot be written there, for instance because the disk is full; what was written is removed.
     """
 
     def __init__(self, path: str | Path):
-        self._file = open(path, "wb")  # noqa: SIM115
-        self._file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
-        self._separator = b"\n"
+        self._path = Path(path)
+        try:
+            self._file = open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise self._failed(error) from error
+        self._separator = _HEAD
         self.spans = 0
         """That are in it."""
 
@@ -178,9 +189,25 @@ class TraceFile:
         """Append a piece."""
         text = zlib.decompress(piece)
         self.spans += text.count(b'{"ph": "X", ')
-        self._file.write(self._separator)
-        self._file.write(text)
+        self._write(self._separator + text)
         self._separator = b",\n"
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            self._discard()
+            raise self._failed(error) from error
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _failed(self, error: OSError) -> TraceError:
+        return TraceError(f"the trace {self._path} could not be written: {error.strerror or error}")
 
     def __enter__(self) -> TraceFile:
         return self
@@ -188,7 +215,9 @@ class TraceFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.write(b"\n]}\n")
+        if isinstance(error, TraceError):
+            return
+        self._write((self._separator if self._separator is _HEAD else b"") + b"\n]}\n")
         self._file.close()
 
 

@@ -42,8 +42,8 @@ class HostReport:
     notes: dict[str, str] = field(default_factory=dict)
     """What is known about a call or queue, by its name: where it is, and what it is doing. No times: as long as these
     stay the same, nothing has moved."""
-    moves: dict[str, int] = field(default_factory=dict)
-    """Computations begun by each of those calls."""
+    moves: dict[str, float] = field(default_factory=dict)
+    """Computations begun by each of those calls, and seconds of processor time that the present one has used."""
     ages: dict[str, float] = field(default_factory=dict)
     """Seconds since a call of `notes` began."""
     silent: list[str] = field(default_factory=list)
@@ -135,8 +135,8 @@ class Progress:
     """Says when nothing moves any more, from reports made now and then.
 
     A wait may last as long as it likes while something that it stands on moves: a call ends or does something else, an
-    item comes or goes. What has to move is what the flow waits for, and every cycle: actors of their own accord may
-    wait for work for ever.
+    item comes or goes, a computation uses the processor. What has to move is what the flow waits for, and every cycle:
+    actors of their own accord may wait for work for ever.
 
     Args:
         patience: seconds without a move that are too long.

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.actor.dispatch import travelling
-from rlinf.runtime.actor.host import CAST
 from rlinf.runtime.actor.invocation import show_wait
 from rlinf.runtime.base.calls import SERVICE, Key, current_call, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
-from rlinf.runtime.transport.link import Message
+from rlinf.runtime.transport.messages import CAST, Message
 from rlinf.runtime.values.codec import ValueRef, reading_codec
 from rlinf.runtime.values.dereference import holds_promise, resolve
 from rlinf.runtime.values.promise import Promise

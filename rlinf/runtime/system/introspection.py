@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.actor.actor import Cell
+from rlinf.runtime.actor.actor import COMPUTING, Cell
 from rlinf.runtime.base.calls import SERVICE, Call
 from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, locks
 from rlinf.runtime.streams.item_queue import ItemQueue
@@ -97,6 +97,8 @@ def report_host(host: Host, service: Service) -> HostReport:
                 continue
             kept[call.caller, call.number] = call.label
             _report_call(report, call, host, now)
+            if call.doing is not None and call.doing.startswith(COMPUTING):
+                report.moves[call.label] += cell.processor_seconds()
     for who, value, since in host.values.awaited.values():
         on = value if isinstance(value, str) else kept.get(value, f"the value of call {value[0]}.{value[1]}")
         report.waits.append(Wait(who, on, now - since))

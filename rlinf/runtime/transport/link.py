@@ -60,6 +60,9 @@ class Transport(Protocol):
     def watch(self, host: int) -> None:
         """Report the loss of `host` through `Receiver.lost` from now on, whether or not anything is in flight."""
 
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        """Ask whether a host's process lives; `answered` runs on the loop."""
+
     def neighbours(self, hosts: Collection[int]) -> None:
         """These other hosts live on this machine, so there may be a quicker way to them."""
 
@@ -268,6 +271,10 @@ class LocalTransport:
 
     def watch(self, host: int) -> None:
         self._watched.add(host)
+
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        if host in self._network:
+            asyncio.get_running_loop().call_soon(answered)
 
     def neighbours(self, hosts: Collection[int]) -> None:
         """Frames are handed over as it is."""

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.system.torchrun import _bind_interface
+from rlinf.runtime.transport.interfaces import bind_interface
 from tests.runtime.programs.jobs import listening, until
 
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}
@@ -72,13 +72,13 @@ def chosen():
 def test_hosts_on_several_machines_listen_where_the_names_of_these_lead(fresh):
     fresh.setenv("LOCAL_WORLD_SIZE", "2")
     fresh.setenv("MASTER_ADDR", "10.0.0.1")
-    _bind_interface(None, 4)
+    bind_interface(None, 4)
     assert chosen() == (None, None)
 
 
 def test_what_the_program_names_counts_more_than_the_environment(fresh):
     fresh.setenv("RLINF_INTERFACE", "no such thing")
-    _bind_interface("lo", 4)
+    bind_interface("lo", 4)
     assert chosen() == ("lo", "lo")
 
 
@@ -86,26 +86,26 @@ def test_the_environment_counts_more_than_what_is_guessed(fresh):
     name, _ = another_interface()
     fresh.setenv("RLINF_INTERFACE", name)
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
-    _bind_interface(None, 4)
+    bind_interface(None, 4)
     assert chosen() == (name, name)
 
 
 def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(fresh):
     with pytest.raises(UserError, match=r"no network interface 'eth9'; it has .*lo"):
-        _bind_interface("eth9", 4)
+        bind_interface("eth9", 4)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost", "::1"])
 def test_ranks_that_meet_on_the_loopback_are_on_one_machine(fresh, address):
     fresh.setenv("MASTER_ADDR", address)
-    _bind_interface(None, 4)
+    bind_interface(None, 4)
     assert chosen() == ("lo", "lo")
 
 
 def test_a_gloo_interface_that_was_chosen_already_is_kept(fresh):
     fresh.setenv("GLOO_SOCKET_IFNAME", "ib0")
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
-    _bind_interface(None, 4)
+    bind_interface(None, 4)
     assert chosen() == ("lo", "ib0")
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.worlds import DEADLINE, WORLDS, opened, run_behaviour
+from tests.runtime.worlds import DEADLINE, PROCESSES, WORLDS, opened, run_behaviour
 
 ROOT = Path(__file__).parents[2]
-_session = pytest.StashKey["RpcSession"]()
+_sessions = pytest.StashKey[dict[str, "Session"]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _world(item) == "rpc":
+        if _world(item) in PROCESSES:
             item.add_marker(pytest.mark.torchrun)
 
 
@@ -52,8 +52,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     world = _world(pyfuncitem)
     if world is None:
         return None
-    if world == "rpc":
-        _rpc_session(pyfuncitem.session).report(_name(pyfuncitem))
+    if world in PROCESSES:
+        _session_in(world, pyfuncitem.session).report(_name(pyfuncitem))
     else:
         asyncio.run(_in_process(getattr(pyfuncitem.module, pyfuncitem.originalname), world))
     return True
@@ -69,23 +69,24 @@ def _name(item: pytest.Item) -> str:
     return f"{'.'.join(path.parts)}:{item.originalname}"  # type: ignore[attr-defined]
 
 
-def _rpc_session(session: pytest.Session) -> RpcSession:
-    if _session not in session.stash:
-        names = [_name(item) for item in session.items if _world(item) == "rpc"]
-        session.stash[_session] = RpcSession(names, session.config)
-    return session.stash[_session]
+def _session_in(world: str, session: pytest.Session) -> Session:
+    sessions = session.stash.setdefault(_sessions, {})
+    if world not in sessions:
+        names = [_name(item) for item in session.items if _world(item) == world]
+        sessions[world] = Session(world, names, session.config)
+    return sessions[world]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _session in session.stash:
-        session.stash[_session].end()
+    for running in session.stash.get(_sessions, {}).values():
+        running.end()
 
 
-class RpcSession:
+class Session:
     """One torchrun that runs all behaviour tests in two processes, and its outcomes."""
 
-    def __init__(self, names: list[str], config: pytest.Config):
-        directory = config._tmp_path_factory.mktemp("rpc")  # type: ignore[attr-defined]
+    def __init__(self, world: str, names: list[str], config: pytest.Config):
+        directory = config._tmp_path_factory.mktemp(world)  # type: ignore[attr-defined]
         self._outcomes, self._log = directory / "outcomes", directory / "log"
         self._shown = False
         command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", "--master-port=0"]
@@ -95,7 +96,7 @@ class RpcSession:
                 [*map(str, command), str(self._outcomes), *names],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RLINF_TRANSPORT": world},
                 cwd=ROOT,
             )
 

@@ -164,7 +164,7 @@ async def test_hosts_must_exist(system: ActorSystem) -> None:
         await system.spawn(Worker, hosts=[], name="worker")
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_a_class_in_a_function_cannot_be_spawned_elsewhere(system: ActorSystem) -> None:
     class Local(Actor):
         pass

@@ -189,7 +189,7 @@ async def test_tensors_of_every_shape_arrive(system: ActorSystem) -> None:
         assert torch.equal(got, tensor)
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_a_tensor_travels_as_data_without_its_graph(system: ActorSystem) -> None:
     _, far = await _pair(system)
     for n in (SMALL, LARGE):
@@ -268,7 +268,7 @@ async def test_classes_and_functions_of_a_module_arrive_by_name(system: ActorSys
 # How it travels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_small_tensors_ride_in_the_message_and_large_ones_through_shared_memory(system: ActorSystem) -> None:
     codec = system._host.codec
     assert codec.route(torch.zeros(SMALL), 1) == "inline"
@@ -343,7 +343,7 @@ async def test_slots_return_when_nobody_reads_the_message(system: ActorSystem) -
     await until(lambda: _none_left(near))
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_slots_return_when_part_of_a_message_cannot_be_made(system: ActorSystem) -> None:
     near, far = await _pair(system)
     with pytest.raises(UserError, match="lambda"):
@@ -351,7 +351,7 @@ async def test_slots_return_when_part_of_a_message_cannot_be_made(system: ActorS
     await until(lambda: _none_left(near))
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_slots_return_when_a_message_cannot_be_read(system: ActorSystem) -> None:
     near, far = await _pair(system)
     with pytest.raises(LookupError, match="exploded"):
@@ -398,7 +398,7 @@ async def test_a_stream_that_one_actor_returns_can_be_read_by_another(system: Ac
 # Bad values --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.worlds("serialize", "rpc")
+@pytest.mark.worlds("serialize", "rpc", "lane")
 async def test_what_cannot_be_sent_is_named_with_its_place(system: ActorSystem) -> None:
     _, far = await _pair(system)
     tensor, ref = torch.zeros(3), far

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Frame, Link, LocalTransport, check_hosts
-from rlinf.runtime.transport.torch_rpc import _pack, _unpack
+from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Link, LocalTransport, check_hosts
+from rlinf.runtime.transport.messages import Frame, pack, unpack
 from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
 
 
@@ -25,15 +25,16 @@ def in_one_process(copy=None):
     return lambda: (LocalTransport(0, network, copy), LocalTransport(1, network, copy))
 
 
-@pytest.mark.parametrize("copy", [None, lambda frame: _unpack(*_pack(frame))], ids=["reference", "pickled"])
+@pytest.mark.parametrize("copy", [None, lambda frame: unpack(*pack(frame))], ids=["reference", "pickled"])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
 def test_in_process(behaviour, copy):
     asyncio.run(run_local(behaviour, in_one_process(copy)))
 
 
+@pytest.mark.parametrize("way", ["rpc", "lane"])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=name)
-def test_over_torch_rpc(behaviour, zygote, tmp_path):
-    more = {}
+def test_between_processes(behaviour, way, zygote, tmp_path):
+    more = {"RLINF_TRANSPORT": way}
     if behaviour is EARLY:
         os.mkfifo(tmp_path / "spoken")
         more["SPOKEN"] = tmp_path / "spoken"

@@ -1,9 +1,10 @@
-"""One suite, three worlds: what the behaviour tests share, and the program that runs them under torchrun.
+"""One suite, four worlds: what the behaviour tests share, and the program that runs them under torchrun.
 
-`local` hands values over by reference, `serialize` pickles all that goes between its hosts, `rpc` is two processes
-started by torchrun. A behaviour test is an `async def` with the one argument `system`. In the first two worlds pytest
-runs it; in the third it is run, with all others of its kind, by one torchrun of this file, and pytest reports the
-outcome (see `conftest.py`). After each, nothing may be left over on any host.
+`local` hands values over by reference, `serialize` pickles all that goes between its hosts; `rpc` and `lane` are two
+processes started by torchrun, which talk by torch RPC alone or by the lane beside it. A behaviour test is an
+`async def` with the one argument `system`. In the first two worlds pytest runs it; in the others it is run, with all
+others of its kind, by one torchrun of this file, and pytest reports the outcome (see `conftest.py`). After each,
+nothing may be left over on any host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gc
 import importlib
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -28,7 +30,9 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.calls import current_scope
 
-WORLDS = ("local", "serialize", "rpc")
+WORLDS = ("local", "serialize", "rpc", "lane")
+PROCESSES = ("rpc", "lane")
+"""Worlds of real processes; each is also the value of `RLINF_TRANSPORT` in it."""
 DEADLINE = 10.0
 """Seconds for one test; a hanging one must not hold the others of its session."""
 
@@ -67,6 +71,7 @@ def left_on(host: Host) -> dict[str, Any]:
     found = {
         "sent": [sent.name for sent in host.sent.values()],
         "serving": [task.get_coro().cr_frame.f_locals.get("call") or task for task in host.serving.values()],  # type: ignore[union-attr]
+        "running": [promise.name for promise in host.running],
         "kept": list(host.values.kept),
         "queues": [queue.name for queue in host.system.queues.all()],
         "held": [queue.name for queue in host.system.queues.held],
@@ -84,8 +89,9 @@ class Probe(Actor):
     async def left(self) -> dict[str, str]:
         gc.collect()
         left = left_on(self._cell.host)
-        if len(left.get("serving", ())) == 1:  # this call
-            del left["serving"]
+        for where in ("serving", "running"):
+            if len(left.get(where, ())) == 1:  # this call
+                del left[where]
         return {what: repr(value) for what, value in left.items()}
 
     @endpoint
@@ -142,6 +148,10 @@ async def session(system: ActorSystem) -> None:
     """Run the tests named on the command line as module:function, and write an outcome for each as a line of JSON."""
     out, *names = sys.argv[1:]
     gc.freeze()
+    lanes = getattr(system._host.transport, "_lanes", {})
+    async with asyncio.timeout(DEADLINE):
+        while os.environ["RLINF_TRANSPORT"] == "lane" and len(lanes) < system.hosts - 1:
+            await asyncio.sleep(0.001)  # so that the tests run over what they are to run over
     for host in range(1, system.hosts):
         _probes[host] = (await system.spawn(Probe, hosts=[host], name="probe"))[0]
     with Path(out).open("w") as file:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 import torch
 
-from rlinf.runtime.base.calls import ActorId, Call, current_call
+from rlinf.runtime.base.calls import ActorId, Call, current_call, enter
 from rlinf.runtime.base.compute_thread import ComputeThread
 from rlinf.runtime.base.lease_policy import Granularity
 
@@ -170,8 +171,16 @@ class Cell:
         self.granularity = Granularity()
         """When its device calls ask for its devices, and for how long they keep them."""
         self.scope: Scope | None = None
+        self._context: Context | None = None
         self._thread: ComputeThread | None = None
         actor._cell = self
+
+    def context(self) -> Context:
+        """A fresh context for a call: on this actor's host, in its scope."""
+        if self._context is None:
+            self._context = self.host.context()
+            self._context.run(enter, self.host, self.scope)
+        return self._context.copy()
 
     async def compute(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         if self._thread is None:

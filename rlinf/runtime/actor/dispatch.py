@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import ActorId, Call, Key, current_call
 from rlinf.runtime.base.errors import RemoteError
-from rlinf.runtime.values.codec import Payload
-from rlinf.runtime.values.dereference import holds_promise, resolve
-from rlinf.runtime.values.promise import WANT, Promise
+from rlinf.runtime.transport.messages import CANCELLED, ERROR, HELD, KEEP, OK, REPLY, WANT
+from rlinf.runtime.values.codec import Payload, is_plain
+from rlinf.runtime.values.dereference import ATOMS, holds_promise, resolve
+from rlinf.runtime.values.promise import Promise
 
-from .invocation import Running
+from .invocation import begin, end, name_on
 
 if TYPE_CHECKING:
     from .host import Host
-
-REPLY = 1
-OK, ERROR, HELD, CANCELLED = range(4)
-"""How a call ended, as its reply says: with a value, an error, a value that is kept here, or cancelled."""
 
 
 async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Payload, flags: int) -> None:
     """Run a call from another host and reply."""
     status, result, key = OK, None, (call.caller, call.number)
+    call.task = host.serving[key]
     try:
-        if host.codec.ready(payload):
+        if len(payload) == 2:  # short atoms
+            args, kwargs = payload[0]
+        elif host.codec.ready(payload):
             args, kwargs = host.codec.decode_now(payload)
         else:
             current_call.set(call)
@@ -39,7 +39,7 @@ async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Pa
             call.since = host.now()
         result = await execute(host, call, actor, method, args, kwargs)
         args = kwargs = None  # frees what they hold of the caller's shared memory, so that word of it rides along
-        if holds_promise(result):
+        if type(result) not in ATOMS and holds_promise(result):
             result = await resolve(result)
     except asyncio.CancelledError:
         status = CANCELLED
@@ -52,7 +52,7 @@ async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Pa
 
 
 def _reply(host: Host, key: Key, status: int, result: Any, flags: int, name: str) -> None:
-    kept = host.values.kept.get(key)
+    kept = host.values.kept.get(key) if flags & KEEP else None
     if kept is not None and not kept.done():
         if status == OK:
             kept.set_result(result)
@@ -66,6 +66,8 @@ def _reply(host: Host, key: Key, status: int, result: Any, flags: int, name: str
         payload = _encode_error(host, result, caller)
     elif status == OK and not flags & WANT:
         status = HELD
+    elif status == OK and is_plain(result):
+        payload = (result, None)
     elif status == OK:
         try:
             payload = host.codec.encode(result, caller)
@@ -82,13 +84,14 @@ async def serve_local(
     """Run a call from this very host; values go by reference."""
     call = Call(promise.name, host.rank, promise.number, promise.parent, promise.gang, host.now())
     call.promise = promise
+    call.task = promise.task
     try:
-        if holds_promise(args) or holds_promise(kwargs):
+        if (args and holds_promise(args)) or (kwargs and holds_promise(kwargs)):
             current_call.set(call)
             args, kwargs = await resolve((args, kwargs), shared=True)
             call.since = host.now()
         result = await execute(host, call, actor, method, args, kwargs)
-        if holds_promise(result):
+        if type(result) not in ATOMS and holds_promise(result):
             result = await resolve(result)
     except asyncio.CancelledError:
         if not promise.done():
@@ -104,7 +107,7 @@ async def serve_local(
             promise.set_result(result)
     finally:
         promise.task = None
-        host.serving.pop(promise.key, None)
+        host.running.discard(promise)
         if promise.finish is not None:
             promise.finish()
         call.promise = None
@@ -115,12 +118,18 @@ async def execute(host: Host, call: Call, actor: ActorId, method: str, args: Any
     """Run one endpoint call in the current task: under its name, its actor's scope and, if need be, a lease."""
     cell = host.cell(actor, call)
     spec = cell.actor.endpoints[method]
-    with Running(host, cell, call):
+    begin(host, cell, call)
+    try:
         if spec.device and cell.leased:
             inputs = (*args, *kwargs.values())
             async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs):
                 return await getattr(cell.actor, method)(*args, **kwargs)
         return await getattr(cell.actor, method)(*args, **kwargs)
+    except BaseException as error:
+        name_on(error, host, cell, call)
+        raise
+    finally:
+        end(host, cell, call, method)
 
 
 def _encode_error(host: Host, error: BaseException, caller: int) -> Payload:

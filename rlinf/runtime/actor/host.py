@@ -3,11 +3,7 @@
 Flows in: calls made here, messages from peers. Flows out: messages to peers, tasks that run endpoints. Who wakes whom:
 an arriving call starts a task; a reply settles a promise; a lost peer fails every promise that stands on it.
 
-Messages are tuples:
-    (CALL, number, actor, method, payload, flags, name, parent, gang)    reply expected
-    (REPLY, number, status, payload)                               OK value, ERROR, or HELD: the value stays here
-    (CAST, actor, method, args)                                    no reply; the runtime's own, plain data only
-    (CANCEL, number)   (DROP, key)   (FREE, slots)
+The messages are listed in `transport/messages.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +22,30 @@ from rlinf.runtime.base.errors import ActorDied, RemoteError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.dataflow import FlowBook
 from rlinf.runtime.observe.spans import Tracer
-from rlinf.runtime.transport.link import Frame, Link, Message, Respond, Transport
+from rlinf.runtime.transport.link import Link, Respond, Transport
+from rlinf.runtime.transport.messages import (
+    CALL,
+    CANCEL,
+    CANCELLED,
+    CAST,
+    DROP,
+    ERROR,
+    FREE,
+    KEEP,
+    OK,
+    REPLY,
+    Frame,
+    Message,
+)
 from rlinf.runtime.values.codec import Payload, Place, is_plain
 from rlinf.runtime.values.object_store import Values
-from rlinf.runtime.values.promise import KEEP, LOCAL, QUEUED, Promise, Sent
+from rlinf.runtime.values.promise import LOCAL, QUEUED, Promise, Sent, promise_of
 
 from .actor import Cell
-from .dispatch import CANCELLED, ERROR, OK, serve, serve_local
+from .dispatch import serve, serve_local
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import System
-
-CALL, REPLY, CAST, CANCEL, DROP, FREE = range(6)
 
 LATE = 1.0
 """Seconds that tasks get to end when their host closes."""
@@ -68,8 +76,12 @@ class Host:
         self.flow: asyncio.Task[Any] | None = None
         """On the controller, the task that runs the program."""
         self.cells: dict[ActorId, Cell] = {}
-        self.sent: dict[int, Sent] = {}
+        self.sent: dict[int, Promise[Any] | Sent] = {}
+        """Calls to other hosts whose reply has not come."""
         self.serving: dict[Key, asyncio.Task[None]] = {}
+        """Calls from other hosts."""
+        self.running: set[Promise[Any]] = set()
+        """Calls from this host to itself."""
         self.lost_hosts: dict[int, str] = {}
         self.arrived: dict[int, int] = {}
         """Number of the last call that has arrived from each host; they come in order."""
@@ -102,13 +114,17 @@ class Host:
             gang: names the group call that this is part of, for endpoints that need all ranks' devices at once.
         """
         promise: Promise[Any] = Promise(self, host, name, next(self._numbers), waiter())
-        promise.gang = gang
+        if gang is not None:
+            promise.gang = gang
         if self.closed:
             promise.fail(ActorDied(f"{name} was called after the system was closed: call and await inside it"))
             return promise
         if host == self.rank:
+            cell = self.cells.get(actor)
+            context = self._context.copy() if cell is None else cell.context()
             work = serve_local(self, promise, actor, method, args, kwargs)
-            promise.task = self.serving[promise.key] = self.loop.create_task(work)
+            promise.task = self.loop.create_task(work, context=context)
+            self.running.add(promise)
             return promise
         if host in self.lost_hosts:
             promise.set_exception(self._died(host, name))
@@ -130,9 +146,9 @@ class Host:
         elif host not in self.lost_hosts:
             self.link(host).post((CAST, actor, method, args))
 
-    def remember(self, promise: Promise[Any], *, strong: bool) -> None:
-        """A call message is leaving: expect its reply."""
-        self.sent[promise.number] = Sent(promise, strong)
+    def context(self) -> contextvars.Context:
+        """A fresh context for what runs here on nobody's behalf."""
+        return self._context.copy()
 
     def cancel(self, promise: Promise[Any]) -> None:
         """The caller no longer wants it: stop the call wherever it runs."""
@@ -160,7 +176,7 @@ class Host:
     def bring(self, promise: Promise[Any]) -> None:
         """Fetch the value of a call that was first thought to stay at its producer."""
         if promise.number in self.sent:
-            self.sent[promise.number].strong = promise
+            self.sent[promise.number] = promise
         fetching = self.call(promise.target, SERVICE, "fetch", promise.name, (promise.key,), {})
 
         def brought(done: asyncio.Future[Any]) -> None:
@@ -207,7 +223,9 @@ class Host:
             self.arrived[source] = message[1]
             call = Call(message[6], source, message[1], message[7], message[8], self.now())
             work = serve(self, call, *message[2:6])
-            self.serving[key] = self.loop.create_task(work, context=self._context.copy())
+            cell = self.cells.get(message[2])
+            context = self._context.copy() if cell is None else cell.context()
+            self.serving[key] = self.loop.create_task(work, context=context)
         elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
             self.loop.call_soon(getattr(self.cells[message[1]].actor, message[2]), *message[3])
         elif kind == CANCEL:
@@ -220,9 +238,10 @@ class Host:
 
     def _settle(self, number: int, status: int, payload: Payload) -> None:
         sent = self.sent.pop(number, None)
-        promise = sent.promise() if sent is not None else None
+        promise = promise_of(sent) if sent is not None else None
         if sent is not None:
-            self.values.give_back(sent.lends)
+            if sent.lends:
+                self.values.give_back(sent.lends)
             if sent.finish is not None:
                 sent.finish()
         if promise is None or promise.done():
@@ -230,7 +249,9 @@ class Host:
             if status == ERROR and promise is None and sent is not None:
                 self._log_unseen(sent.name, self._read_error(payload))
             return
-        if status == OK and not self.codec.ready(payload):
+        if status == OK and len(payload) == 2:  # short atoms
+            promise.set_result(payload[0])
+        elif status == OK and not self.codec.ready(payload):
             self.own(self._settle_later(promise, payload))
         elif status == OK:
             try:
@@ -266,7 +287,7 @@ class Host:
             self.values.give_back(sent.lends)
             if sent.finish is not None:
                 sent.finish()
-            promise = sent.promise()
+            promise = promise_of(sent)
             if promise is not None and not promise.done():
                 promise.state = LOCAL
                 promise.fail(self._died(host, sent.name))
@@ -341,11 +362,12 @@ class Host:
         """Cancel what still runs, leave the transport, free shared memory."""
         self.closed = True
         await asyncio.sleep(0)  # a task cancelled before its first step settles nothing
-        late = await cancel_all([*self.serving.values(), *self._tasks], LATE)
+        local = [promise.task for promise in self.running if promise.task is not None]
+        late = await cancel_all([*self.serving.values(), *local, *self._tasks], LATE)
         if late:
             self.complain(f"{len(late)} tasks of host {self.rank} did not end and are left behind: {late}")
         for sent in self.sent.values():
-            promise = sent.promise()
+            promise = promise_of(sent)
             if promise is not None and not promise.done():
                 promise.state = LOCAL
                 promise.set_exception(ActorDied(f"the system was closed while {sent.name} was pending"))

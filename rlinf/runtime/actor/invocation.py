@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.base.calls import SERVICE, Call, current_call, current_task, host_here, run_on
+from rlinf.runtime.base.calls import SERVICE, Call, current_call, current_task, enter, host_here
 from rlinf.runtime.base.errors import ActorDied
 
 from .actor import Cell
@@ -31,26 +31,48 @@ class Running:
         self.call = call
 
     def __enter__(self) -> Call:
-        self.call.task = current_task()
-        run_on(self.host, self.call, self.cell.scope)
-        self.cell.calls.add(self.call)
+        begin(self.host, self.cell, self.call)
         return self.call
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        call, cell = self.call, self.cell
-        cell.calls.discard(call)
-        call.task = None
-        if cell.id == SERVICE:
-            return
-        method = call.name.rpartition(".")[2]
-        self.host.tracer.span(cell.name, method, call.since, self.host.now(), {"caller": call.parent})
-        if isinstance(error, asyncio.CancelledError):
-            if call.killed:
-                raise ActorDied(f"{cell.name} on host {self.host.rank} was closed while {method}() ran") from None
-        elif error is not None:
-            note = f"in {call.name}() on host {self.host.rank}"
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+        end(self.host, self.cell, self.call, self.call.name.rpartition(".")[2])
+        if error is not None:
+            name_on(error, self.host, self.cell, self.call)
+
+
+def begin(host: Host, cell: Cell, call: Call) -> None:
+    """The current task is this call of an actor from now on."""
+    if call.task is None:
+        call.task = current_task()
+    current_call.set(call)
+    enter(host, cell.scope)
+    cell.calls.add(call)
+
+
+def end(host: Host, cell: Cell, call: Call, method: str) -> None:
+    """It is not any more; its span is recorded."""
+    cell.calls.discard(call)
+    call.task = None
+    if cell.id is not SERVICE:
+        host.tracer.span(cell.name, method, call.since, host.now(), {"caller": call.parent})
+
+
+def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:
+    """Say on an error in which call it was raised.
+
+    Raises:
+        ActorDied: it is the cancellation of a call whose actor was ended.
+    """
+    if cell.id is SERVICE:
+        return
+    if isinstance(error, asyncio.CancelledError):
+        if call.killed:
+            method = call.name.rpartition(".")[2]
+            raise ActorDied(f"{cell.name} on host {host.rank} was closed while {method}() ran") from None
+        return
+    note = f"in {call.name}() on host {host.rank}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def show_wait(host: Host, what: str, start: float) -> None:

@@ -42,31 +42,28 @@ def role_of(name: str) -> str:
 class Call:
     """A call that is running on this host: for stall reports, traces, and the name on errors."""
 
-    __slots__ = (
-        "_label", "_role", "caller", "doing", "gang", "killed", "lease",
-        "moves", "name", "number", "parent", "promise", "since", "task", "within",
-    )  # fmt: skip
-
     def __init__(self, name: str, caller: int, number: int, parent: str, gang: Gang | None, since: float):
         self.name = name
-        self._label: str | None = None
-        self._role: str | None = None
         self.caller = caller
         self.number = number
         self.parent = parent
         self.gang = gang
         self.since = since
-        self.doing: str | None = None
-        self.moves = 0
-        """Computations begun: a call that computes is not stuck."""
-        self.lease: DeviceLease | None = None
-        self.promise: Any = None
-        """The promise that it settles, if its caller is on this host."""
-        self.killed = False
-        """Its actor was ended over it, so nothing it had in hand is done."""
-        self.task: asyncio.Task[Any] | None = None
-        self.within: Call | None = None
-        """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
+
+    # Most calls never need more than these defaults, and making one must be cheap.
+    _label: str | None = None
+    _role: str | None = None
+    doing: str | None = None
+    moves = 0
+    """Computations begun: a call that computes is not stuck."""
+    lease: DeviceLease | None = None
+    promise: Any = None
+    """The promise that it settles, if its caller is on this host."""
+    killed = False
+    """Its actor was ended over it, so nothing it had in hand is done."""
+    task: asyncio.Task[Any] | None = None
+    within: Call | None = None
+    """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
 
     def helps(self, call: Call | None) -> None:
         """It is no call of an actor, but does a part of this one, or of the flow."""
@@ -136,11 +133,11 @@ def current_host() -> Host:
     return host
 
 
-def run_on(host: Host, call: Call, scope: Scope | None) -> None:
-    """The running task is a call on `host` from now on; what it spawns belongs to `scope`."""
-    current_call.set(call)
-    current_scope.set(scope)
-    _current_host.set(host)
+def enter(host: Host, scope: Scope | None) -> None:
+    """Code that runs in this context from now on is on `host`, and what it spawns belongs to `scope`."""
+    if _current_host.get() is not host or current_scope.get() is not scope:
+        current_scope.set(scope)
+        _current_host.set(host)
 
 
 def waiter() -> str:
@@ -151,5 +148,5 @@ def waiter() -> str:
     else:
         host = _current_host.get()
         name, own = FLOW, host.flow if host is not None else None
-    task = None if own is None else current_task()
+    task = None if own is None else current_task()  # in the flow of a test there may be none of its own
     return name if task is own or task is None else f"{name}/{task.get_name()}"

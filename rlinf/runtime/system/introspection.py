@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.runtime.base.calls import Call
 from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, locks
 from rlinf.runtime.streams.item_queue import ItemQueue
+from rlinf.runtime.values.promise import Promise
 
 if TYPE_CHECKING:
     from rlinf.runtime.actor.host import Host
@@ -23,9 +24,8 @@ def report_host(host: Host, service: Service) -> HostReport:
     """What waits on this host, and for what."""
     now = host.now()
     report = HostReport(host.rank)
-    for sent in host.sent.values():
-        promise = sent.strong
-        if promise is not None and not promise.done() and promise.name != OURS:
+    for promise in list(host.sent.values()):
+        if isinstance(promise, Promise) and not promise.done() and promise.name != OURS:
             report.waits.append(Wait(promise.parent, promise.label, now - promise.since))
     kept: dict[Any, str] = {}
     for cell in host.cells.values():

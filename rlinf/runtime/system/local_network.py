@@ -15,7 +15,8 @@ from rlinf.runtime.base.calls import CONTROLLER
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.system.introspection import report_host
-from rlinf.runtime.transport.link import Frame, LocalTransport, check_hosts
+from rlinf.runtime.transport.link import LocalTransport, check_hosts
+from rlinf.runtime.transport.messages import Frame
 from rlinf.runtime.values.codec import Place
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ class LocalNetwork:
 
 
 def _copied(frame: Frame) -> Frame:
-    from rlinf.runtime.transport.torch_rpc import _pack, _unpack
+    from rlinf.runtime.transport.messages import pack, unpack
 
-    return _unpack(*_pack(frame))
+    return unpack(*pack(frame))
 
 
 def here(number: int, *, process: str | None = None, device: str = "cpu") -> Place:

@@ -146,7 +146,9 @@ class ActorSystem(DeviceControl):
 
     def places_known(self) -> None:
         """All hosts have said where they live: use process groups if some are on other machines or GPUs."""
-        places = self._host.places.values()
+        places, here = self._host.places.values(), self._host.places[self.host]
+        same = [place.host for place in places if place.machine == here.machine and place.host != self.host]
+        self._host.transport.neighbours(same)
         if len({place.machine for place in places}) > 1 or any(place.device != "cpu" for place in places):
             self._host.codec.bulk = GroupBulk(self._host, self.collectives)
 

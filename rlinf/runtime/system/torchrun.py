@@ -27,7 +27,7 @@ from .local_network import here
 from .system import ActorSystem
 
 if TYPE_CHECKING:
-    from rlinf.runtime.transport.torch_rpc import RpcTransport
+    from rlinf.runtime.transport.link import Transport
 
 T = TypeVar("T")
 Main = Callable[[ActorSystem], Awaitable[T]]
@@ -132,16 +132,17 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
 # Joining ---------------------------------------------------------------------------------------------------------
 
 
-def _join(rank: int, world: int) -> RpcTransport:
+def _join(rank: int, world: int) -> Transport:
     """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order."""
+    from rlinf.runtime.transport.lane import lanes_over
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     except ValueError:  # not the main thread, where signals are none of our business
-        return RpcTransport(rank, world)
+        return lanes_over(RpcTransport(rank, world))
     try:
-        return RpcTransport(rank, world)
+        return lanes_over(RpcTransport(rank, world))
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -152,7 +153,7 @@ def _die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _open(transport: RpcTransport, trace: bool) -> ActorSystem:
+def _open(transport: Transport, trace: bool) -> ActorSystem:
     place = here(transport.host, device=_device())
     host = Host(transport, {transport.host: place}, trace=trace)
     system = ActorSystem(host)
@@ -186,7 +187,7 @@ async def _run_local(
 
 async def _control(
     main: Main[T],
-    transport: RpcTransport,
+    transport: Transport,
     trace: bool,
     memory: Mapping[int, int] | None,
     stall_after: float | None,
@@ -310,7 +311,7 @@ def _on(host: Host, other: int, what: str) -> Promise[Any]:
 # The other ranks -------------------------------------------------------------------------------------------------
 
 
-async def _serve(transport: RpcTransport, trace: bool) -> int:
+async def _serve(transport: Transport, trace: bool) -> int:
     """Serve actors until the controller says goodbye or is lost; returns the exit code."""
     system = _open(transport, trace)
     host, service = system._host, system.service

@@ -12,27 +12,21 @@ the same. `LocalTransport` is the in-process twin of the torch RPC transport in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-Message = tuple[Any, ...]
+from .messages import Frame, Message
+
 Respond = Callable[["Frame | None"], None]
 
 FRAMES_IN_FLIGHT = 4
 """Unanswered frames per peer. A response comes as soon as the frame is delivered, so a small number keeps the lane
 full; what is posted meanwhile gathers into the next frame, which is what makes a crowded lane efficient."""
+MESSAGES = 64
+"""In one frame at most: the peer works on the first part of a long tick while the rest is being written."""
+ALL = 1 << 60
 LAZY_SECONDS = 5e-3
 """How long a message without haste waits for company: much longer than a call, too short to hold memory back."""
-
-
-@dataclass(slots=True)
-class Frame:
-    """An ordered batch of messages between two hosts."""
-
-    sequence: int
-    """Position among all frames from this sender to this receiver, counted from 0."""
-    messages: list[Message]
 
 
 class Receiver(Protocol):
@@ -64,6 +58,9 @@ class Transport(Protocol):
 
     def watch(self, host: int) -> None:
         """Report the loss of `host` through `Receiver.lost` from now on, whether or not anything is in flight."""
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """These other hosts live on this machine, so there may be a quicker way to them."""
 
     async def close(self, graceful: bool) -> None:
         """Stop moving frames and free all that the transport holds."""
@@ -118,10 +115,13 @@ class Link:
 
     def _send(self) -> None:
         self._unanswered += 1
-        self._transport.send(self.peer, self._take(), self._answered)
+        self._transport.send(self.peer, self._take(MESSAGES), self._answered)
+        if self._outbox and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
 
-    def _take(self) -> Frame:
-        entries, self._outbox = self._outbox, []
+    def _take(self, most: int) -> Frame:
+        entries, self._outbox = self._outbox[:most], self._outbox[most:]
         messages = [entry if type(entry) is tuple else entry.message() for entry in entries]
         frame = Frame(self._next_out, messages)
         self._next_out += 1
@@ -145,7 +145,7 @@ class Link:
 
     def _respond(self, respond: Respond) -> None:
         self._responding -= 1
-        answer = self._take() if self._outbox and not self._dead else None
+        answer = self._take(ALL) if self._outbox and not self._dead else None
         self._unconfirmed |= answer is not None
         respond(answer)
 
@@ -239,6 +239,9 @@ class LocalTransport:
 
     def watch(self, host: int) -> None:
         self._watched.add(host)
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """Frames are handed over as it is."""
 
     def _tell_lost(self, host: int) -> None:
         if self._receiver is not None:

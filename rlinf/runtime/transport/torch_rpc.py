@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
-import pickle
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.distributed import rpc
 
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import settle
 
 from . import doors
-from .link import Frame, Receiver
+from .link import Receiver
+from .messages import Frame, Packed, pack, unpack
 from .rendezvous import SCHEME
-
-Packed = tuple[bytes, list[torch.Tensor]]
-"""A frame as it travels: pickled, with its tensors beside it, which RPC sends without pickling."""
 
 NOTHING: Packed = (b"", [])
 FAREWELL = 5.0
@@ -61,6 +58,8 @@ class RpcTransport:
         self._closing = False
         self._graceful = False
         self._watched: set[int] = set()
+        self.offer: tuple[str, bytes] | None = None
+        """Where this host listens for processes of its machine, and the token to say there."""
         _current = self
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=max(8, hosts + 2),
@@ -86,7 +85,7 @@ class RpcTransport:
 
     def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
         try:
-            packed = _pack(frame)
+            packed = pack(frame)
         except Exception as error:  # without this frame the lane can deliver nothing behind it
             self._break(host, f"a frame for it could not be pickled: {error!r}")
             return
@@ -96,6 +95,24 @@ class RpcTransport:
         if host not in self._watched and host != self.host:
             self._watched.add(host)
             self._call(host, _stay, (self.host,), lambda _: None)
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """Torch RPC chooses its ways itself."""
+
+    async def ask_offer(self, host: int) -> tuple[str, bytes] | None:
+        """Where a host of this machine listens, if it does (see `lane.py`)."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[str, bytes] | None] = loop.create_future()
+
+        def settled(future: torch.futures.Future[Any]) -> None:  # on an RPC thread
+            try:
+                offer = future.value()
+            except Exception:  # its loss is told by whoever watches it; here it only means that there is no lane
+                offer = None
+            _post(loop, settle, answer, offer, None)
+
+        rpc.rpc_async(_name(host), _offer, timeout=0).add_done_callback(settled)
+        return await answer
 
     def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         assert self._loop is not None
@@ -134,7 +151,7 @@ class RpcTransport:
                     answer.set_result(NOTHING)
                 return
             try:
-                frame = _unpack(*packed)
+                frame = unpack(*packed)
             except Exception as error:  # nothing behind this frame can be delivered any more
                 answer.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
                 self._lost(source, f"it sent a frame that cannot be read here: {error!r}")
@@ -223,56 +240,15 @@ def _stay(source: int) -> torch.futures.Future[bytes]:
     return _current._hold()
 
 
-# Frames as bytes and tensors -------------------------------------------------------------------------------------
-
-
-class _TensorSplitter(pickle.Pickler):
-    """Pickles a frame; tensors in it are collected beside the bytes, for RPC's own tensor path."""
-
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=5)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, torch.Tensor):
-            self.tensors.append(obj)
-            return len(self.tensors) - 1
-        return None
-
-
-class _TensorJoiner(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
-
-
-def _pack(frame: Frame) -> Packed:
-    content = (frame.sequence, frame.messages)
-    if not any(_carries_tensors(message) for message in frame.messages):
-        return pickle.dumps(content, 5), []
-    file = io.BytesIO()
-    splitter = _TensorSplitter(file)
-    splitter.dump(content)
-    return file.getvalue(), splitter.tensors
-
-
-def _carries_tensors(message: tuple[Any, ...]) -> bool:
-    """Whether one of its parts is a payload (bytes, references, tensors) with tensors."""
-    return any(type(part) is tuple and len(part) == 3 and type(part[0]) is bytes and bool(part[2]) for part in message)
-
-
-def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:
-    sequence, messages = _TensorJoiner(io.BytesIO(data), tensors).load() if tensors else pickle.loads(data)
-    return Frame(sequence, messages)
+def _offer() -> tuple[str, bytes] | None:
+    """Where this host listens for processes of its machine."""
+    return None if _current is None else _current.offer
 
 
 def _pack_answer(frame: Frame | None) -> Packed:
-    return NOTHING if frame is None else _pack(frame)
+    return NOTHING if frame is None else pack(frame)
 
 
 def _unpack_answer(answer: Packed) -> Frame | None:
     data, tensors = answer
-    return _unpack(data, tensors) if data else None
+    return unpack(data, tensors) if data else None

@@ -17,14 +17,18 @@ import torch
 from rlinf.runtime.base.calls import current_call
 from rlinf.runtime.base.tasks import together
 
-_ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.ndarray, complex, range})
+ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.ndarray, complex, range})
 
 
 def holds_promise(value: Any) -> bool:
     """Whether a promise sits anywhere in `value`. A class that says `__plain__ = True` has none in its objects, and is
     not searched."""
     kind = type(value)
-    if kind in _ATOMS or getattr(kind, "__plain__", False):
+    if kind in ATOMS:
+        return False
+    if kind is tuple or kind is list:  # what most calls have
+        return not ATOMS.issuperset(map(type, value)) and any(map(holds_promise, value))
+    if getattr(kind, "__plain__", False):
         return False
     if hasattr(kind, "__promised__"):
         return True
@@ -34,7 +38,7 @@ def holds_promise(value: Any) -> bool:
         return any(holds_promise(getattr(value, name, None)) for name in kind.__dataclass_fields__)
     elif not isinstance(value, (list, tuple, set, frozenset)):
         return False
-    return not _ATOMS.issuperset(map(type, value)) and any(map(holds_promise, value))
+    return not ATOMS.issuperset(map(type, value)) and any(map(holds_promise, value))
 
 
 async def resolve(value: Any, *, shared: bool = False) -> Any:

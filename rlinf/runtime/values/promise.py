@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlinf.runtime.base.calls import Key
 from rlinf.runtime.base.errors import ActorDied
-
-from .codec import Payload
+from rlinf.runtime.transport.messages import KEEP, WANT
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.calls import Gang
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_init = asyncio.Future.__init__
+
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
-
-WANT, KEEP = 1, 2
-"""Flags of a call message: send the value with the reply; keep it for whoever fetches it."""
 
 
 class Promise(asyncio.Future[T]):
@@ -47,7 +45,7 @@ class Promise(asyncio.Future[T]):
     __promised__ = True
 
     def __init__(self, host: Host, target: int, name: str, number: int, parent: str):
-        super().__init__(loop=host.loop)
+        _init(self, loop=host.loop)
         self.name = name
         """The call it stands for, e.g. "judge[0].score#17"."""
         self.parent = parent
@@ -92,7 +90,7 @@ class Promise(asyncio.Future[T]):
         self.state = KEPT if flags & KEEP else INLINE
         actor, method, payload = self.call_args
         self.call_args = ()
-        self.host.remember(self, strong=self.wanted)
+        self.host.sent[self.number] = self if self.wanted else Sent(self)
         return (0, self.number, actor, method, payload, flags, self.name, self.parent, self.gang)
 
     def want(self) -> None:
@@ -224,20 +222,18 @@ def _first(values: list[Any]) -> Any:
 
 
 class Sent:
-    """What the caller's host remembers of a call until its reply; holds the promise only if somebody awaits it."""
+    """What the caller's host remembers of a call that nobody awaits, until its reply; of others it has the promise."""
 
-    __slots__ = ("finish", "lends", "name", "strong", "target", "weak")
+    __slots__ = ("finish", "lends", "name", "promise", "target")
 
-    def __init__(self, promise: Promise[Any], strong: bool):
+    def __init__(self, promise: Promise[Any]):
         self.name = promise.name
         self.target = promise.target
         self.finish = promise.finish
         self.lends = promise.lends
-        self.strong: Promise[Any] | None = promise if strong else None
-        self.weak = weakref.ref(promise)
-
-    def promise(self) -> Promise[Any] | None:
-        return self.strong or self.weak()
+        self.promise = weakref.ref(promise)
 
 
-__all__ = ["INLINE", "KEEP", "KEPT", "LOCAL", "QUEUED", "WANT", "Gathered", "Payload", "Promise", "Sent"]
+def promise_of(sent: Promise[Any] | Sent) -> Promise[Any] | None:
+    """The promise of a call that was sent, if anybody still has it."""
+    return sent.promise() if type(sent) is Sent else cast("Promise[Any]", sent)

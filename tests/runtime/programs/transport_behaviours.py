@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from rlinf.runtime.transport.lane import LaneTransport, lanes_over
 from rlinf.runtime.transport.link import Link
 
 DEADLINE = 20.0
@@ -206,21 +207,38 @@ async def run_local(behaviour, open_transports):
     await first.close(False)
 
 
+async def neighbours(end):
+    """Both ends are on one machine: wait until the lane between them is made, if there is to be one."""
+    if not isinstance(end.transport, LaneTransport):
+        return
+    async with asyncio.timeout(DEADLINE):
+        while end.peer == 0 and await end.transport._inner.ask_offer(0) is None:  # it does not listen yet
+            await asyncio.sleep(0.001)
+        end.transport.neighbours([end.peer])
+        while end.peer not in end.transport._lanes:
+            await asyncio.sleep(0.001)
+
+
 async def run_rank(behaviour):
-    """Run one end of a behaviour over torch RPC."""
+    """Run one end of a behaviour over torch RPC, or the lane beside it."""
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     rank = int(os.environ["RANK"])
-    end = End(RpcTransport(rank, 2))
+    end = End(lanes_over(RpcTransport(rank, 2)))
     if rank == 0:
         if behaviour is EARLY:  # the peer says when it has spoken; only the kernel and torch have heard it so far
             read_end = os.open(os.environ["SPOKEN"], os.O_RDONLY)
             os.read(read_end, 1)
-        await behaviour(end.bind())
+        end.bind()
+        if behaviour is not EARLY:
+            await neighbours(end)
+        await behaviour(end)
         await end.transport.close(False)
     else:
         end.bind()
+        if behaviour is not EARLY:
+            await neighbours(end)
         if behaviour is EARLY:
             speak_early(end)
             await asyncio.sleep(0.1)
@@ -232,5 +250,7 @@ async def run_rank(behaviour):
 
 
 if __name__ == "__main__":
+    import uvloop
+
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    asyncio.run(run_rank(globals()[sys.argv[1]]))
+    uvloop.run(run_rank(globals()[sys.argv[1]]))

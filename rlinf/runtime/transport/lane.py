@@ -1,0 +1,360 @@
+"""The lane: frames between processes of one machine over a Unix-domain socket, about ten times quicker than torch RPC.
+
+Flows in: frames from `Link`, for peers on this machine. Flows out: the same frames at the peer, each answered by one.
+Who wakes whom: bytes on the socket wake the loop itself, with no thread between.
+
+Torch RPC joins the hosts and carries what goes between machines. Once a host knows which others live on its machine
+(`neighbours`), it asks each of them over torch RPC where it listens, and connects. Where that cannot be done, or where
+`RLINF_TRANSPORT=rpc` says so, torch RPC goes on carrying these frames too: a `Link` orders frames by their numbers, so
+they may change their way at any time.
+
+The socket lies in a directory that only this user can enter, and whoever connects must know the token that went over
+torch RPC. Once all neighbours are connected the directory is removed, so that nothing is left however a process ends.
+The end of a lane without a farewell is the death of the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import cancel_all
+
+from .link import Receiver, Respond, Transport
+from .messages import Frame, from_bytes, to_bytes
+
+Offer = tuple[str, bytes]
+"""Where a host listens, and the token that it wants to hear."""
+
+HELLO_SECONDS = 10.0
+"""For a stranger or a neighbour to say its token, and for a lane to be made."""
+LARGEST = 1 << 30
+"""Bytes of a frame; a larger one goes by torch RPC."""
+_HEAD = struct.Struct("<QBI")
+"""Bytes that follow; what they are; a number: of the frame that is sent or answered, or of the host that says hello."""
+_HELLO, _WELCOME, _FRAME, _ANSWER, _FAREWELL = range(5)
+_TOKEN = 32
+
+logger = logging.getLogger(__name__)
+
+
+def wanted() -> bool:
+    """Whether lanes are to be made, by `RLINF_TRANSPORT`.
+
+    Raises:
+        UserError: it is neither `lane` nor `rpc`.
+    """
+    asked = os.environ.get("RLINF_TRANSPORT", "lane")
+    if asked not in ("lane", "rpc"):
+        raise UserError(f"RLINF_TRANSPORT is {asked!r}; it can be lane (the default) or rpc")
+    return asked == "lane" and hasattr(socket, "AF_UNIX")
+
+
+class Inner(Transport, Protocol):
+    """The transport that joins all hosts, and by which lanes are agreed on."""
+
+    offer: Offer | None
+    """What it tells neighbours that ask."""
+
+    def ask_offer(self, host: int) -> Awaitable[Offer | None]: ...
+
+
+class LaneTransport:
+    """Torch RPC to all hosts, and lanes to those of this machine.
+
+    Args:
+        inner: torch RPC's end of the mesh.
+    """
+
+    def __init__(self, inner: Inner):
+        self._inner = inner
+        self.host = inner.host
+        self._receiver: Receiver | None = None
+        self._lanes: dict[int, Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.AbstractServer | None = None
+        self._directory: Path | None = None
+        self._callers: set[int] = set()  # neighbours that have not connected yet, once these are known
+        self._late: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    @property
+    def hosts(self) -> int:
+        return self._inner.hosts
+
+    def bind(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._listen()
+        self._inner.bind(self)
+
+    def send(self, host: int, frame: Frame, answered: Callable[[Frame | None], None]) -> None:
+        lane = self._lanes.get(host)
+        if lane is None or not lane.send(frame, answered):
+            self._inner.send(host, frame, answered)
+
+    def watch(self, host: int) -> None:
+        self._inner.watch(host)
+
+    # Making lanes ------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Have neighbours connect, before any of them can know that this host is there."""
+        token = secrets.token_bytes(_TOKEN)
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="rlinf-", dir=os.environ.get("XDG_RUNTIME_DIR")))
+            listening = socket.socket(socket.AF_UNIX)
+            listening.setblocking(False)
+            listening.bind(str(self._directory / "lane"))
+            listening.listen(socket.SOMAXCONN)
+        except OSError as error:  # a read-only or full disk, a path that is too long for a socket
+            logger.info("no lane for processes of this machine, torch RPC carries all: %s", error)
+            self._stop_listening()
+        else:
+            self._own(self._serve(listening, token))
+            self._inner.offer = (listening.getsockname(), token)
+
+    async def _serve(self, listening: socket.socket, token: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Lane(self, token=token), sock=listening)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def neighbours(self, hosts: Collection[int]) -> None:
+        """These hosts are on this machine: make lanes to them. The higher number of two connects."""
+        if self._directory is None:
+            return
+        self._callers = {host for host in hosts if host > self.host and host not in self._lanes}
+        for host in hosts:
+            if host < self.host and host not in self._lanes:
+                self._own(self._connect(host))
+        if self._callers:
+            self._late = asyncio.get_running_loop().call_later(2 * HELLO_SECONDS, self._stop_listening)
+        else:
+            self._stop_listening()
+
+    async def _connect(self, host: int) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                offer = await self._inner.ask_offer(host)
+                if offer is not None:
+                    path, token = offer
+                    lane = Lane(self, peer=host)
+                    await asyncio.get_running_loop().create_unix_connection(lambda: lane, path)
+                    lane.say_hello(self.host, token)
+        except (OSError, TimeoutError) as error:
+            logger.info("no lane to host %d, torch RPC carries its frames: %s", host, error)
+
+    def made(self, lane: Lane) -> None:
+        """Both ends of a lane know each other: frames go by it from now on."""
+        if self._closing:
+            lane.leave()
+            return
+        self._lanes[lane.peer] = lane
+        self._callers.discard(lane.peer)
+        if self._late is not None and not self._callers:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self._inner.offer = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    # What comes in -----------------------------------------------------------------------------------------------
+
+    def receive(self, source: int, frame: Frame, respond: Respond) -> None:
+        if self._receiver is not None:
+            self._receiver.receive(source, frame, respond)
+
+    def lost(self, host: int, reason: str) -> None:
+        lane = self._lanes.pop(host, None)
+        if lane is not None:
+            lane.leave()
+        if self._receiver is not None and not self._closing:
+            self._receiver.lost(host, reason)
+
+    def ended(self, lane: Lane, farewell: bool, reason: str) -> None:
+        """A lane has ended; without a farewell its peer has died."""
+        if self._lanes.get(lane.peer) is lane:
+            del self._lanes[lane.peer]
+            if not farewell:
+                self.lost(lane.peer, reason)
+
+    async def close(self, graceful: bool) -> None:
+        self._closing = True
+        await cancel_all(list(self._tasks))
+        self._stop_listening()
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.leave(farewell=graceful)
+        await self._inner.close(graceful)
+        self._receiver = None
+
+
+class Lane(asyncio.Protocol):
+    """One connection: this host's end of the lane to one neighbour.
+
+    Args:
+        owner: told when the lane is made, when frames come, and when it ends.
+        peer: the host at the other end; -1 where it has yet to say who it is.
+        token: what it must say first; None at the end that connects.
+    """
+
+    def __init__(self, owner: LaneTransport, *, peer: int = -1, token: bytes | None = None):
+        self.peer = peer
+        self._owner = owner
+        self._token = token
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()  # of a message that has not come whole
+        self._answered: dict[int, Callable[[Frame | None], None]] = {}
+        self._made = self._farewell = False
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        transport.set_write_buffer_limits(high=LARGEST)  # `Link` bounds what is under way
+        self._late = asyncio.get_running_loop().call_later(HELLO_SECONDS, transport.abort)
+
+    def say_hello(self, host: int, token: bytes) -> None:
+        """Tell the other end who connects."""
+        self._write(_HELLO, host, token)
+
+    def send(self, frame: Frame, answered: Callable[[Frame | None], None]) -> bool:
+        """Send a frame, unless it is too large for a lane, which is then said by False."""
+        try:
+            data = to_bytes(frame)
+        except Exception as error:  # without this frame nothing behind it could be delivered
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._owner.lost, self.peer, f"a frame for it could not be pickled: {error!r}")
+            return True
+        if len(data) > LARGEST:
+            return False
+        self._answered[frame.sequence] = answered
+        self._write(_FRAME, frame.sequence, data)
+        return True
+
+    def leave(self, *, farewell: bool = False) -> None:
+        """End the lane; with a farewell the peer does not take it for a death."""
+        if self._transport is not None:
+            if farewell:
+                self._write(_FAREWELL, 0, b"")
+            self._farewell = True
+            self._transport.close()
+
+    def _write(self, kind: int, number: int, data: bytes) -> None:
+        assert self._transport is not None
+        head = _HEAD.pack(len(data), kind, number)
+        if len(data) < 1 << 16:
+            self._transport.write(head + data)
+        else:
+            self._transport.writelines((head, data))
+
+    # What comes in -----------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < _HEAD.size + _HEAD.unpack_from(self._rest)[0]:
+                return
+            data, self._rest = bytes(self._rest), bytearray()
+        start, end = 0, len(data)
+        while end - start >= _HEAD.size:
+            size, kind, number = _HEAD.unpack_from(data, start)
+            if not self._made and (size > _TOKEN or kind not in (_HELLO, _WELCOME)):
+                return self._refuse()
+            body = start + _HEAD.size
+            if end - body < size or self._farewell:
+                break
+            start = body + size
+            self._take(kind, number, data[body:start])
+        if start < end:
+            self._rest = bytearray(data[start:] if start else data)
+
+    def _take(self, kind: int, number: int, data: bytes) -> None:
+        if kind == _FRAME:
+            frame = self._read(data)
+            if frame is not None:
+                self._owner.receive(self.peer, frame, lambda answer: self._respond(number, answer))
+        elif kind == _ANSWER:
+            answered = self._answered.pop(number, None)
+            frame = self._read(data) if data else None
+            if answered is not None:
+                answered(frame)
+        elif kind == _FAREWELL:
+            self._farewell = True
+        elif kind == _HELLO and self._token is not None and hmac.compare_digest(data, self._token):
+            self.peer = number
+            self._write(_WELCOME, number, b"")
+            self._begin()
+        elif kind == _WELCOME and self._token is None:
+            self._begin()
+        else:
+            self._refuse()
+
+    def _begin(self) -> None:
+        self._made = True
+        if self._late is not None:
+            self._late.cancel()
+        self._owner.made(self)
+
+    def _refuse(self) -> None:
+        """A stranger, or somebody who does not speak as we do: it is not heard any more."""
+        assert self._transport is not None
+        self._farewell = True
+        self._transport.abort()
+
+    def _read(self, data: bytes) -> Frame | None:
+        try:
+            return from_bytes(data)
+        except Exception as error:  # nothing behind this frame can be delivered any more
+            self._owner.ended(self, False, f"it sent a frame that cannot be read here: {error!r}")
+            return None
+
+    def _respond(self, number: int, answer: Frame | None) -> None:
+        if self._farewell or self._transport is None or self._transport.is_closing():
+            return
+        data = b""
+        if answer is not None:
+            try:
+                data = to_bytes(answer)
+            except Exception as error:  # as in `send`
+                self._owner.ended(self, False, f"an answer for it could not be pickled: {error!r}")
+                return
+        self._write(_ANSWER, number, data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        for answered in self._answered.values() if self._farewell else ():
+            answered(None)  # it left in order, and so it had what was sent
+        self._answered.clear()
+        if self._made:
+            self._owner.ended(self, self._farewell, str(error) if error else "its end of the lane was closed")
+
+
+def lanes_over(inner: Inner) -> Transport:
+    """Torch RPC with lanes beside it, where they are wanted."""
+    return LaneTransport(inner) if wanted() else inner
+
+
+__all__ = ["Lane", "LaneTransport", "Offer", "lanes_over", "wanted"]

@@ -1,0 +1,260 @@
+"""Lanes: who may make one, what happens where none can be made, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.transport import lane as lanes
+from rlinf.runtime.transport.lane import LaneTransport, lanes_over
+from rlinf.runtime.transport.messages import Frame
+
+
+class Joined:
+    """Stands in for torch RPC between hosts of one process: notes what goes by it."""
+
+    def __init__(self, host, network):
+        self.host, self.hosts = host, 3
+        self.network = network
+        network[host] = self
+        self.offer = None
+        self.sent = []
+        self.receiver = None
+
+    def bind(self, receiver):
+        self.receiver = receiver
+
+    def send(self, host, frame, answered):
+        self.sent.append(frame)
+        self.network[host].receiver.receive(self.host, frame, answered)
+
+    def watch(self, host):
+        pass
+
+    def neighbours(self, hosts):
+        pass
+
+    async def ask_offer(self, host):
+        await asyncio.sleep(0)
+        return self.network[host].offer
+
+    async def close(self, graceful):
+        self.receiver = None
+
+
+class End:
+    """A receiver that answers every frame with its own words, or with what it was told to say."""
+
+    def __init__(self, host, network):
+        self.inner = Joined(host, network)
+        self.transport = LaneTransport(self.inner)
+        self.got = []
+        self.losses = []
+        self.transport.bind(self)
+
+    def receive(self, source, frame, respond):
+        self.got.append((source, frame))
+        respond(Frame(frame.sequence, [("answer", *frame.messages)]))
+
+    def lost(self, host, reason):
+        self.losses.append((host, reason))
+
+    async def say(self, host, *messages, sequence=0):
+        answer = asyncio.get_running_loop().create_future()
+        self.transport.send(host, Frame(sequence, list(messages)), answer.set_result)
+        return await asyncio.wait_for(answer, 10)
+
+    async def on_lane_with(self, *others):
+        async with asyncio.timeout(10):
+            while not all(other.inner.host in self.transport._lanes for other in others):
+                await asyncio.sleep(0.001)
+
+
+async def three(**more):
+    network = {}
+    ends = [End(host, network) for host in range(3)]
+    for end in ends:
+        end.transport.neighbours([other.inner.host for other in ends if other is not end])
+    return ends
+
+
+async def closed(*ends):
+    for end in ends:
+        await end.transport.close(False)
+
+
+def on_each_loop(test):
+    """Run an `async def` test on uvloop, which hosts use, and on asyncio's own loop."""
+
+    def run(new_loop, **fixtures):
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(test(**fixtures))
+
+    own = list(inspect.signature(test).parameters.values())
+    loop = inspect.Parameter("new_loop", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = inspect.Signature([*own, loop])
+    run.__name__ = test.__name__
+    loops = [uvloop.new_event_loop, asyncio.new_event_loop]
+    return pytest.mark.parametrize("new_loop", loops, ids=["uvloop", "asyncio"])(run)
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_directory(tmp_path_factory, monkeypatch):
+    short = tempfile.mkdtemp(prefix="t")  # a socket's path must be short
+    monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+    yield
+    assert os.listdir(short) == [], "a lane left something behind"
+    os.rmdir(short)
+
+
+@on_each_loop
+async def test_frames_go_by_lanes_once_they_are_made_and_nothing_is_left_in_the_file_system():
+    ends = await three()
+    for end in ends:
+        await end.on_lane_with(*(other for other in ends if other is not end))
+    assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []  # while they are in use
+    for end in ends:
+        for other in ends:
+            if other is not end:
+                answer = await end.say(other.inner.host, ("hello", end.inner.host))
+                assert answer.messages == [("answer", ("hello", end.inner.host))]
+        assert end.inner.sent == []
+    await closed(*ends)
+
+
+@on_each_loop
+async def test_before_a_lane_is_made_and_where_a_peer_makes_none_torch_rpc_carries_the_frames():
+    network = {}
+    here, there = End(0, network), End(1, network)
+    assert (await there.say(0, ("early",))).messages == [("answer", ("early",))]
+    here.inner.offer = None  # as of a peer whose RLINF_TRANSPORT is rpc
+    there.transport.neighbours([0])
+    await asyncio.sleep(0.05)
+    assert (await there.say(0, ("late",))).messages == [("answer", ("late",))]
+    assert len(there.inner.sent) == 2
+    await closed(here, there)
+
+
+@on_each_loop
+async def test_a_directory_that_cannot_be_made_means_no_lane(monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError("disk full")))
+    network = {}
+    here, there = End(0, network), End(1, network)
+    here.transport.neighbours([1])
+    there.transport.neighbours([0])
+    assert (await there.say(0, ("hello",))).messages == [("answer", ("hello",))]
+    await closed(here, there)
+
+
+@on_each_loop
+async def test_only_this_user_can_reach_the_socket():
+    network = {}
+    here = End(0, network)
+    path, token = here.inner.offer
+    mode = stat.S_IMODE(Path(path).parent.stat().st_mode)
+    assert mode == 0o700
+    assert len(token) == 32
+    await closed(here)
+
+
+STRANGE = {
+    "nothing": b"",
+    "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10,
+    "half a head": b"\x20\0\0",
+    "a wrong token": lanes._HEAD.pack(32, lanes._HELLO, 1) + b"x" * 32,
+    "a frame before any token": lanes._HEAD.pack(5, lanes._FRAME, 0) + b"cos\n.",
+    "a promise of very much": lanes._HEAD.pack(1 << 40, lanes._HELLO, 1),
+    "a welcome": lanes._HEAD.pack(0, lanes._WELCOME, 1),
+}
+
+
+@pytest.mark.parametrize("says", STRANGE.values(), ids=STRANGE)
+@on_each_loop
+async def test_a_stranger_costs_nothing_and_is_not_heard(says, monkeypatch):
+    monkeypatch.setattr(lanes, "HELLO_SECONDS", 0.5)
+    network = {}
+    here, there = End(0, network), End(1, network)
+    await asyncio.sleep(0)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stranger, here.inner.offer[0])
+        await loop.sock_sendall(stranger, says)
+        heard = await asyncio.wait_for(loop.sock_recv(stranger, 100), 10)  # put off at once, or after its time
+        assert heard == b""
+    assert (here.got, here.losses) == ([], [])
+    here.transport.neighbours([1])
+    there.transport.neighbours([0])
+    await there.on_lane_with(here)
+    assert (await there.say(0, ("hello",))).messages == [("answer", ("hello",))]
+    await closed(here, there)
+
+
+@on_each_loop
+async def test_the_end_of_a_lane_without_a_farewell_is_the_peers_death_and_with_one_it_is_not():
+    ends = await three()
+    here, dying, leaving = ends
+    await here.on_lane_with(dying, leaving)
+    await dying.on_lane_with(here)
+    await dying.transport.close(False)
+    async with asyncio.timeout(10):
+        while not here.losses:
+            await asyncio.sleep(0.001)
+    assert [host for host, _ in here.losses] == [1]
+    await leaving.transport.close(True)
+    async with asyncio.timeout(10):
+        while 2 in here.transport._lanes:
+            await asyncio.sleep(0.001)
+    assert [host for host, _ in here.losses] == [1]
+    await closed(here)
+
+
+@on_each_loop
+async def test_large_frames_and_many_at_once_arrive_whole():
+    network = {}
+    here, there = End(0, network), End(1, network)
+    here.transport.neighbours([1])
+    there.transport.neighbours([0])
+    await there.on_lane_with(here)
+    big = os.urandom(5_000_000)
+    said = [there.say(0, (number, big[: number * 300_000]), sequence=number) for number in range(12)]
+    answers = await asyncio.gather(*said)
+    assert [answer.messages for answer in answers] == [
+        [("answer", (number, big[: number * 300_000]))] for number in range(12)
+    ]
+    await closed(here, there)
+
+
+@on_each_loop
+async def test_a_frame_that_is_too_large_for_a_lane_goes_by_torch_rpc(monkeypatch):
+    network = {}
+    here, there = End(0, network), End(1, network)
+    here.transport.neighbours([1])
+    there.transport.neighbours([0])
+    await there.on_lane_with(here)
+    monkeypatch.setattr(lanes, "LARGEST", 1000)
+    await there.say(0, ("small",))
+    await there.say(0, ("x" * 2000,))
+    assert len(there.inner.sent) == 1
+    await closed(here, there)
+
+
+def test_an_unknown_transport_is_one_message(monkeypatch):
+    monkeypatch.setenv("RLINF_TRANSPORT", "smoke")
+    with pytest.raises(UserError, match=r"RLINF_TRANSPORT is 'smoke'; it can be lane \(the default\) or rpc"):
+        lanes_over(Joined(0, {}))
+
+
+def test_rpc_alone_when_asked_for(monkeypatch):
+    monkeypatch.setenv("RLINF_TRANSPORT", "rpc")
+    inner = Joined(0, {})
+    assert lanes_over(inner) is inner

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.launching import launch
-from tests.nodes.network import PORT, ROOT, Network, Node, Torchrun, why_not
+from tests.nodes.network import PORT, ROOT, SUBNET, Network, Node, Torchrun, why_not
 from tests.nodes.runs import GRPO
 
 
@@ -30,13 +31,12 @@ def torchrun(tmp_path):
     started = []
 
     def start(
-        nodes: list[Node], *arguments: str, processes: int = 1, how: tuple[str, ...] = (), of: int = 2
+        nodes: list[Node], *arguments: str, processes: int = 1, master: str = f"{SUBNET}.1", how: Sequence[str] = ()
     ) -> list[Torchrun]:
-        master = f"{nodes[0].address}" if nodes[0].number == 0 else None
         jobs = []
         for node in nodes:
             meet = how or (f"--node-rank={node.number}", f"--master-addr={master}", f"--master-port={PORT}")
-            line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={of}", f"--nproc-per-node={processes}"]
+            line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={processes}"]
             log = tmp_path / f"{node.name}-{len(started)}.log"
             jobs.append(Torchrun(node, [*line, *meet, str(ROOT / "launch.py"), *arguments], log))
             started.append(jobs[-1])

@@ -67,7 +67,8 @@ class Node:
         self._wired = network.wired
         etc = Path("/etc/netns") / self.space
         etc.mkdir(parents=True)
-        (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.1 {self.name}\n")
+        others = [f"{SUBNET}.{other + 1} machine-{other}" for other in range(network.machines) if other != number]
+        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.0.1 {self.name}", *others, ""]))
         ip("netns", "add", self.space)
         ip("-n", self.space, "link", "set", "lo", "up")
         ip("-n", self.space, "link", "add", "eth0", "type", "veth", "peer", "name", self._port, "netns", self._switch)
@@ -148,7 +149,7 @@ class Network:
         self.switch = f"{self.prefix}-switch"
         self.wired = delay > 0
         self._delay = delay
-        self._machines = machines
+        self.machines = machines
 
     def __enter__(self) -> Network:
         try:
@@ -163,7 +164,7 @@ class Network:
         if not self.wired:
             ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
             ip("-n", self.switch, "link", "set", "bridge", "up")
-        for number in range(self._machines):
+        for number in range(self.machines):
             self.nodes.append(Node(self, number))
         if self.wired:
             for node in self.nodes:  # what a process copies must be complete, not left to a network card to complete

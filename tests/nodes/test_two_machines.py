@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.nodes.network import ROOT, Network
+from tests.nodes.network import PORT, ROOT, Network
 from tests.nodes.runs import GRPO, SHARDED, STEPS, all_steps_once, equal, steps_noted
 from tests.runtime.programs.jobs import until
 
@@ -51,7 +51,9 @@ def test_two_machines_learn_what_one_does_while_strangers_try_every_port(torchru
 def test_ppo_with_both_models_sharded_over_two_far_machines_of_two_processes(torchrun, tmp_path):
     with Network(delay=0.003) as network:
         shards = ("placement.trainer=1-2", "placement.critic=0-3", "algorithm.name=ppo", "steps=5")
-        jobs = torchrun(network.nodes, *SHARDED, *shards, f"output_dir={tmp_path}", processes=2)
+        jobs = torchrun(
+            network.nodes, *SHARDED, *shards, f"output_dir={tmp_path}", processes=2, master=network.nodes[0].name
+        )
         succeeded(jobs)
     all_steps_once(tmp_path / "quickstart", 5)
 
@@ -65,5 +67,67 @@ def test_a_link_that_is_cut_for_twenty_seconds_costs_nothing_but_time(torchrun, 
     two_machines.nodes[1].heal()
     succeeded(jobs)
     assert before < STEPS, "it did not even wait for the other machine"
+    all_steps_once(tmp_path / "quickstart")
+    equal(undisturbed, tmp_path / "quickstart")
+
+
+# Losses ----------------------------------------------------------------------------------------------------------
+
+HOST_TIMEOUT = 8.0
+ENDING = 10.0
+"""Seconds after `host_timeout` within which nothing is left of a job that lost a machine."""
+needs_host_timeout = pytest.mark.skipif(
+    "host_timeout" not in (ROOT / "docs/config.md").read_text(), reason="this version does not look for lost hosts"
+)
+LOSABLE = (*GRPO, f"system.host_timeout={HOST_TIMEOUT}")
+
+
+def over(node):
+    return lambda: not node.pids()
+
+
+@needs_host_timeout
+def test_both_sides_of_a_link_that_is_cut_for_ever_end_and_the_run_can_be_resumed(
+    torchrun, undisturbed, two_machines, tmp_path
+):
+    jobs = torchrun(two_machines.nodes, *LOSABLE, f"output_dir={tmp_path}")
+    under_way(tmp_path, jobs, steps=12)
+    two_machines.nodes[1].cut()
+    start = time.monotonic()
+    for job, lost in zip(jobs, ("host 1 ", "host 0"), strict=True):
+        until(over(job.node), lambda job=job: f"{job.node.pids()} ending:\n{job.said}", HOST_TIMEOUT + ENDING)
+        assert time.monotonic() - start < HOST_TIMEOUT + ENDING
+        assert job.code() != 0
+        assert lost in job.said, job.said
+        assert "has not answered since" in job.said, job.said
+    two_machines.nodes[1].heal()
+    succeeded(torchrun(two_machines.nodes, *LOSABLE, f"output_dir={tmp_path}", "--resume", "auto"))
+    all_steps_once(tmp_path / "quickstart")
+    equal(undisturbed, tmp_path / "quickstart")
+
+
+@needs_host_timeout
+def test_a_machine_that_loses_power_is_replaced_and_the_run_goes_on_by_itself(
+    torchrun, undisturbed, two_machines, tmp_path
+):
+    nodes = two_machines.nodes
+    arguments = (*LOSABLE, f"output_dir={tmp_path}", "--resume", "auto")
+
+    def elastic(node):
+        meet = (
+            "--max-restarts=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={nodes[0].address}:{PORT}",
+            "--rdzv-id=run",
+        )
+        return torchrun([node], *arguments, how=(*meet, f"--local-addr={node.address}"))
+
+    jobs = [*elastic(nodes[0]), *elastic(nodes[1])]
+    under_way(tmp_path, jobs, steps=12)
+    nodes[1].cut()
+    nodes[1].kill()
+    until(lambda: "has not answered since" in jobs[0].said, lambda: jobs[0].said, HOST_TIMEOUT + ENDING)
+    nodes[1].heal()
+    succeeded([jobs[0], *elastic(nodes[1])])
     all_steps_once(tmp_path / "quickstart")
     equal(undisturbed, tmp_path / "quickstart")

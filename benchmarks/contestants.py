@@ -61,7 +61,7 @@ def contestants() -> list[Contestant]:
     bare = f"{peers}.bare_rpc"
     return [
         Contestant("rlinf", _ours, (*GROUPS, "startup")),
-        Contestant("bare rpc_async", _script(sys.executable, bare), ("calls", "tensors")),
+        Contestant("bare rpc_async", _script(sys.executable, bare), ("calls", "cold", "tensors")),
         Contestant("bare rpc_async, sockets", _script(sys.executable, bare, BENCH_RPC_TRANSPORT="uv"), ("calls",)),
         Contestant("ray", _script(str(PEERS), f"{peers}.ray_peer"), ("calls", "tensors", "queues"), absent),
         Contestant("xoscar", _script(str(PEERS), f"{peers}.xoscar_peer"), ("calls", "tensors", "queues"), absent),

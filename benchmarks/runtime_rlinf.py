@@ -23,6 +23,10 @@ class Peer(Actor):
         return value + 1
 
     @endpoint
+    async def cpu_seconds(self) -> float:
+        return time.process_time()
+
+    @endpoint
     async def ends(self, tensor: torch.Tensor) -> float:
         """The sum of the first and last element: proof that the whole tensor of this very call arrived."""
         return float(tensor[0] + tensor[-1])
@@ -87,6 +91,25 @@ async def calls(near: ActorGroup, far: ActorGroup) -> dict[str, float]:
     return rows
 
 
+async def cold(far: ActorGroup) -> dict[str, float]:
+    """The first five big tensors that a process ever sends."""
+    there = far[0]
+    await there.add_one(1)
+    fresh = [torch.full((common.SIZES["100MB"] // 4,), float(number)) for number in range(5)]
+
+    async def send(number: float) -> None:
+        assert await there.ends(fresh[int(number)]) == 2 * number
+
+    return {"cold_100MB": common.median(await common.first(send))}
+
+
+async def idle(far: ActorGroup) -> dict[str, float]:
+    """The part of a core that a host takes which has nothing to do."""
+    start, before = time.perf_counter(), await far[0].cpu_seconds()
+    await asyncio.sleep(common.IDLE_SECONDS)
+    return {"idle": (await far[0].cpu_seconds() - before) / (time.perf_counter() - start)}
+
+
 async def tensors(near: ActorGroup, far: ActorGroup) -> dict[str, float]:
     there = far[0]
     rows = {}
@@ -146,12 +169,16 @@ async def main(system: ActorSystem) -> None:
     rows: dict[str, float] = {}
     if "calls" in groups:
         rows |= await calls(near, far)
+    if "cold" in groups:
+        rows |= await cold(far)
     if "tensors" in groups:
         rows |= await tensors(near, far)
     if "queues" in groups:
         rows |= await queues(system, far)
     if "overlap" in groups:
         rows |= await overlap(near, far)
+    if "idle" in groups:
+        rows |= await idle(far)
     common.report("rlinf", version("rlinf"), rows)
 
 

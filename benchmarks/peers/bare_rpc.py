@@ -53,6 +53,14 @@ async def measure(groups: set[str]) -> dict[str, float]:
             await asyncio.gather(*[call(add_one, 1) for _ in range(common.CONCURRENT)])
 
         rows["concurrent"] = await common.rate(burst, common.CONCURRENT)
+    if "cold" in groups:
+        await call(add_one, 1)
+        fresh = [torch.full((common.SIZES["100MB"] // 4,), float(number)) for number in range(5)]
+
+        async def send(number: float) -> None:
+            assert await call(ends, fresh[int(number)]) == 2 * number
+
+        rows["cold_100MB"] = common.median(await common.first(send))
     if "tensors" in groups:
         for size, count in common.SIZES.items():
             tensor = torch.ones(count // 4)

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-GROUPS = ("calls", "tensors", "queues", "overlap")
+GROUPS = ("calls", "cold", "tensors", "queues", "overlap", "idle")
 # Bytes of the tensors that are sent; float32. Everybody sends ones: zeros may be pages that were never written, all of
 # them one page of zeros that stays in the cache, and copying those is up to three times faster than memory is.
 SIZES = {
@@ -29,6 +29,7 @@ CONCURRENT = 256
 PIPELINE_ITEMS = 200  # enough that filling and draining the pipeline weighs little
 STAGE = 0.010
 
+IDLE_SECONDS = 5.0
 CALL_SECONDS = 1.0
 RATE_SECONDS = 1.0
 TENSOR_SECONDS = 0.4  # for one size; the large ones take their least number of sends instead
@@ -61,6 +62,16 @@ async def latencies(call: Callable[[], Awaitable[object]], seconds: float, least
     while len(times) < least or time.perf_counter() < end:
         start = time.perf_counter()
         await call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+async def first(call: Callable[[float], Awaitable[object]], count: int = 5) -> list[float]:
+    """Times of the first calls of a process, which get the number of the call; nothing warms them up."""
+    times = []
+    for number in range(count):
+        start = time.perf_counter()
+        await call(float(number))
         times.append(time.perf_counter() - start)
     return times
 

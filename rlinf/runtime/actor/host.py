@@ -140,9 +140,12 @@ class Host:
         return promise
 
     def cast(self, host: int, actor: ActorId, method: str, *args: Any) -> None:
-        """Call a plain method of the runtime's own actors, without a reply."""
+        """Call a plain method of the runtime's own actors, without a reply.
+
+        To this host itself too it is delivered a tick later, behind all calls and casts that were made before.
+        """
         if host == self.rank:
-            getattr(self.cells[actor].actor, method)(*args)
+            self.loop.call_soon(self._cast_here, actor, method, args)
         elif host not in self.lost_hosts:
             self.link(host).post((CAST, actor, method, args))
 
@@ -227,7 +230,7 @@ class Host:
             context = self._context.copy() if cell is None else cell.context()
             self.serving[key] = self.loop.create_task(work, context=context)
         elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
-            self.loop.call_soon(getattr(self.cells[message[1]].actor, message[2]), *message[3])
+            self.loop.call_soon(self._cast_here, *message[1:])
         elif kind == CANCEL:
             if (task := self.serving.get((source, message[1]))) is not None:
                 self._stop(task)
@@ -235,6 +238,10 @@ class Host:
             self.values.drop(message[1])
         elif kind == FREE:
             self.values.freed(source, message[1])
+
+    def _cast_here(self, actor: ActorId, method: str, args: tuple[Any, ...]) -> None:
+        if not self.closed:
+            getattr(self.cells[actor].actor, method)(*args)
 
     def _settle(self, number: int, status: int, payload: Payload) -> None:
         sent = self.sent.pop(number, None)

@@ -7,7 +7,9 @@ beside what they serve.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Cell, endpoint
@@ -30,8 +32,15 @@ CALLS_DEADLINE = 2.0
 """Seconds that cancelled calls may take before they are left behind: Ctrl-C promises five in all."""
 CLOSE_DEADLINE = 2.5
 """Seconds that an actor's `close` may take before it is given up."""
+FAN_OUT = 8
+"""Hosts to which one host passes on what all are to get."""
 MOMENT = 0.2
 """Seconds for what only has to be told."""
+
+
+def children(host: int, hosts: int) -> range:
+    """The hosts that get from this one what goes to all: a tree rooted in host 0, a few levels deep for thousands."""
+    return range(min(FAN_OUT * host + 1, hosts), min(FAN_OUT * host + FAN_OUT + 1, hosts))
 
 
 class Service(QueueService, StageService, LeaseService):
@@ -52,15 +61,15 @@ class Service(QueueService, StageService, LeaseService):
         host = self._cell.host
         host.places[place.host] = place
         if len(host.places) == host.transport.hosts:
-            for other in range(1, host.transport.hosts):
-                host.cast(other, self._cell.id, "welcome", dict(host.places))
-            host.system.places_known()
-            self.all_here.set()
+            self.welcome(pickle.dumps([astuple(place) for place in host.places.values()], 5))
 
-    def welcome(self, places: dict[int, Place]) -> None:
-        """The controller tells a host where all others live."""
-        self._cell.host.places.update(places)
-        self._cell.host.system.places_known()
+    def welcome(self, places: bytes) -> None:
+        """Where all hosts live, made once by the controller and passed on from host to host along a tree."""
+        host = self._cell.host
+        for child in children(host.rank, host.transport.hosts):
+            host.cast(child, self._cell.id, "welcome", places)
+        host.places.update((place.host, place) for place in (Place(*each) for each in pickle.loads(places)))
+        host.system.places_known()
         self.all_here.set()
 
     def interrupted(self, number: int) -> None:

@@ -100,9 +100,8 @@ def _towards_master() -> str:
     if names and not _is_loopback(local):
         return names[0]
     # On the master's own machine its name may stand for 127.0.0.1; with one way out, that is the one meant.
-    outward = {name for name, address in here if not _is_loopback(address) and not address.startswith("fe80:")}
-    if len(outward) == 1:
-        return outward.pop()
+    if len(outward := _outward(here)) == 1:
+        return next(iter(outward))
     raise _cannot_tell(master, f"it is {local} here, which is on no interface that other machines can reach", here)
 
 
@@ -121,8 +120,13 @@ def _source_towards(master: str) -> str:
     raise error
 
 
+def _outward(here: list[tuple[str, str]]) -> dict[str, str]:
+    """Interfaces by which other machines may be reached, each with its first address."""
+    return {n: a for n, a in reversed(here) if not _is_loopback(a) and not a.startswith("fe80:")}
+
+
 def _cannot_tell(master: str, why: str, here: list[tuple[str, str]]) -> UserError:
-    choice = ", ".join(f"{name} ({address})" for name, address in here if not _is_loopback(address))
+    choice = ", ".join(f"{name} ({address})" for name, address in sorted(_outward(here).items()))
     return UserError(
         f"this job runs on several machines, and which network interface of {socket.gethostname()} leads to the others "
         f"cannot be told from MASTER_ADDR {master!r}: {why}. Set RLINF_INTERFACE to the one of the private network"

@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces, each with an address and a host name of its own, on one switch.
+"""Machines for tests: namespaces, each with an address, a host name and processes of its own, on one switch.
 
 A host's name stands for 127.0.0.1 there, as on many clusters and laptops. The switch is a bridge of the kernel, at
 1 Gbit/s if asked; or, to delay what passes, a process that copies frames (`wire.py`): not every kernel can (netem).
@@ -25,7 +25,7 @@ SUBNET = "10.77.0"
 PORT = 29500
 """Of the rendezvous; each network is a world of its own, so it is always free."""
 WIRE = Path(__file__).with_name("wire.py")
-AS_HOST = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execvp(sys.argv[2], sys.argv[2:])"
+MACHINE = Path(__file__).with_name("machine.py")
 
 
 def ip(*words: object) -> str:
@@ -79,9 +79,9 @@ class Node:
             ip("-n", self._switch, "link", "set", self._port, "master", "bridge")
 
     def command(self, *words: object) -> list[str]:
-        """The command line that runs something on this machine."""
-        inside = ["ip", "netns", "exec", self.space, "unshare", "--uts", sys.executable, "-c", AS_HOST, self.name]
-        return [*inside, *map(str, words)]
+        """The command line that runs something on this machine, where it sees none of the others' processes."""
+        own = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        return ["ip", "netns", "exec", self.space, *own, sys.executable, str(MACHINE), self.name, *map(str, words)]
 
     def slow_down(self) -> None:
         """Have its interface send 1 Gbit/s at most."""

@@ -8,9 +8,11 @@ import socket
 import pytest
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.system.torchrun import _bind_interface
+from rlinf.runtime.transport import interfaces
+from rlinf.runtime.transport.interfaces import addresses, bind_interface
 from tests.runtime.programs.jobs import listening, until
 
+LISTENERS = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}
 """127.0.0.1 and ::1, as /proc writes them."""
 
@@ -43,70 +45,114 @@ def test_an_interface_that_was_named_is_used(zygote):
 
 def another_interface():
     """Name and IPv4 address, as /proc writes it, of an interface that is not the loopback."""
-    import fcntl
-    import struct
-
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                raw = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))[20:24]  # SIOCGIFADDR
-            except OSError:
-                continue
-        if raw[0] != 127:
-            return name, raw[::-1].hex().upper()
+    for name, address in addresses():
+        if ":" not in address and not address.startswith("127."):
+            return name, socket.inet_aton(address)[::-1].hex().upper()
     pytest.skip("this machine has no network interface but the loopback")
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    for name in ("RLINF_INTERFACE", "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RLINF_INTERFACE", *LISTENERS, "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set
         monkeypatch.delenv(name)
     return monkeypatch
 
 
 def chosen():
-    return os.environ.get("TP_SOCKET_IFNAME"), os.environ.get("GLOO_SOCKET_IFNAME")
+    return tuple(os.environ.get(name) for name in LISTENERS)
 
 
-def test_hosts_on_several_machines_listen_where_the_names_of_these_lead(fresh):
+def everywhere(name):
+    return name, name, f"={name}"
+
+
+def several_machines(fresh, master):
     fresh.setenv("LOCAL_WORLD_SIZE", "2")
-    fresh.setenv("MASTER_ADDR", "10.0.0.1")
-    _bind_interface(None, 4)
-    assert chosen() == (None, None)
+    fresh.setenv("MASTER_ADDR", master)
+
+
+def test_the_master_of_several_machines_listens_where_it_has_that_address(fresh):
+    name, address = another_interface()
+    several_machines(fresh, socket.inet_ntoa(bytes.fromhex(address)[::-1]))
+    bind_interface(None, 4)
+    assert chosen() == everywhere(name)
+
+
+def test_the_route_to_the_master_decides_among_several_machines(fresh, monkeypatch):
+    several_machines(fresh, "10.1.2.3")
+    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("out", "1.2.3.4"), ("in", "10.1.0.1")])
+    monkeypatch.setattr(interfaces, "_source_towards", {"10.1.2.3": "10.1.0.1"}.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "out"), (3, "in")])
+    bind_interface(None, 4)
+    assert chosen() == everywhere("in")
+
+
+def test_a_master_whose_name_stands_for_the_loopback_there_takes_its_only_way_out(fresh, monkeypatch):
+    several_machines(fresh, "head")
+    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), ("lan", "10.1.0.1")])
+    monkeypatch.setattr(interfaces, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "lan")])
+    bind_interface(None, 4)
+    assert chosen() == everywhere("lan")
+
+
+def test_several_machines_do_not_start_when_two_ways_out_are_equally_likely(fresh, monkeypatch):
+    several_machines(fresh, "head")
+    monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("a", "10.1.0.1"), ("b", "9.9.9.9")])
+    monkeypatch.setattr(interfaces, "_source_towards", {"head": "127.0.0.1"}.__getitem__)
+    with pytest.raises(UserError, match=r"MASTER_ADDR 'head'.*RLINF_INTERFACE.*: a \(10.1.0.1\), b \(9.9.9.9\)$"):
+        bind_interface(None, 4)
+    assert chosen() == (None, None, None)
+
+
+@pytest.mark.parametrize("master", ["", "no-such-machine.invalid"])
+def test_several_machines_do_not_start_where_no_interface_can_be_found(fresh, master):
+    several_machines(fresh, master)
+    with pytest.raises(UserError, match="Set RLINF_INTERFACE"):
+        bind_interface(None, 4)
+    assert chosen() == (None, None, None)
+
+
+def test_interfaces_that_the_user_set_for_each_library_are_kept_on_several_machines(fresh):
+    several_machines(fresh, "no-such-machine.invalid")
+    for name, value in zip(LISTENERS, ("lo", "ib0", "ib1"), strict=True):
+        fresh.setenv(name, value)
+    bind_interface(None, 4)
+    assert chosen() == ("lo", "ib0", "ib1")
 
 
 def test_what_the_program_names_counts_more_than_the_environment(fresh):
     fresh.setenv("RLINF_INTERFACE", "no such thing")
-    _bind_interface("lo", 4)
-    assert chosen() == ("lo", "lo")
+    bind_interface("lo", 4)
+    assert chosen() == everywhere("lo")
 
 
 def test_the_environment_counts_more_than_what_is_guessed(fresh):
     name, _ = another_interface()
     fresh.setenv("RLINF_INTERFACE", name)
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
-    _bind_interface(None, 4)
-    assert chosen() == (name, name)
+    bind_interface(None, 4)
+    assert chosen() == everywhere(name)
 
 
 def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(fresh):
     with pytest.raises(UserError, match=r"no network interface 'eth9'; it has .*lo"):
-        _bind_interface("eth9", 4)
+        bind_interface("eth9", 4)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost", "::1"])
 def test_ranks_that_meet_on_the_loopback_are_on_one_machine(fresh, address):
     fresh.setenv("MASTER_ADDR", address)
-    _bind_interface(None, 4)
-    assert chosen() == ("lo", "lo")
+    bind_interface(None, 4)
+    assert chosen() == everywhere("lo")
 
 
 def test_a_gloo_interface_that_was_chosen_already_is_kept(fresh):
     fresh.setenv("GLOO_SOCKET_IFNAME", "ib0")
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
-    _bind_interface(None, 4)
-    assert chosen() == ("lo", "ib0")
+    bind_interface(None, 4)
+    assert chosen() == ("lo", "ib0", "=lo")
 
 
 def test_a_job_of_one_rank_listens_nowhere(zygote):

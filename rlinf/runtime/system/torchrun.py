@@ -12,7 +12,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +21,7 @@ from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_h
 from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
+from rlinf.runtime.transport.interfaces import bind_interface
 from rlinf.runtime.values.promise import Promise
 
 from .ending import GO_ON, GRACE, End, Stopped, conduct, ending, heartbeat, on_signals
@@ -93,7 +93,7 @@ def run(
         _die_with_torchrun()
     if world == 1:
         return _run_loop(_run_local(main, hosts, trace, device_memory, stall_after))
-    _bind_interface(interface, world)
+    bind_interface(interface, world)
     transport = _join(rank, world)
     if rank == 0:
         return _run_loop(_control(main, transport, trace, device_memory, stall_after, host_timeout))
@@ -124,24 +124,6 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 # Joining ---------------------------------------------------------------------------------------------------------
-
-
-def _bind_interface(interface: str | None, world: int) -> None:
-    """Tell TensorPipe and gloo where to listen, before they start."""
-    interface = interface or os.environ.get("RLINF_INTERFACE")
-    all_local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
-    if interface is None and (all_local or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
-        interface = "lo0" if sys.platform == "darwin" else "lo"
-    if interface is not None:
-        there = [name for _, name in socket.if_nameindex()]
-        if interface not in there:
-            raise UserError(f"this machine has no network interface {interface!r}; it has {', '.join(there)}")
-        os.environ["TP_SOCKET_IFNAME"] = interface
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _join(rank: int, world: int) -> Transport:

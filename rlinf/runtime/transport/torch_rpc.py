@@ -26,6 +26,7 @@ from torch.distributed import rpc
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread, settle
 
+from . import doors
 from .link import Receiver
 from .messages import Frame, Packed, pack, unpack
 from .rendezvous import SCHEME
@@ -72,7 +73,9 @@ class RpcTransport:
         )
         with warnings.catch_warnings():  # of init_rpc, about init_rpc
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-            rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
+            with doors.noticing() as opened:
+                rpc.init_rpc(_name(host), rank=host, world_size=hosts, rpc_backend_options=options)
+        doors.close_to_strangers(opened, host, hosts, _reach, timeout)
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -220,6 +223,15 @@ def _transport_options() -> dict[str, Any]:
 
 def _name(host: int) -> str:
     return f"host{host}"
+
+
+def _reach(others: list[int]) -> None:
+    """Make the pipes to these hosts."""
+    torch.futures.wait_all([rpc.rpc_async(_name(other), _nothing) for other in others])
+
+
+def _nothing() -> None:
+    pass
 
 
 def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:

@@ -1,0 +1,53 @@
+"""Runs over several machines are started like this: `torchrun` on each of them, with the product's own entry point."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launching import launch
+from tests.nodes.network import PORT, ROOT, SUBNET, Network, Node, Torchrun, why_not
+from tests.nodes.runs import GRPO
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _machines():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def two_machines():
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Start torchrun on machines, each with this many processes; their output is under the test's directory."""
+    started = []
+
+    def start(
+        nodes: list[Node], *arguments: str, processes: int = 1, master: str = f"{SUBNET}.1", how: Sequence[str] = ()
+    ) -> list[Torchrun]:
+        jobs = []
+        for node in nodes:
+            meet = how or (f"--node-rank={node.number}", f"--master-addr={master}", f"--master-port={PORT}")
+            line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={processes}"]
+            log = tmp_path / f"{node.name}-{len(started)}.log"
+            jobs.append(Torchrun(node, [*line, *meet, str(ROOT / "launch.py"), *arguments], log))
+            started.append(jobs[-1])
+        return jobs
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory) -> Path:
+    """The directory of a GRPO run on one machine, with nothing in its way."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    launch(*GRPO, f"output_dir={output}", processes=2)
+    return output / "quickstart"

@@ -1,0 +1,34 @@
+"""The runs of these tests, small and long enough to be disturbed; and what they left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.launching import QUICKSTART, TINY, learned, metrics_of, weights_of
+
+STEPS = 40
+SHARDED = ("--config", QUICKSTART, *TINY, f"steps={STEPS}", "evaluation.every=0", "checkpoint.every=10")
+GRPO = (*SHARDED, "algorithm.epochs=2", "placement.trainer=0-1")
+"""Process 0 answers and scores; both train."""
+
+
+def steps_noted(output: Path) -> int:
+    """How many steps a run has behind it."""
+    noted = output / "quickstart" / "metrics.jsonl"
+    return len(noted.read_text().splitlines()) if noted.exists() else 0
+
+
+def all_steps_once(run: Path, steps: int = STEPS) -> None:
+    """No step was lost or taken twice."""
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, steps + 1))
+
+
+def equal(one: Path, other: Path) -> None:
+    """Two runs answered, were rewarded and learned the same, bit for bit."""
+    assert learned(one) == learned(other)
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name

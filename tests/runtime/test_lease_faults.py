@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from rlinf import Stream, endpoint
 from rlinf.runtime.base.errors import ActorDied
@@ -166,6 +168,34 @@ def test_a_generator_may_yield_what_other_calls_on_its_device_will_return():
         assert await a[0].promising(b[0]).collect() == [[0, 1], [2, 3]]
 
     run(main)
+
+
+chains = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains=chains, devices=st.lists(st.sampled_from([0, 1]), min_size=4, max_size=4), tight=st.booleans())
+@example(chains=[[0, 1, 0], [1, 0, 1]], devices=[0, 1, 0, 0], tight=True)
+def test_however_calls_await_each_other_nobody_waits_for_ever_and_no_device_is_used_by_two(chains, devices, tight):
+    """Each chain is of actors of which every one awaits the next; four of them share two devices."""
+
+    async def main(system):
+        actors = [
+            (await caller(system, f"a{k}", [device], hosts=[k % 2], resident_bytes=60 if tight else 10, seconds=0.3))[0]
+            for k, device in enumerate(devices)
+        ]
+
+        async def follow(number: int, chain: list[int]) -> None:
+            *others, last = chain
+            inner: list[Any] = [actors[last], "compute_on", number]
+            for k in reversed(others):
+                inner = [actors[k], "outer", *inner]
+            actor, method, *args = inner
+            assert await getattr(actor, method)(*args) == number
+
+        await asyncio.gather(*(follow(number, chain) for number, chain in enumerate(chains)))
+
+    run(main, memory={0: 100, 1: 100})
 
 
 # Ranks that end before they ask ------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from rlinf.runtime.actor.invocation import show_wait
 from rlinf.runtime.base.calls import SERVICE, Key, current_call, waiter
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.observe.dataflow import Origin
-from rlinf.runtime.transport.messages import CAST, Message
 from rlinf.runtime.values.codec import ValueRef, reading_codec
 from rlinf.runtime.values.dereference import holds_promise, resolve
 from rlinf.runtime.values.promise import Promise
@@ -64,7 +63,7 @@ class QueueHandle:
         return QueueHandle(host, self.owner, self.id, self.name, self.capacity, self.origin)
 
     async def put(self, value: Any, key: Hashable, weight: float) -> None:
-        """Put one item, waiting for space.
+        """Put one item, waiting for space; see `registry.py` for when that takes a round trip.
 
         Raises:
             QueueClosed: nothing may be put any more.
@@ -74,8 +73,12 @@ class QueueHandle:
         queue = self.local()
         if queue is not None:
             await queue.put(value, key=key, weight=weight, name=waiter())
+            return
+        item = (None, *self.seal(value), weight, key)
+        if self.capacity is None and queues_of(self.host).may_feed(self.id):
+            self.host.cast(self.owner, SERVICE, "queue_feed", self.id, item, self.plain)
         else:
-            await self._call("queue_put_one", self.id, (None, *self.seal(value), weight, key), self.plain)
+            await self._call("queue_put_one", self.id, item, self.plain)
 
     @property
     def plain(self) -> bool:
@@ -144,7 +147,10 @@ class QueueHandle:
 
     def close(self) -> None:
         """No more items will come."""
-        self._cast("close")
+        if self.owner == self.host.rank:
+            queues_of(self.host).close(self.host, self.id)
+        else:
+            self.host.cast(self.owner, SERVICE, "queue_close", self.id)
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error."""
@@ -171,36 +177,6 @@ def _arrived(owner: int, id: Key, name: str, capacity: int | None, origin: Origi
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
     return QueueHandle(cast("Host", codec.host), owner, id, name, capacity, origin)
-
-
-class Acks:
-    """Word of what one consumer is done with. To another host, one message takes along all that is done until it
-    leaves.
-    """
-
-    __slots__ = ("_handle", "_ids", "_token")
-
-    def __init__(self, handle: QueueHandle, token: Token):
-        self._handle, self._token = handle, token
-        self._ids: list[Hashable] = []
-
-    def add(self, ids: list[Hashable], *, lazily: bool) -> None:
-        """These are done; `lazily`: it need not be told at once."""
-        handle = self._handle
-        if handle.owner == handle.host.rank:
-            handle.ack(self._token, ids)
-            return
-        waiting = bool(self._ids)
-        self._ids += ids
-        link = handle.host.link(handle.owner)
-        if not lazily:
-            link.post(self)
-        elif not waiting:
-            link.post_lazily(self)
-
-    def message(self) -> Message:
-        ids, self._ids = self._ids, []
-        return (CAST, SERVICE, "queue_cast", (self._handle.id, "ack", (self._token, ids)))
 
 
 class QueueService(Actor):
@@ -231,7 +207,33 @@ class QueueService(Actor):
         item_id, value, ref, weight, key = item
         if not plain:
             value = Sealed(host, value, ref)
-        await queues_of(host).find(id).put(value, id=item_id, key=key, weight=weight, name=_asker())
+        queue = queues_of(host).find(id)
+        await queue.put(value, id=item_id, key=key, weight=weight, name=_asker())
+        call = current_call.get()
+        if queue.capacity is None and call is not None:
+            queues_of(host).let_feed(host, id, call.caller)
+
+    def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
+        _, value, ref, weight, key = item
+        if not plain:
+            value = Sealed(self._cell.host, value, ref)
+        queue = queues_of(self._cell.host).get(id)
+        if queue is not None:
+            queue.put_late(value, key=key, weight=weight)
+
+    def queue_close(self, id: Key) -> None:
+        queues_of(self._cell.host).close(self._cell.host, id)
+
+    def queue_opened(self, id: Key) -> None:
+        queues_of(self._cell.host).opened(id)
+
+    def queue_closing(self, id: Key) -> None:
+        host = self._cell.host
+        queues_of(host).closing(id)
+        host.cast(id[0], SERVICE, "queue_drained", id, host.rank)
+
+    def queue_drained(self, id: Key, feeder: int) -> None:
+        queues_of(self._cell.host).drained(id, feeder)
 
     @endpoint
     async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
@@ -269,6 +271,10 @@ class Channel:
     taken nothing; a cancelled `put` has put nothing, or, from another host, may have been too late to be stopped. After
     `close`, what is left can still be taken; then `get` raises `QueueClosed` and `async for` ends. Each key is a queue
     of its own, and is forgotten when it is empty.
+
+    A `put` from another host into a channel without a capacity returns when the value is on its way. It arrives before
+    whatever this host tells the channel's host next, and is taken also if somebody closes the channel meanwhile; only
+    the death of this host can lose it, or the end of the channel with its scope, which drops what is in it anyway.
     """
 
     def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None):

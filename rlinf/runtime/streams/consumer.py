@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
+from rlinf.runtime.actor.host import CAST
 from rlinf.runtime.actor.invocation import show_wait
-from rlinf.runtime.base.calls import Call, current_call, here
+from rlinf.runtime.base.calls import SERVICE, Call, current_call, here
 from rlinf.runtime.base.ports import DeviceLease
 from rlinf.runtime.observe.dataflow import Counter, amount
+from rlinf.runtime.transport.link import Message
 
-from .channel import Acks, QueueHandle
+from .channel import QueueHandle
 from .item_queue import Taken, Token
 
 if TYPE_CHECKING:
@@ -250,6 +252,36 @@ class Consumer(AsyncIterator[T]):
             if self._call is not None and self._call.killed:
                 last = []
             handle.host.on_loop(lambda: _leave(handle, token, last, ahead))
+
+
+class Acks:
+    """Word of what one consumer is done with. To another host, one message takes along all that is done until it
+    leaves.
+    """
+
+    __slots__ = ("_handle", "_ids", "_token")
+
+    def __init__(self, handle: QueueHandle, token: Token):
+        self._handle, self._token = handle, token
+        self._ids: list[Hashable] = []
+
+    def add(self, ids: list[Hashable], *, lazily: bool) -> None:
+        """These are done; `lazily`: it need not be told at once."""
+        handle = self._handle
+        if handle.owner == handle.host.rank:
+            handle.ack(self._token, ids)
+            return
+        waiting = bool(self._ids)
+        self._ids += ids
+        link = handle.host.link(handle.owner)
+        if not lazily:
+            link.post(self)
+        elif not waiting:
+            link.post_lazily(self)
+
+    def message(self) -> Message:
+        ids, self._ids = self._ids, []
+        return (CAST, SERVICE, "queue_cast", (self._handle.id, "ack", (self._token, ids)))
 
 
 async def _take_ahead(

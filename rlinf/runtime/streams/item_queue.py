@@ -50,6 +50,8 @@ class ItemQueue:
         self.capacity = capacity
         self.producers: dict[str, Callable[[], object]] = {}
         """Who fills it, by call label, and how to stop each when all consumers are gone."""
+        self.closing = False
+        """Nothing more may be put, but some is still on its way from other hosts."""
         self.closed = False
         self.error: BaseException | None = None
         self.on_end: list[Callable[[], None]] = []
@@ -92,6 +94,15 @@ class ItemQueue:
             return True
         if not force and not self._space_for(key):
             return False
+        self._append(value, id, key, weight)
+        return True
+
+    def put_late(self, value: Any, *, key: Hashable, weight: float) -> None:
+        """Queue an item that was put before the queue began to close; dropped if the queue has failed."""
+        if not self.closed:
+            self._append(value, None, key, weight)
+
+    def _append(self, value: Any, id: Hashable, key: Hashable, weight: float) -> None:
         if id is None:
             id = next(self._ids)
         else:
@@ -106,7 +117,6 @@ class ItemQueue:
         if self._waiting.takers:
             self._serve(key)
             self._wake_putters()  # a taker that needs more lets one more in
-        return True
 
     def forget(self, ids: Iterable[Hashable]) -> None:
         """These ids will not be put again: what they were made of is done, and cannot come back.
@@ -408,7 +418,7 @@ class ItemQueue:
     def _check_open(self) -> None:
         if self.error is not None:
             raise again(self.error)
-        if self.closed:
+        if self.closed or self.closing:
             raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
 
     def statistics(self) -> dict[str, Any]:
@@ -424,5 +434,5 @@ class ItemQueue:
             "waiting_to_take": [(taker.name, taker.since) for taker in self._waiting.all_takers()],
             "waiting_to_put": [(putter.name, putter.since) for putter in self._waiting.putters],
             "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
-            "closed": self.closed,
+            "closed": self.closed or self.closing,
         }

@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from rlinf.runtime.actor.host import CAST
 from rlinf.runtime.actor.invocation import show_wait
 from rlinf.runtime.base.calls import SERVICE, Call, current_call, here
 from rlinf.runtime.base.ports import DeviceLease
 from rlinf.runtime.observe.dataflow import Counter, amount
-from rlinf.runtime.transport.link import Message
+from rlinf.runtime.transport.messages import CAST, Message
 
 from .channel import QueueHandle
 from .item_queue import Taken, Token

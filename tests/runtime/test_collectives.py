@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.worker import Worker
-from rlinf.runtime.transport.group_registry import CollectiveError, Collectives, CollectiveTimeout
+from rlinf.runtime.transport.groups.registry import CollectiveError, Collectives, CollectiveTimeout
 
 HOSTS = 3
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from rlinf.runtime.base.compute_thread import ComputeThread
 from rlinf.runtime.base.tasks import in_thread
-from rlinf.runtime.transport.waiting_threads import SPARE, WaitingThreads
+from rlinf.runtime.transport.groups.waiting_threads import SPARE, WaitingThreads
 
 
 @pytest.fixture

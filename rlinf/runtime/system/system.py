@@ -28,7 +28,7 @@ from rlinf.runtime.observe.stalls import HostReport, Progress, render
 from rlinf.runtime.streams.channel import Channel, QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.streams.registry import QueueRegistry
-from rlinf.runtime.transport.group_registry import Collectives
+from rlinf.runtime.transport.groups.registry import Collectives
 from rlinf.runtime.transport.link import check_hosts
 from rlinf.runtime.transport.rendezvous import job_store
 from rlinf.runtime.values.p2p import GroupBulk

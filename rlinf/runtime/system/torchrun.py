@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
+from rlinf.runtime.base.shutdown import ends_process
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
 from rlinf.runtime.transport.interfaces import bind_interface
@@ -26,7 +27,6 @@ from rlinf.runtime.values.promise import Promise
 
 from .ending import GO_ON, GRACE, End, Stopped, conduct, ending, heartbeat, on_signals
 from .local_network import here
-from .shutdown import ends_process
 from .system import ActorSystem
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rlinf.runtime.shm.arena import ArenaFull
-from rlinf.runtime.transport.group_registry import Collectives, backend_for
-from rlinf.runtime.transport.process_group import Group
+from rlinf.runtime.transport.groups.process_group import Group
+from rlinf.runtime.transport.groups.registry import Collectives, backend_for
 
 from .parts import GroupRef
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from rlinf.runtime.base.tasks import own_threads
+from .tasks import own_threads
 
 P = ParamSpec("P")
 R = TypeVar("R")

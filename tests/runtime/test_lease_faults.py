@@ -146,7 +146,7 @@ def test_a_device_call_that_awaits_another_keeps_its_device_if_nobody_wants_it()
         a, b = await caller(system, "a", [0]), await role(system, "b", [1])
         await a[0].outer(b[0], "compute_on")
         spans = system._host.tracer.dump()
-        assert len([span for span in spans if span[:2] == ("a[0] lease", "a[0].outer")]) == 1
+        assert len([span for span in spans if (span.kind, span.what) == ("lease", "a[0].outer")]) == 1
 
     assert run(main) == 3.0
 

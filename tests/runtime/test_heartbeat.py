@@ -108,13 +108,11 @@ def test_only_silence_of_the_whole_timeout_loses_a_host_and_it_always_does(pause
 
 def test_time_in_which_this_process_did_not_run_is_nobody_s_silence():
     async def main():
-        world = World([1], delay=2.0)
-        await asyncio.sleep(0.5)  # asked, and not yet answered
-        for _ in range(5):
-            world.late += 1000.0  # the clock went on, we did not
-            await asyncio.sleep(10.0)
+        world = World([1], delay=(BEATS + 0.5) * BEAT)  # the first answer comes after the last beat but this one
+        await asyncio.sleep(5.5 * BEAT)
+        world.late += 1000.0  # the clock went on, we did not
+        await asyncio.sleep(BEATS * BEAT)
         assert world.lost == {}
-        world.alive.clear()
         await asyncio.sleep(TIMEOUT + 2 * BEAT)
         assert list(world.lost) == [1]
         await world.end()

@@ -28,6 +28,8 @@ End = Callable[[BaseException], None]
 
 GRACE = 0.5
 """Seconds that `main` gets to fail by itself, with its own error, once a host was lost; and to end when cancelled."""
+OVERTAKEN = 0.2
+"""Seconds by which torchrun's signal, sent to all when one process has died, may be here before word of that death."""
 REPEATED = 1.0
 """Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
 GO_ON = "The job ends; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself."
@@ -65,7 +67,7 @@ async def conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.F
     host.flow = task = asyncio.create_task(program)
     both: set[asyncio.Future[Any]] = {task, ending}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    if task.done() and _error(task) is not None and host.transport.hosts > 1:
+    if isinstance(_error(task), Exception) and host.transport.hosts > 1:
         await asyncio.wait({ending}, timeout=GRACE)  # who computes with a lost host may hear of it before we do
     reason = ending.result() if ending.done() else None
     if not task.done() and not isinstance(reason, Stopped):
@@ -74,15 +76,17 @@ async def conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.F
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
     error = _error(task)
+    if isinstance(reason, Stopped) and host.transport.hosts > 1:
+        await asyncio.sleep(OVERTAKEN)
+    if host.lost_hosts and (error is None or isinstance(error, Exception)):
+        loss = _hosts_lost(host)  # by now it is known of all hosts of a machine
+        sys.stderr.write(f"error: {loss}\n")
+        raise loss from error
     if isinstance(reason, Stopped):
         sys.stderr.write(f"rlinf: stopped by {reason.name}\n")
         if error is not None:
             host.complain("while the program was being stopped", error)
         raise reason
-    if isinstance(reason, HostLost) and (error is None or isinstance(error, Exception)):
-        loss = _hosts_lost(host)  # by now it is known of all hosts of a machine
-        sys.stderr.write(f"error: {loss}\n")
-        raise loss from error
     if task.done() and not task.cancelled() and (error is not None or reason is None):
         return task.result()
     raise reason or asyncio.CancelledError("the program cancelled itself")
@@ -134,13 +138,11 @@ def _fence(host: Host, number: int) -> None:
 
 def _hosts_lost(host: Host) -> HostLost:
     """Who was lost, with what, why; and how to go on."""
-    lost = sorted(host.lost_hosts)
+    lost = [where(host, number) for number in sorted(host.lost_hosts)]
     actors = [ref._name for group in host.system.service.groups() for ref in group if ref._host in host.lost_hosts]
+    when = f"{'were' if len(lost) > 1 else 'was'} lost at {time.strftime('%H:%M:%S')}"
     first = next(iter(host.lost_hosts.values())).rstrip(".")[:200]
-    return HostLost(
-        f"{_listed([where(host, number) for number in lost])} was lost at {time.strftime('%H:%M:%S')}, and with it "
-        f"{_listed(actors) or 'no actor'}: {first}. {GO_ON}"
-    )
+    return HostLost(f"{_listed(lost)} {when}, and with it {_listed(actors) or 'no actor'}: {first}. {GO_ON}")
 
 
 def where(host: Host, number: int) -> str:

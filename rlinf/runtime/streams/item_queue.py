@@ -15,20 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Unpack
 
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
 
-from .queue_types import Item, Items, Taken, Token, Wishes
+from .queue_types import Item, Items, PutIds, Taken, Token, Wishes
 from .waiting import Putter, Taker, Waiting
 
 __all__ = ["ItemQueue", "Taken", "Token"]
-
-REMEMBERED = 1024
-"""Ids that a queue remembers beside those that may be put again: many times what a map has on its way at a time."""
 
 
 class ItemQueue:
@@ -62,8 +58,7 @@ class ItemQueue:
         self._running_of: dict[Hashable, int] = {}  # how many run, by key
         self._waiting = Waiting()
         self._reserved = 0
-        self._seen: set[Hashable] = set()
-        self._old: deque[Hashable] = deque()
+        self._seen = PutIds()
         self._ids = itertools.count()
         self._size = 0
         self._ended = False
@@ -119,14 +114,8 @@ class ItemQueue:
             self._wake_putters()  # a taker that needs more lets one more in
 
     def forget(self, ids: Iterable[Hashable]) -> None:
-        """These ids will not be put again: what they were made of is done, and cannot come back.
-
-        The latest are remembered a little longer: what a host sent just before it lost its work to another, which has
-        done it again by now, may still be on its way.
-        """
-        self._old.extend(ids)
-        while len(self._old) > REMEMBERED:
-            self._seen.discard(self._old.popleft())
+        """These ids will not be put again: what they were made of is done, and cannot come back."""
+        self._seen.forget(ids)
 
     async def put(
         self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 Token = Hashable
 """Under which a consumer holds items."""
+REMEMBERED = 1024
+"""Ids that are remembered beside those that may be put again: many times what a map has on its way at a time."""
 Taken = list[tuple[Hashable, Any]]
 """(id, value) of items, in order; [] at the end of a queue."""
 
@@ -56,6 +58,24 @@ class Items(deque[Item]):
                 return count
         self._weighed = (count, total)
         return 0
+
+
+class PutIds(set[Hashable]):
+    """Ids that were put and may be put again, because what they were made of may come back and be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forgotten: deque[Hashable] = deque()
+
+    def forget(self, ids: Iterable[Hashable]) -> None:
+        """These will not be put again.
+
+        The latest are remembered a little longer: what a host sent just before it lost its work to another, which has
+        done it again by now, may still be on its way.
+        """
+        self._forgotten.extend(ids)
+        while len(self._forgotten) > REMEMBERED:
+            self.discard(self._forgotten.popleft())
 
 
 class Wishes(TypedDict, total=False):

@@ -275,6 +275,14 @@ async def test_a_copy_that_fails_is_an_error_of_its_call(monkeypatch: pytest.Mon
         assert await far.total(torch.ones(BIG)) == BIG
 
 
+async def test_a_big_tensor_takes_the_place_of_the_one_before() -> None:
+    async with opened("arena") as (system, far):
+        for _ in range(5):
+            await far.total(torch.ones(BIG))
+        found = system._host.values.arena.statistics()
+        assert (found.allocations, found.reused) == (5, 4)
+
+
 # What a process may use of the machine ------------------------------------------------------------------------------
 
 

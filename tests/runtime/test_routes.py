@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf import Actor, ActorSystem, endpoint
+from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
 from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import Arena
+from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
 from rlinf.runtime.values.parts import GroupRef
 from rlinf.runtime.values.pickler import COPY_BYTES
 from tests.runtime.worlds import nothing_left, until
@@ -273,6 +277,67 @@ async def test_a_copy_that_fails_is_an_error_of_its_call(monkeypatch: pytest.Mon
             with pytest.raises(RuntimeFault, match=r"could not be copied where it was sent from.*no more of it"):
                 await far.total(torch.ones(BIG))
         assert await far.total(torch.ones(BIG)) == BIG
+
+
+@pytest.mark.skipif(not Arena.available(), reason="needs memfd")
+def test_a_copy_holds_nothing_once_it_is_done(gate: threading.Event) -> None:
+    arena, left, told = Arena(0), [], threading.Event()
+    (begun,) = copies.start([(arena.empty(BIG), torch.ones(BIG))])
+
+    def done(_: Any) -> None:
+        left.append(arena.statistics().slots)
+        told.set()
+
+    begun.add_done_callback(done)
+    assert arena.statistics().slots == 1
+    gate.set()
+    assert told.wait(10)
+    assert left == [0]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(["post", "lazily", "hold", "done", "tick", "moment"]), max_size=30))
+def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> None:
+    arrived: list[int] = []
+
+    async def main() -> None:
+        loop, network = asyncio.get_running_loop(), dict[int, LocalTransport]()
+        ends = [LocalTransport(number, network) for number in (0, 1)]
+        there = Link(0, ends[1], loop, lambda _, message: arrived.append(message[0]))
+        link = Link(1, ends[0], loop, lambda *_: None)
+        ends[0].bind(_Receiver(link))
+        ends[1].bind(_Receiver(there))
+        held: list[tuple[asyncio.Future[None], int]] = []
+        numbers = itertools.count()
+        for step in (*steps, *["done"] * steps.count("hold")):
+            if step in ("post", "lazily"):
+                (link.post if step == "post" else link.post_lazily)((next(numbers),))
+            elif step == "hold":
+                held.append((loop.create_future(), next(numbers)))
+                link.hold_back(held[-1][0])
+                link.post((held[-1][1],))
+            elif step == "done" and held:
+                held.pop(len(held) // 2)[0].set_result(None)
+            else:
+                await asyncio.sleep(0 if step == "tick" else 1.0)
+            assert not {number for _, number in held} & set(arrived)
+        await link.drained()
+        assert arrived == list(range(next(numbers)))
+
+    run_virtual(main())
+
+
+class _Receiver:
+    """Hands frames to a link."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def receive(self, source: int, frame: Frame, respond: Respond) -> None:
+        self.link.receive(frame, respond)
+
+    def lost(self, host: int, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 # What a process may use of the machine ------------------------------------------------------------------------------

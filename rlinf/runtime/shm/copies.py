@@ -52,9 +52,9 @@ def start(copies: Iterable[Copy]) -> list[Future[None]]:
         if source.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(source.device))
-            begun.append(_threads().submit(_from_device, to, source, event))
+            begun.append(_threads().submit(_run, [_from_device, to, source, event]))
         else:
-            begun += [_threads().submit(_copy, *piece) for piece in _pieces(to, source)]
+            begun += [_threads().submit(_run, [_copy, *piece]) for piece in _pieces(to, source)]
     return begun
 
 
@@ -69,16 +69,9 @@ def copy(copies: Sequence[Copy]) -> None:
         each.result()
 
 
-def onto_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's copy on this process's GPU. Blocks."""
-    copied = tensor.cuda()
-    torch.cuda.current_stream().synchronize()
-    return copied
-
-
-def submit(function: Any, *args: Any) -> Future[Any]:
-    """Run something else that is a copy in the same threads."""
-    return _threads().submit(function, *args)
+def start_onto_device(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Begin to copy a tensor onto this process's GPU."""
+    return _threads().submit(_run, [_onto_device, tensor])
 
 
 def _pieces(to: torch.Tensor, source: torch.Tensor) -> Iterator[Copy]:
@@ -92,6 +85,22 @@ def _pieces(to: torch.Tensor, source: torch.Tensor) -> Iterator[Copy]:
         to, source = to.view(words), source.view(words)
     count = -(-source.nbytes // PIECE)
     yield from zip(to.chunk(count), source.chunk(count), strict=True) if source.dim() and count > 1 else [(to, source)]
+
+
+def _run(work: list[Any]) -> Any:
+    """In a thread: what is there to do, and nothing of it is held here any more when its future is done."""
+    function, *args = work
+    work.clear()
+    try:
+        return function(*args)
+    finally:
+        args.clear()
+
+
+def _onto_device(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.cuda()
+    torch.cuda.current_stream().synchronize()
+    return copied
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -260,7 +260,7 @@ class Codec:
                     parts[index] = await asyncio.shield(self._coming[part])
                     del self._coming[part]
                 elif _comes_later(part):
-                    parts[index] = await asyncio.wrap_future(copies.submit(copies.onto_device, part.tensor))
+                    parts[index] = await asyncio.wrap_future(copies.start_onto_device(part.tensor))
         except BaseException:
             self.discard((blob, refs, parts))
             raise

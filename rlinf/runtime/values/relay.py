@@ -32,7 +32,6 @@ RELAY_BYTES = 1 << 20
 """A value with fewer bytes in tensors goes straight from its owner to all: one more question costs about as much."""
 FAN_OUT = 2
 """Machines that a machine sends a value to. Each waits until it has all of it, so more would take longer."""
-DROP = 4  # as in `actor/host.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +83,18 @@ class Relay:
     # At the owner ------------------------------------------------------------------------------------------------
 
     def answer(self, key: Key, value: Any, asker: int, without: int | None) -> Answer:
-        """Who gives a kept value to `asker`.
+        """Who gives a kept value to `asker`, which is on another machine.
 
         Args:
             without: the host that was named before, and had nothing.
         """
         places = self._host.places
-        mine, machine = places[self._host.rank].machine, places[asker].machine
+        machine = places[asker].machine
         tree = self._trees.get(key)
         if tree is None:
+            mine = places[self._host.rank].machine
             abroad = sum(place.machine != mine for place in places.values())
-            if machine == mine or abroad < 2 or key not in self._host.values.kept or not is_big(value):
+            if abroad < 2 or key not in self._host.values.kept or not is_big(value):
                 return Answer(value)
             tree = self._trees[key] = _Tree()
         if without is not None and tree.keepers.get(places[without].machine) == without:
@@ -113,8 +113,7 @@ class Relay:
         self.copies.pop(key, None)
         tree = self._trees.pop(key, None)
         for keeper in tree.keepers.values() if tree is not None else ():
-            if keeper not in self._host.lost_hosts:
-                self._host.link(keeper).post((DROP, key))
+            self._host.drop(keeper, key)
 
     def forget(self, host: int) -> None:
         """A host is lost: it keeps nothing, and what it owned will not be dropped by it."""

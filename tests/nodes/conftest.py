@@ -31,14 +31,19 @@ def torchrun(tmp_path):
     started = []
 
     def start(
-        nodes: list[Node], *arguments: str, processes: int = 1, master: str = f"{SUBNET}.1", how: Sequence[str] = ()
+        nodes: list[Node],
+        *arguments: str,
+        processes: int = 1,
+        master: str = f"{SUBNET}.1",
+        how: Sequence[str] = (),
+        **more: str,
     ) -> list[Torchrun]:
         jobs = []
         for node in nodes:
             meet = how or (f"--node-rank={node.number}", f"--master-addr={master}", f"--master-port={PORT}")
             line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={processes}"]
             log = tmp_path / f"{node.name}-{len(started)}.log"
-            jobs.append(Torchrun(node, [*line, *meet, str(ROOT / "launch.py"), *arguments], log))
+            jobs.append(Torchrun(node, [*line, *meet, str(ROOT / "launch.py"), *arguments], log, more))
             started.append(jobs[-1])
         return jobs
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -192,13 +193,20 @@ class Torchrun:
         node: the machine.
         command: its command line.
         log: where all goes that it and its processes write.
+        more: for their environment.
     """
 
-    def __init__(self, node: Node, command: list[str], log: Path):
+    def __init__(self, node: Node, command: list[str], log: Path, more: Mapping[str, str]):
         self.node = node
         self._log = log
         with log.open("w") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONUNBUFFERED": "1",
+                **more,
+            }
             self._process = subprocess.Popen(
                 node.command(*command), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
             )

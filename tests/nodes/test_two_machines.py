@@ -119,7 +119,8 @@ def test_a_machine_that_loses_power_is_replaced_and_the_run_goes_on_by_itself(
         # its own name stands for 127.0.0.1, so torchrun cannot know by itself that it is the endpoint
         meet = (f"--rdzv-endpoint={nodes[0].address}:{PORT}", f"--rdzv-conf=is_host={int(node is nodes[0])}")
         how = ("--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=run", *meet, f"--local-addr={node.address}")
-        return torchrun([node], *arguments, how=how)
+        # with torchrun's default, a machine in another's place waits for a MASTER_ADDR that nobody sets
+        return torchrun([node], *arguments, how=how, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     jobs = [*elastic(nodes[0]), *elastic(nodes[1])]
     under_way(tmp_path, jobs, steps=12)

@@ -6,10 +6,13 @@ import os
 import socket
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.transport import interfaces
 from rlinf.runtime.transport.interfaces import addresses, bind_interface
+from rlinf.runtime.transport.rendezvous import job_store
 from tests.runtime.programs.jobs import listening, until
 
 LISTENERS = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -160,3 +163,14 @@ def test_a_job_of_one_rank_listens_nowhere(zygote):
     ranks.await_line("ready")
     until(lambda: ranks.printed(0) == "ready\n", "the rank to run")
     assert listening(ranks.pids) == set()
+
+
+@pytest.mark.parametrize(("kept", "met"), [("False", True), ("True", False)])
+def test_machines_that_count_restarts_differently_meet_unless_the_store_holds_earlier_starts(monkeypatch, kept, met):
+    shared = HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(shared, 0, 1)]))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        job_store().set(f"here/{count}", "")
+    assert job_store().check(["here/0"]) is met

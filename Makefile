@@ -59,6 +59,10 @@ test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest --durations=15 --durations-min=1 $(PYTEST_ARGS)
 
+.PHONY: fuzz
+fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS (300); FUZZ_ARGS="tests/runtime" chooses
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
 .PHONY: test-nodes
 test-nodes: install  ## runs over two machines made of network namespaces; needs root and `ip`, else says why not
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/nodes --durations=0 $(PYTEST_ARGS)

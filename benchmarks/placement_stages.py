@@ -34,7 +34,7 @@ from rlinf.flows.step import Step
 from rlinf.placement.ledger import Ledger
 from rlinf.placement.profile import Release, save
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.streams.consumer import Consumer
 from rlinf.runtime.streams.stream import Stream
@@ -79,7 +79,7 @@ class Sleeping(Actor):
     async def take(self, seconds: float) -> None:
         """Keep the devices busy for so long; one piece of work at a time."""
         if seconds > 0 and self.pace.virtual:
-            lease = call.lease if (call := current_call.get()) is not None else None
+            lease = lease_here()
             held = lease.computing() if lease is not None else contextlib.nullcontext()
             async with held, self._one_at_a_time:
                 await asyncio.sleep(seconds)

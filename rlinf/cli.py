@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from rlinf.config import InputError, RunConfig, RunFailure, load_config
 from rlinf.config_docs import as_markdown, as_text
 from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
+from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
     from rlinf.runtime.system.system import ActorSystem
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, RunFailure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except HostLost:
+        return 1  # it has been printed
     return 0
 
 
@@ -93,7 +96,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     from rlinf.evaluating import evaluate_model
     from rlinf.preparation import prepare
-    from rlinf.runtime.system.torchrun import run
+    from rlinf.running import run_to_end
 
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
@@ -101,7 +104,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     transformers_logging.disable_progress_bar()  # of loading; it would tear our lines apart
     if os.environ.get("RANK", "0") == "0":
         prepare(config, hosts)
-    run(main, hosts=1)
+    run_to_end(main, config.system)
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
@@ -112,7 +115,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
     from rlinf.actors.control_lesson import summary
     from rlinf.embodied import in_words, try_policy
-    from rlinf.runtime.system.torchrun import run
+    from rlinf.running import run_to_end
 
     async def main(system: ActorSystem) -> None:
         episodes = await try_policy(system, config, videos if config.trials.videos else None)
@@ -124,7 +127,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
         if config.trials.videos:
             print(f"videos: {videos / 'step_000000'}")
 
-    run(main, hosts=1)
+    run_to_end(main, config.system)
 
 
 def _report(options: argparse.Namespace) -> None:

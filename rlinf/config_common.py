@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlinf.dotted import mistake_in
 from rlinf.schema import number
+
+
+@dataclass
+class SystemConfig:
+    """Processes that die, fall silent or wait for each other."""
+
+    host_timeout: float | None = number(60.0, above=0)
+    """Seconds of silence after which a process counts as lost, which ends the job: its machine has lost power, the
+    network is cut, or it was stopped. One that computes is not silent, however long it does. A network's failure that
+    lasts half as long is survived. null waits for ever."""
+    stall_after: float | None = number(1800.0, above=0)
+    """Seconds after which a job ends, with a report of who waits on whom, if nothing that the flow waits for has moved
+    meanwhile: no call began or ended, no item came or went, no computing thread used the processor. So a single
+    computation may last longer; waiting for something outside, such as a server, may not. null waits for ever."""
 
 
 @dataclass
@@ -27,6 +41,7 @@ class CommonConfig:
     """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
     flow: str | None = None
     """Dotted path of the async function that is one step."""
+    system: SystemConfig = field(default_factory=SystemConfig)
 
 
 def common_mistakes(config: CommonConfig) -> Iterator[tuple[str, str]]:

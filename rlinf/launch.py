@@ -23,6 +23,8 @@ from rlinf.config import InputError, RunConfig, RunFailure, dump, load_config
 from rlinf.config_docs import as_text
 from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
 from rlinf.run_directory import Checkpoint, RunDirectory, changes, find_checkpoint
+from rlinf.running import run_to_end
+from rlinf.runtime.base.errors import HostLost
 from rlinf.schema import leaves, nearest
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
     except (InputError, RunFailure) as error:
         return _report(error, rank)
+    except HostLost:
+        return _point_at_error(FAILED)  # it has been printed, before all that followed from it
     except KeyboardInterrupt:
         if rank == 0:
             print("\ninterrupted", file=sys.stderr)
@@ -143,19 +147,16 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     _say(f"{config.name}: starting; results go to {path}", rank)
     from transformers.utils import logging as transformers_logging  # torch comes with it, which takes seconds
 
-    from rlinf.runtime.system.torchrun import run
-
     transformers_logging.disable_progress_bar()  # of loading and saving; they would tear our lines apart
     if rank != 0:
-        run(_serve_only, trace=True)
+        run_to_end(_serve_only, config.system)
         return
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     placed, main = _main_of(config, hosts)
     begun = _begun(resume, path.absolute())
     directory = _make_directory(path.absolute(), config, begun)
-    # Always traced: where a step's time went is told from it; `trace` only decides about the file.
     memory = None if placed.memory is None else dict.fromkeys(range(hosts), placed.memory)
-    run(lambda system: main(system, directory, begun), hosts=1, trace=True, device_memory=memory)
+    run_to_end(lambda system: main(system, directory, begun), config.system, memory)
 
 
 def _main_of(config: RunConfig | EmbodiedConfig, hosts: int) -> tuple[Placed, Main]:
@@ -214,11 +215,16 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
     """Print what went wrong once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
     if rank != 0:
         threading.Event().wait(_TURN_SECONDS)
+    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    return _point_at_error(WRONG_INPUT if isinstance(error, InputError) else FAILED)
+
+
+def _point_at_error(code: int) -> int:
+    """Let torchrun's own report, if there is one, say where to look; returns the exit code."""
     if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         pointer = {"message": "see `error:` further up", "timestamp": int(time.time())}
         Path(report_of_torchrun).write_text(json.dumps(pointer), encoding="utf-8")
-    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    return WRONG_INPUT if isinstance(error, InputError) else FAILED
+    return code
 
 
 def _say(text: str, rank: int) -> int:

@@ -1,8 +1,44 @@
-"""Real processes for the tests that need them."""
+"""What every test can rely on: the same examples and random numbers in every clone; real processes where needed."""
 
+import random
+import zlib
+
+import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
 
 from tests.runtime.programs.jobs import Ranks, Zygote
+
+
+class _TorchRandom:
+    """Torch's global generator in the shape that hypothesis restarts for every example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_TORCH_RANDOM = _TorchRandom()  # hypothesis holds it weakly
+register_random(_TORCH_RANDOM)
+
+_SHARED = {
+    "database": None,  # what one clone has found before must not decide what it runs
+    "deadline": None,  # the machine may be busy
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("suite", derandomize=True, **_SHARED)
+settings.register_profile("fuzz", derandomize=False, print_blob=True, **_SHARED)
+settings.load_profile("suite")  # `--hypothesis-profile` replaces it
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Global generators start from the test's own name, whichever tests ran before it."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from rlinf.config import InputError, RunConfig, load_config
 from rlinf.dry_run import describe
 from rlinf.launch import main, parse
 from rlinf.metrics import MetricsFile, ProgressTable
-from tests.launching import QUICKSTART, ROOT, TINY, launch, metrics_of
+from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of
+from tests.runtime.programs.jobs import descendants, until
 
 NEVER_NEEDED = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -236,6 +238,33 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path)
 
     with pytest.raises(InputError, match="output_dir: the run directory"):
         _make_directory(tmp_path / "file" / "run", RunConfig(), None)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path, number):
+    run = ["--config", QUICKSTART, *TINY, "steps=100000", "system.host_timeout=4", f"output_dir={tmp_path}"]
+    process = subprocess.Popen(
+        command(*run, processes=2),
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = tmp_path / "quickstart" / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text(), "the first step", 90)
+    ranks = descendants(process.pid)
+    lost = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(lost, number)
+    begun = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 14.0
+    assert process.returncode not in (0, None)
+    before, told, rest = err.partition(f"error: host 1 (pid {lost} on ")
+    line, _, after = rest.partition("\n")
+    assert told, err
+    assert re.search(r"\) was lost at [\d:]+, and with it .*trainer\[0\]: \S", line)
+    assert "; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself." in line
+    assert "host 1" not in after
+    assert "rlinf/" not in before + after, "frames help nobody whose machine is gone; torchrun adds some of its own"
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
 
 
 @pytest.mark.slow

@@ -7,17 +7,17 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlinf.runtime.observe.spans import write_perfetto
 from rlinf.trace_command import main
+from tests.spans import call, step, write_trace
 
 
 @pytest.fixture
 def trace(tmp_path):
     """Two steps of a rollout."""
     path = tmp_path / "a.json"
-    spans = [("flow", f"step {step}", step, step + 1.0, None) for step in (1, 2)]
-    spans += [("rollout[0]", "generate", step, step + step / 4, {"caller": "flow"}) for step in (1, 2)]
-    write_perfetto(path, [(0, 0.0, spans)])
+    spans = [step(number, number, number + 1.0) for number in (1, 2)]
+    spans += [call("rollout[0]", "generate", number, number + number / 4) for number in (1, 2)]
+    write_trace(path, [spans])
     return path
 
 

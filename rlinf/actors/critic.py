@@ -32,7 +32,7 @@ from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.calls import Call, current_call
+from rlinf.runtime.base.calls import Call, current_call, lease_here
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 
@@ -147,9 +147,8 @@ class Critic(LearningActor):
             ValueError: a group that was not judged or has no values, or nothing to learn from.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        call = current_call.get()
-        if call is not None and call.lease is not None:
-            call.lease.give()  # every rank does, and they take the devices together again when it is their turn
+        if (lease := lease_here()) is not None:
+            lease.give()  # every rank does, and they take the devices together again when it is their turn
         made = await asyncio.create_task(self._made(groups), name="batch") if self.rank == 0 else None
         steps = await self._work_together(self._orders(made), self._learner, _of_critic)
         if made is None:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.runtime.base.calls import Gang, current_call
+from rlinf.runtime.base.calls import Gang, current_call, lease_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.observe.stalls import Lock
@@ -142,9 +142,8 @@ class JointActor(Actor):
     async def _in_turn(
         self, part: _Part, gang: Gang | None, body: Body[R], given: Callable[[], Sequence[Any]] | None
     ) -> R:
-        call, turn = current_call.get(), self._turn
+        turn, lease = self._turn, lease_here()
         assert turn is not None
-        lease = call.lease if call is not None else None
         async with contextlib.AsyncExitStack() as held:
             # while it waits for its turn, others may have the devices: they may be whom it waits for
             async with lease.waiting() if lease is not None else contextlib.nullcontext():

@@ -34,7 +34,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers import InThreads
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.calls import lease_here
 
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""
@@ -175,9 +175,8 @@ class Reference(Receiver):
         """
         if self.rank == 0:  # the others have the same
             version, weights = self.version, await self.compute(self._parking.needed(_copies), self._exact)
-            call = current_call.get()
-            if call is not None and call.lease is not None:
-                call.lease.give()  # the writing needs no device
+            if (lease := lease_here()) is not None:
+                lease.give()  # the writing needs no device
             await self._writer(_write, Path(path), weights, version)
         return str(path)
 

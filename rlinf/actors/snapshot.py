@@ -45,7 +45,7 @@ from rlinf.actors.state_tensors import (
     take_over,
 )
 from rlinf.actors.tensor_files import make_room, sync_directory, write_tensors, write_text
-from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.calls import lease_here
 
 R = TypeVar("R")
 
@@ -122,9 +122,8 @@ async def save_checkpoint(
         return state, whole
 
     state, whole = await actor.compute(copies)
-    call = current_call.get()
-    if call is not None and call.lease is not None:
-        call.lease.give()  # nothing below uses the devices, and other roles may be waiting for them
+    if (lease := lease_here()) is not None:
+        lease.give()  # nothing below uses the devices, and other roles may be waiting for them
 
     def write(stop: threading.Event) -> None:
         state.write(Path(path) / STATE, stop)

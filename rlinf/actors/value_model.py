@@ -53,7 +53,8 @@ class ValueModel(PolicyModel):
             both differentiable.
         """
         hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        return self.head(hidden.float()).sum(-1), hidden  # of one number each: no view, of which FSDP would warn
+        values = self.head(hidden.to(self.head.weight.dtype)).sum(-1)  # of one each: no view, of which FSDP would warn
+        return values, hidden
 
     @torch.no_grad()
     def start_head(self) -> None:

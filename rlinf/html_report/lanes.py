@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.timing import activity_of, timing
-from rlinf.runtime.base.calls import FLOW
-from rlinf.runtime.observe.spans import Span
-from rlinf.runtime.system.observer import COMPUTE, Busy, Interval, Lap, busy, is_actor, union, without
+from rlinf.runtime.observe.busy import Busy, busy
+from rlinf.runtime.observe.intervals import Interval, clip, union, without
+from rlinf.runtime.observe.perfetto import read_span
+from rlinf.runtime.observe.spans import OF_ACTORS, Span
+from rlinf.runtime.system.observer import Lap
 
 WAITING = "waiting"
 """A call runs, but is waiting for its input, for room for its output, or for the device."""
@@ -27,7 +28,6 @@ _WHEN = re.compile(r'"ts": ([\d.e+-]+), "dur": ([\d.e+-]+)')
 """As the runtime writes it. A quotation mark inside of a name has a backslash before it, so no name looks like this."""
 _FIRST_LINE = 1000
 """Characters: it is short in a file of ours, and may be all there is in another."""
-_KEYS = {"pid", "name", "cat", "ts", "dur"}
 _TRACE_UNIT = 1e6
 """Microseconds, in which Chrome's format counts, per second."""
 
@@ -84,12 +84,12 @@ class Trace:
         self._path = path
         self._steps: dict[int, Interval] = {}
         hosts: set[int] = set()
-        for event in _events(path, lambda line: f'"cat": "{FLOW}", ' in line or '"thread_name"' in line):
+        for event in _events(path, lambda line: '"cat": "flow", ' in line or '"thread_name"' in line):
             if event.get("name") == "thread_name" and isinstance(host := event.get("pid"), int):
-                if is_actor(str((event.get("args") or {}).get("name")).partition(" ")[0]):
+                if "actor" in (event.get("args") or {}):
                     hosts.add(host)
-            elif event.get("cat") == FLOW and _is_span(event) and (named := _STEP.fullmatch(str(event["name"]))):
-                self._steps[int(named[1])] = _times(event)
+            elif (span := _span(event)) is not None and (named := _STEP.fullmatch(span.what)):
+                self._steps[int(named[1])] = (span.start, span.end)
         self.steps = sorted(self._steps)
         """Numbers of the steps that it holds whole; of a long run, the last ones."""
         self.hosts = sorted(hosts)
@@ -118,12 +118,12 @@ class Trace:
         """The spans that reach into some times, per time by host."""
         kept: list[dict[int, list[Span]]] = [{} for _ in windows]
         first, last = min(start for start, _ in windows), max(end for _, end in windows)
-        for event in filter(_is_span, _events(self._path, lambda line: _near(line, (first, last)))):
-            start, end = _times(event)
-            track, name = sys.intern(str(event["cat"])), sys.intern(str(event["name"]))
+        for event in _events(self._path, lambda line: _near(line, (first, last))):
+            if (span := _span(event)) is None:
+                continue
             for (begin, finish), hosts in zip(windows, kept, strict=True):
-                if end > begin and start < finish:
-                    hosts.setdefault(event["pid"], []).append((track, name, start, end, event.get("args")))
+                if span.end > begin and span.start < finish:
+                    hosts.setdefault(event["pid"], []).append(span)
         return kept
 
     def lanes(self, steps: Sequence[int]) -> list[StepLanes]:
@@ -151,14 +151,9 @@ def _events(path: Path, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any
                 yield event
 
 
-def _is_span(event: Mapping[str, Any]) -> bool:
-    """Whether it is a span as the runtime writes them, not something else that a trace may hold."""
-    return (
-        event.get("ph") == "X"
-        and event.keys() >= _KEYS
-        and isinstance(event["pid"], int)
-        and all(isinstance(event[key], (int, float)) for key in ("ts", "dur"))
-    )
+def _span(event: Mapping[str, Any]) -> Span | None:
+    """The span of an event as the runtime writes them; None for anything else that a trace may hold."""
+    return read_span(event) if event.get("ph") == "X" and isinstance(event.get("pid"), int) else None
 
 
 def _near(line: str, within: Interval) -> bool:
@@ -188,18 +183,13 @@ def _rewritten(path: Path) -> list[Any]:
     return events
 
 
-def _times(event: Mapping[str, Any]) -> Interval:
-    start = event["ts"] / _TRACE_UNIT
-    return start, start + event["dur"] / _TRACE_UNIT
-
-
 def _step(step: int, window: Interval, hosts: Mapping[int, Sequence[Span]]) -> StepLanes:
     start, end = window
     lanes: list[Lane] = []
     everybody: list[Busy] = []
     for host, spans in sorted(hosts.items()):
         parts = busy(spans)
-        everybody += [Busy(part.actor, part.endpoint, _clip(part.intervals, start, end)) for part in parts]
+        everybody += [Busy(part.actor, part.endpoint, clip(part.intervals, start, end)) for part in parts]
         lanes += _lanes(host, spans, parts, start, end)
     metrics = {"timing/step": end - start, **timing(Lap(start, end, tuple(everybody)))}
     return StepLanes(step, end - start, tuple(lanes), metrics)
@@ -208,9 +198,9 @@ def _step(step: int, window: Interval, hosts: Mapping[int, Sequence[Span]]) -> S
 def _lanes(host: int, spans: Sequence[Span], parts: Sequence[Busy], start: float, end: float) -> list[Lane]:
     """The lanes of one host."""
     calls: dict[str, list[Interval]] = {}
-    for track, _, begin, finish, _ in sorted(spans, key=lambda span: span[2]):
-        if is_actor(actor := track.removesuffix(COMPUTE)):
-            calls.setdefault(actor, []).append((begin, finish))
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind in OF_ACTORS and span.kind != "lease":
+            calls.setdefault(span.actor, []).append((span.start, span.end))
     lanes = []
     for actor, times in calls.items():
         own = [
@@ -222,10 +212,10 @@ def _lanes(host: int, spans: Sequence[Span], parts: Sequence[Busy], start: float
         stretches = [
             Stretch(activity, begin - start, finish - start)
             for activity, intervals in own
-            for begin, finish in _clip(intervals, start, end)
+            for begin, finish in clip(intervals, start, end)
         ]
         idle = without(union(times), working)
-        stretches += [Stretch(WAITING, begin - start, finish - start) for begin, finish in _clip(idle, start, end)]
+        stretches += [Stretch(WAITING, begin - start, finish - start) for begin, finish in clip(idle, start, end)]
         lanes.append(Lane(host, actor, tuple(sorted(stretches, key=lambda stretch: stretch.start))))
     return lanes
 
@@ -243,8 +233,3 @@ def side_by_side(step: StepLanes) -> list[Interval]:
 
 def _common(one: Sequence[Interval], other: Sequence[Interval]) -> Iterable[Interval]:
     return without(one, list(without(one, other)))
-
-
-def _clip(intervals: Iterable[Interval], start: float, end: float) -> tuple[Interval, ...]:
-    inside = ((max(begin, start), min(finish, end)) for begin, finish in intervals)
-    return tuple((begin, finish) for begin, finish in inside if begin < finish)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlinf.html_report.lanes import WAITING, Lane, StepLanes, Stretch, Trace, side_by_side
 from rlinf.metrics.timing import ACTIVITIES, sentence
-from rlinf.runtime.system.observer import Interval
+from rlinf.runtime.observe.intervals import Interval
 
 WIDTH, MARGIN, LABELS = 960, 24, 118
 """Pixels: of the picture, around it, and left of the lanes."""

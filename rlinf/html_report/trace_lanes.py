@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rlinf.html_report.lanes import Trace
 from rlinf.metrics.timing import activity_of
+from rlinf.runtime.observe.busy import busy
+from rlinf.runtime.observe.intervals import Interval, union, without
 from rlinf.runtime.observe.spans import Span
-from rlinf.runtime.system.observer import COMPUTE, LEASE, WAIT, Interval, busy, is_actor, union, without
 
 LOADING, PARKING = "loading", "parking"
 """A role moves its bytes onto the device, or off it."""
@@ -131,14 +132,11 @@ def _lane(host: int, spans: Sequence[Span], window: Interval) -> DeviceLane:
         activity = activity_of(part.actor, part.endpoint)
         if activity is not None and part.endpoint not in _MOVES:
             work[_role(part.actor), activity] += part.intervals
-    for track, name, start, end, _ in spans:
-        actor = track.removesuffix(LEASE).removesuffix(COMPUTE)
-        if not is_actor(actor):
-            continue
-        if name in _MOVES:
-            moves[_role(actor), _MOVES[name]].append((start, end))
-        elif track.endswith(LEASE) and not name.startswith(WAIT):
-            leases[_role(actor), HELD].append((start, end))
+    for span in spans:
+        if span.kind == "move":
+            moves[_role(span.actor), _MOVES[span.endpoint]].append((span.start, span.end))
+        elif span.kind == "lease":
+            leases[_role(span.actor), HELD].append((span.start, span.end))
     used = _uses(work, window)
     seconds = _length(union((use.start, use.end) for use in used))
     return DeviceLane(host, used, _uses(moves, window), _uses(leases, window), _rows(used), seconds)

@@ -18,7 +18,8 @@ from rich.console import Group
 from rich.text import Text
 
 from rlinf.metrics.timing import sentence
-from rlinf.runtime.system.observer import ActorState, Moment, QueueState
+from rlinf.runtime.system.introspection import ActorState, QueueState
+from rlinf.runtime.system.observer import Moment
 
 HISTORY = 400
 """Steps of which the curve remembers the reward; wider than any terminal."""

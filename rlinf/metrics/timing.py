@@ -9,7 +9,9 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rlinf.runtime.system.observer import UNKNOWN, Interval, Lap, union
+from rlinf.runtime.observe.busy import UNKNOWN
+from rlinf.runtime.observe.intervals import Interval, union
+from rlinf.runtime.system.observer import Lap
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""
@@ -46,7 +48,7 @@ _BY_ROLE = {
     "trials": "simulation",
     "policy": "acting",
 }
-"""For what a role computes in calls that go on beyond the step, whose endpoint is not known yet."""
+"""For what a role computes while none of its calls runs."""
 
 READABLE = 0.005
 """Seconds; less would be told as 0.00."""

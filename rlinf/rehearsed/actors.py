@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Endpoint, endpoint
-from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.calls import current_call, lease_here
 from rlinf.runtime.streams.consumer import Consumer
 from rlinf.runtime.streams.stream import Stream
 
@@ -184,18 +184,13 @@ class Modelled(Actor):
 
     def _holding(self) -> contextlib.AbstractAsyncContextManager[None]:
         """In it the devices are kept, as while a real actor computes."""
-        lease = _lease()
+        lease = lease_here()
         return lease.computing() if lease is not None else contextlib.nullcontext()
 
     def _waiting(self) -> contextlib.AbstractAsyncContextManager[None]:
         """In it others may have the devices."""
-        lease = _lease()
+        lease = lease_here()
         return lease.waiting() if lease is not None else contextlib.nullcontext()
-
-
-def _lease() -> Any:
-    call = current_call.get()
-    return call.lease if call is not None else None
 
 
 @contextlib.contextmanager

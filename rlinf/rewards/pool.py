@@ -21,7 +21,7 @@ from typing import Any
 
 from rlinf.rewards.base import RewardSource
 from rlinf.rewards.scoring import Arguments, Verdict
-from rlinf.runtime.base.errors import again
+from rlinf.runtime.base.errors import RemoteError, again
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout, Worker
 
@@ -91,6 +91,7 @@ class RewardPool:
                 "rlinf.rewards.scoring:Scorer",
                 {"source": source, "args": args},
                 name=f"{name}.{number}",
+                answers="json",
                 env={"OMP_NUM_THREADS": "1"},
                 max_restarts=_MAX_DEATHS,
                 backoff=(0.05, 2.0, 0.5),
@@ -178,7 +179,10 @@ class RewardPool:
         spare = _GRACE if self._is_async else _BUDGET if len(jobs) > 1 else 0.0
         batch = [job.offered for job in jobs]
         try:
-            verdicts = await worker.call("score", batch, self._timeout, _BUDGET, timeout=self._timeout + spare)
+            told = await worker.call("told", batch, self._timeout, _BUDGET, timeout=self._timeout + spare)
+            if not isinstance(told, list) or not 0 < len(told) <= len(jobs):
+                raise ValueError(f"{worker.name} was given {len(jobs)} samples and answered {told!r:.200}")
+            verdicts = [Verdict.read(one) for one in told]
         except CallTimeout:
             return self._suspect(jobs, Verdict("timeout", remark=f"took longer than {self._timeout:g} s; killed"))
         except ChildDied as died:
@@ -188,7 +192,9 @@ class RewardPool:
                     jobs[0].alone = True
                     return jobs
             return self._suspect(jobs, Verdict("error", remark=_last_words(died), trace=str(died)))
-        except Exception as error:  # what was to be sent, or came back, is no pickle: the callers' business
+        except (RemoteError, ValueError) as error:  # it answered what no child of ours does
+            return self._suspect(jobs, Verdict("error", remark=str(error).splitlines()[0], trace=str(error)))
+        except Exception as error:  # what was to be sent is no pickle: the callers' business
             for job in jobs:
                 if not job.verdict.done():
                     job.verdict.set_exception(error)

@@ -7,10 +7,11 @@ processes of `pool.py`, or in the judge's own process for functions that are tru
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlinf.rewards.base import Reward, RewardSource
@@ -37,6 +38,29 @@ class Verdict:
     """The traceback, if an exception was why."""
     hopeless: bool = False
     """No other sample would fare better: a module that the function needs is not installed."""
+
+    @staticmethod
+    def read(given: Any) -> Verdict:
+        """The verdict that a child sent as plain data.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            verdict = Verdict(**given)
+        except TypeError as error:
+            raise ValueError(f"{given!r:.200} is no verdict: {error}") from None
+        texts = (verdict.extracted or "", verdict.remark, verdict.trace)
+        numbers = [*verdict.scores.values()] if isinstance(verdict.scores, dict) else [None]
+        if verdict.outcome == "ok":
+            numbers.append(verdict.value)
+        if (
+            verdict.outcome not in ("ok", "timeout", "error")
+            or not all(isinstance(text, str) for text in texts)
+            or not all(type(number) is float and math.isfinite(number) for number in numbers)
+        ):
+            raise ValueError(f"{given!r:.200} is no verdict")
+        return verdict
 
 
 class Scorer:
@@ -69,6 +93,10 @@ class Scorer:
             if time.monotonic() >= end:
                 break
         return verdicts
+
+    def told(self, batch: Sequence[Arguments], timeout: float, budget: float) -> list[dict[str, Any]]:
+        """`score` in plain data, for `Verdict.read`."""
+        return [asdict(verdict) for verdict in self.score(batch, timeout, budget)]
 
     def one(self, offered: Arguments) -> Verdict:
         """Judge one sample with a plain function."""

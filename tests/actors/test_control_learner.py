@@ -47,7 +47,7 @@ def gradient_of(policy, learner):
     return seen
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99), owner=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
 def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
     """What ranks do, one after the other: sums over shares, one division by the count of all."""

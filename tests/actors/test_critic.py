@@ -17,6 +17,7 @@ from rlinf.algos import spec
 from rlinf.data.sample import Group, Prompt, Sample
 from tests.actors import toys
 from tests.actors.programs import critics
+from tests.actors.watched import PRECISELY
 
 SHARED = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
 PPO = spec.get("ppo")
@@ -195,12 +196,12 @@ async def test_how_a_batch_is_cut_and_ordered_changes_nothing_but_rounding(criti
     batch = critics.told(toys.groups(7))
     found = []
     for number, budget in enumerate((8, 30, 10_000)):
-        learner = await critic(f"critic{number}", micro_batch_tokens=budget, **settings)
+        learner = await critic(f"critic{number}", micro_batch_tokens=budget, precise=True, **settings)
         metrics = await learner.train(batch if number else Stream.of(batch))
         found.append((await weights(learner), metrics))
     for other, metrics in found[1:]:
-        assert toys.furthest(other, found[0][0]) < 1e-4
-        assert metrics == pytest.approx(found[0][1], rel=1e-4, abs=1e-6)
+        assert toys.furthest(other, found[0][0]) < PRECISELY
+        assert metrics == pytest.approx(found[0][1], rel=PRECISELY, abs=PRECISELY)
 
 
 async def test_by_prompt_the_order_of_arrival_changes_not_one_bit(critic):

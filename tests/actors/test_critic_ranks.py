@@ -8,6 +8,7 @@ import torch
 
 from tests.actors import toys
 from tests.actors.programs import critics
+from tests.actors.watched import PRECISELY
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).parent / "programs" / "critics.py"
@@ -60,11 +61,11 @@ def test_values_are_those_of_a_plain_model_and_come_in_the_order_of_prompts(resu
 @pytest.mark.parametrize("name", [name for name in critics.CASES if name != "bfloat16"])
 def test_two_ranks_learn_what_one_does_and_each_holds_its_part(results, name):
     one, two = results[1][name], results[2][name]
-    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=PRECISELY, abs=PRECISELY)
     assert len(two["gradients"]) == len(one["gradients"]) == 2 * one["steps"]
     for first, second in zip(one["gradients"], two["gradients"], strict=True):
-        assert toys.furthest(second, first) < 1e-3
-    assert toys.furthest(two["weights"], one["weights"]) < 1e-3
+        assert toys.furthest(second, first) < PRECISELY
+    assert toys.furthest(two["weights"], one["weights"]) < PRECISELY
     assert abs(two["slice"] * 2 - one["slice"]) < 0.1 * one["slice"]
 
 
@@ -98,8 +99,8 @@ def test_critic_and_trainer_learn_the_same_wherever_they_are(zygotes, tmp_path, 
     for world in (2, 4):
         for name, (metrics, found) in ran(zygotes, world, tmp_path / f"{world}.pt", "flows").items():
             for mine, theirs in zip(metrics, expected, strict=True):
-                assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), (world, name)
-            assert float((found - weights).norm() / weights.norm()) < 1e-3, (world, name)
+                assert mine == pytest.approx(theirs, rel=PRECISELY, abs=PRECISELY), (world, name)
+            assert float((found - weights).norm() / weights.norm()) < PRECISELY, (world, name)
 
 
 def test_steps_that_are_cancelled_or_misfed_leave_all_ranks_able_to_go_on(zygotes, tmp_path):

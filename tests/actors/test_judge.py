@@ -111,7 +111,7 @@ async def test_a_hang_and_a_crash_cost_one_sample_each(system, tmp_path, monkeyp
     """)
     )
     monkeypatch.syspath_prepend(tmp_path)
-    judge = await judge_of(system, "rude.rude", workers=2, timeout=0.5)
+    judge = await judge_of(system, "rude.rude", workers=2, timeout=2.0)
     groups = [answered("a", "hang"), answered("exit", "b"), answered("c", "d")]
     found = await asyncio.gather(*(judge.score(group) for group in groups))
     assert [[sample.outcome for sample in group.samples] for group in found] == [

@@ -53,7 +53,7 @@ def expected():
     checkpointing=st.booleans(),
     packs=st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_gradients_are_those_of_a_plain_loop_however_the_batch_is_cut(
     expected, kind, budget, order, chunk, checkpointing, packs
 ):
@@ -88,7 +88,7 @@ def plainly(name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(budget=st.integers(1, 150), random=st.randoms())
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_cut(name, budget, random):
     ours, algorithm = model(), ALGORITHMS[name]
     learner = Learner(PolicyModel(ours, chunk=7), **WITHOUT_CLIPPING)

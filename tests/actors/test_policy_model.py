@@ -73,7 +73,6 @@ def test_dropout_is_off():
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     window=st.one_of(st.none(), st.integers(1, 20)),
 )
-@settings(deadline=None)
 def test_no_token_sees_another_sequence_or_what_comes_after_it(lengths, heads, window):
     total, head = sum(lengths), 4
     generator = torch.Generator().manual_seed(total)
@@ -107,7 +106,6 @@ def test_attention_that_would_be_wrong_is_refused():
     with_bias=st.booleans(),
     with_temperature=st.booleans(),
 )
-@settings(deadline=None)
 def test_log_probs_in_chunks_have_the_gradient_of_all_at_once(count, chunk, with_bias, with_temperature):
     generator = torch.Generator().manual_seed(count)
     hidden, weight, bias = (
@@ -137,7 +135,7 @@ def test_log_probs_in_chunks_have_the_gradient_of_all_at_once(count, chunk, with
     with_temperature=st.booleans(),
     impossible=st.booleans(),
 )
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_log_probs_and_entropies_have_the_slopes_of_their_differences(
     count, chunk, with_bias, with_temperature, impossible
 ):

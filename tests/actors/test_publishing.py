@@ -123,14 +123,14 @@ def test_buckets_go_through_shared_memory_without_a_copy():
             readers = await system.spawn(Reader, hosts=[0, 2], name="readers")
             assert len(set(await readers.total(publisher.weights()))) == 1
             there = system._network.system(1)._host
-            assert {name for track, name, *_ in there.tracer.dump() if track == "payload"} == {"arena"}
+            assert {span.what for span in there.tracer.dump() if span.kind == "payload"} == {"arena"}
             assert there.values.arena.statistics().allocations == 1  # the bucket; an export would copy into another
 
     asyncio.run(main())
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize(("program", "processes"), [("remote.py", 2), ("sharded.py", 3)])
+@pytest.mark.parametrize(("program", "processes"), [("remote.py", 2), ("relayed.py", 4), ("sharded.py", 3)])
 def test_over_processes_weights_arrive_whole_and_states_are_restored_on_any_number_of_them(
     program, processes, tmp_path
 ):

@@ -11,6 +11,7 @@ from rlinf.actors.modeling import build_model
 from rlinf.data.tokenizer import load_tokenizer
 from tests.actors import toys
 from tests.actors.programs.ranks import CASES
+from tests.actors.watched import PRECISELY
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(400)]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -63,14 +64,15 @@ def test_gradients_are_those_of_one_process_that_goes_sample_by_sample(results, 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "bfloat16"])
 def test_every_number_of_ranks_learns_the_same_and_says_the_same(results, world, name):
     one, many = results[1][name], results[world][name]
-    assert many["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
+    bound = 1e-3 if name == "padded" else PRECISELY  # transformers' own attention goes through float32
+    assert many["metrics"] == pytest.approx(one["metrics"], rel=bound, abs=bound)
     assert many["samples"] == one["samples"]
     assert many["version"] == one["version"] == 1
     assert len(many["gradients"]) == len(one["gradients"])
     for first, second in zip(one["gradients"], many["gradients"], strict=True):
-        assert toys.furthest(second, first) < 1e-3  # Adam makes much of what is rounding in nearly flat directions
-    assert toys.furthest(many["published"], one["published"]) < 1e-3
-    assert many["sft"] == pytest.approx(one["sft"], rel=1e-3)
+        assert toys.furthest(second, first) < bound
+    assert toys.furthest(many["published"], one["published"]) < bound
+    assert many["sft"] == pytest.approx(one["sft"], rel=bound)
     assert many["after"]["weights"].keys() == many["published"].keys()
     assert abs(many["slice"] * world - one["slice"]) < 0.1 * one["slice"]  # each holds its part, and no more
 
@@ -119,7 +121,7 @@ def test_a_model_without_its_adapters_is_a_reference_like_any_other(results, wor
     assert toys.furthest(one, other) < 1e-4
     elsewhere = results[world]["adapters"]["reward" if place == "loss" else "loss", minibatches, True]
     assert toys.furthest(one, elsewhere) > 0.01  # it makes a difference
-    assert toys.furthest(one, results[1]["adapters"][place, minibatches, True]) < 1e-3
+    assert toys.furthest(one, results[1]["adapters"][place, minibatches, True]) < PRECISELY
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -134,7 +136,7 @@ def test_in_bfloat16_the_gradient_points_the_same_way(results, world):
 def test_what_other_ranks_have_saved_is_resumed(results, world):
     found = results[world]["resumed"]
     assert found["version"] == 1
-    assert toys.furthest(found["weights"], results[1]["continued"]["weights"]) < 1e-3
+    assert toys.furthest(found["weights"], results[1]["continued"]["weights"]) < PRECISELY
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ answers = st.lists(
 
 
 @given(answers, st.sampled_from(["std", "none"]))
-@settings(deadline=None)  # the first call of torch takes its time
 def test_it_is_the_formula(answers, scale):
     rewards, groups = map(list, zip(*answers, strict=True))
     found = group_relative(torch.tensor(rewards), torch.tensor(groups), scale=scale)
@@ -58,7 +57,6 @@ def test_without_the_scale_it_is_the_distance_from_the_mean():
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 20), st.sampled_from(["std", "none"]))
-@settings(deadline=None)
 def test_equal_rewards_give_exactly_zero(reward, count, scale):
     found = group_relative(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64), scale=scale)
     assert found.tolist() == [0.0] * count
@@ -92,7 +90,6 @@ def test_an_unknown_scale_is_answered_with_the_nearest():
 
 
 @given(answers)
-@settings(deadline=None)
 def test_leave_one_out_is_the_distance_from_the_others(answers):
     rewards, groups = map(list, zip(*answers, strict=True))
     expected = []
@@ -109,13 +106,11 @@ def test_leave_one_out_by_hand():
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 20))
-@settings(deadline=None)
 def test_leave_one_out_of_equal_rewards_is_exactly_zero(reward, count):
     assert leave_one_out(torch.full((count,), reward), torch.zeros(count)).tolist() == [0.0] * count
 
 
 @given(st.integers(0, 2**31), st.integers(0, 6), st.integers(1, 3), st.floats(0, 1), st.floats(0, 1))
-@settings(deadline=None)
 def test_gae_is_the_sum_over_what_is_ahead(seed, steps, count, gamma, lam):
     rng = np.random.default_rng(seed)
     rewards, values = rng.normal(size=(steps, count)), rng.normal(size=(steps + 1, count))
@@ -142,7 +137,7 @@ def test_what_stands_behind_an_end_is_not_read():
 
 
 @given(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_gae_over_tokens_is_gae_of_each_answer_by_itself(seed, gamma, lam):
     rng = np.random.default_rng(seed)
     mask = rng.random((4, 6)) < 0.6
@@ -159,7 +154,7 @@ def test_gae_over_tokens_is_gae_of_each_answer_by_itself(seed, gamma, lam):
 
 
 @given(st.integers(0, 2**31), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_reinforce_pp_is_the_formula(seed, with_kl, with_groups, per_token):
     rng = np.random.default_rng(seed)
     mask = rng.random((5, 4)) < 0.7
@@ -183,7 +178,6 @@ def test_reinforce_pp_by_hand():
 
 
 @given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.float64]))
-@settings(deadline=None)
 def test_whitening_gives_mean_zero_and_variance_one(seed, dtype):
     rng = np.random.default_rng(seed)
     x, mask = rng.normal(3, 2, size=(4, 5)), rng.random((4, 5)) < 0.6

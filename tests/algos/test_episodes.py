@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.algos import apply, spec
@@ -173,7 +173,6 @@ def step_by_step(r, gamma, lam):
 
 
 @given(rollouts(), st.floats(0, 1), st.floats(0, 1))
-@settings(deadline=None)
 def test_it_is_the_sum_over_the_rest_of_the_episode(rollout, gamma, lam):
     chunks = Chunks(**{name: torch.from_numpy(value) for name, value in rollout.items()})
     found = advantages_of_chunks(chunks, gamma=gamma, lam=lam, whiten=False)
@@ -183,7 +182,6 @@ def test_it_is_the_sum_over_the_rest_of_the_episode(rollout, gamma, lam):
 
 
 @given(rollouts())
-@settings(deadline=None)
 def test_with_chunks_of_one_action_both_levels_agree(rollout):
     single = {k: v[..., :1] if v.ndim == 3 else v for k, v in rollout.items()}
     single["values"] = single["values"] if single["values"].ndim == 3 else single["values"][..., None]

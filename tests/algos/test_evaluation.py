@@ -5,13 +5,12 @@ from collections import Counter
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right, data):
     k = data.draw(st.integers(1, len(right)))
@@ -25,7 +24,6 @@ def test_pass_at_1_is_accuracy_and_pass_at_n_is_whether_any_was_right():
     assert pass_at_k([False] * 4, 4) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=7), st.data())
 def test_maj_at_k_is_the_mean_over_all_draws_where_they_are_few(answers, data):
     k = data.draw(st.integers(1, len(answers)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.algos import filters
@@ -28,7 +28,6 @@ def test_answers_with_one_stale_token_are_stale():
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.lists(st.booleans(), max_size=400))
-@settings(deadline=None)
 def test_a_batch_is_filled_exactly_or_the_rounds_are_used_up(wanted, max_rounds, luck):
     filling, drawn, kept = Filling(wanted, max_rounds), iter(luck), 0
     while draw := filling.next_round():

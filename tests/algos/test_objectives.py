@@ -77,7 +77,7 @@ def cuts(draw):
 
 @every_case
 @given(cut=cuts(), aggregation=st.sampled_from(AGGREGATIONS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_gradient_does_not_depend_on_split_packing_or_order(case, cut, aggregation):
     seed, rows, pieces = cut
     b = tensors(batch(seed, rows=rows))

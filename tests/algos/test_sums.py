@@ -11,7 +11,7 @@ from rlinf.algos.losses import Explained, LossSum, Mean
 
 
 @given(st.integers(0, 2**31), st.integers(0, 12), st.integers(0, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_explained_variance_of_parts_adds_up_to_that_of_all(seed, first, second):
     rng = np.random.default_rng(seed)
     target = rng.normal(5, 1, size=first + second)

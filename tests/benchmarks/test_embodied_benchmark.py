@@ -81,7 +81,7 @@ def test_the_job_is_the_configurations():
     assert job.options["id"] == "PullCube-v1"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 6))
 def test_no_loop_is_faster_than_its_bound(slices, simulation, inference, horizon):
     case = Case(slices, float(simulation), float(inference))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -155,7 +155,6 @@ def test_a_function_that_needs_parked_tensors_refuses_to_run():
     assert needing(3) == 9
 
 
-@settings(deadline=None)  # the first step of an optimizer imports a compiler
 @given(st.lists(st.sampled_from(["gradient", "step", "away", "restore"]), max_size=12))
 def test_learning_that_was_interrupted_anywhere_is_bit_for_bit_the_same(happens):
     """Gradients and the optimizer's state come into being, and are replaced, between moves."""

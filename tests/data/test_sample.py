@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.sample import Group, Prompt, Sample
@@ -35,7 +35,6 @@ def fields(sample):
 
 
 @given(st.lists(st.integers(0, 6), max_size=6), st.booleans())
-@settings(deadline=None)
 def test_a_group_arrives_as_it_left(lengths, foreign):
     sent = group(lengths, prompt=Prompt(8, np.arange(1)) if foreign else None)
     arrived = pickle.loads(pickle.dumps(sent))

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.weights import BLOCK, Weights, WeightsDamaged, checksum
@@ -24,7 +24,6 @@ def filled(shape, dtype, seed):
     st.integers(1, 400),
     st.sampled_from([None, torch.bfloat16, torch.float64]),
 )
-@settings(deadline=None)
 def test_what_was_packed_comes_out_in_bounded_buckets(kinds, bucket_bytes, dtype):
     named = {f"t{i}": filled(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
     weights = Weights.pack(named.items(), 7, bucket_bytes=bucket_bytes, dtype=dtype)
@@ -112,7 +111,6 @@ def test_a_bucket_must_hold_something():
 
 
 @given(st.integers(1, 5000), st.data())
-@settings(deadline=None)
 def test_one_changed_byte_is_found(size, data):
     packed = torch.randint(0, 256, (size,), dtype=torch.uint8)
     before = checksum(packed)
@@ -122,7 +120,6 @@ def test_one_changed_byte_is_found(size, data):
 
 
 @given(st.integers(2, 6), st.data())
-@settings(deadline=None)
 def test_blocks_that_change_places_are_found(count, data):
     packed = torch.randint(-(2**60), 2**60, (count, BLOCK))
     first = data.draw(st.integers(0, count - 1))

@@ -38,7 +38,7 @@ work = st.lists(
 @pytest.mark.parametrize("constants", ["tight", "usual"])
 def test_every_answer_is_that_of_its_own_text(constants, request_constants):
     @given(work, st.integers(1, 8), st.one_of(st.none(), st.integers(1, 120)))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def check(asked, max_rows, max_tokens):
         requests = [
             request(number, prompt, Sampling(room, min_new_tokens=least, stop_ids=tuple(stops)))

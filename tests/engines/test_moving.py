@@ -42,7 +42,7 @@ async def moved(engine, other, requests, ids, wait):
 
 def test_wherever_an_answer_is_cut_it_goes_on_alike(stepwise):
     @given(work, st.sets(st.integers(0, 9)), st.integers(0, 120), st.integers(1, 6), st.integers(1, 6))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def check(asked, ids, wait, rows, others):
         requests = [request(i, prompt, Sampling(room, stop_ids=(3,))) for i, (prompt, room) in enumerate(asked)]
         engine, _ = scripted(max_rows=rows, compute=direct)

@@ -108,7 +108,7 @@ def allowed(logits, temperature, top_k, top_p, min_p):
     st.integers(0, 1000), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0, 1, 3, 100]),
     st.sampled_from([0.05, 0.5, 0.9, 1.0]), st.sampled_from([0.0, 0.1, 0.6]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_limits_leave_out_what_transformers_leaves_out(seed, temperature, top_k, top_p, min_p):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(seed)) * 2
     count = 1500

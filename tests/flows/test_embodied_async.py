@@ -135,7 +135,7 @@ def test_more_staleness_rides_out_steps_that_take_unequally_long():
 SECONDS = st.integers(0, 9).map(float)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_what_acts_is_never_further_behind_than_allowed_whatever_takes_how_long(data):
     count = data.draw(st.integers(1, 7))

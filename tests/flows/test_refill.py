@@ -81,7 +81,7 @@ def scripts(draw):
 
 
 @given(script=scripts(), streamed=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_kept_is_what_answering_one_by_one_keeps_whenever_answers_come(script, streamed):
     wanted, max_rounds, good, ways = script
     kept, rounds, drawn, seen = one_by_one(good, wanted, max_rounds)

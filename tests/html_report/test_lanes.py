@@ -15,8 +15,9 @@ from rlinf.html_report.lanes import Trace, side_by_side
 from rlinf.html_report.lanes_svg import MOST_LANES
 from rlinf.metrics.timing import timing
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.observe.spans import write_perfetto
 from rlinf.runtime.system.observer import Watch
+from tests.spans import call, write_trace
+from tests.spans import step as step_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -85,10 +86,10 @@ def test_a_lane_shows_work_and_waiting(traced):
 
 def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
     assert Trace(traced[0]).first_middle_last() == [2, 3]
-    spans = [("flow", f"step {step}", float(step), step + 0.5, None) for step in range(1, 101)]
-    write_perfetto(tmp_path / "long.json", [(0, 0.0, spans)])
+    spans = [step_of(number, float(number), number + 0.5) for number in range(1, 101)]
+    write_trace(tmp_path / "long.json", [spans])
     assert Trace(tmp_path / "long.json").first_middle_last() == [2, 51, 100]
-    write_perfetto(tmp_path / "one.json", [(0, 0.0, spans[:1])])
+    write_trace(tmp_path / "one.json", [spans[:1]])
     assert Trace(tmp_path / "one.json").first_middle_last() == [1]
 
 
@@ -110,8 +111,8 @@ def test_a_picture_is_plain_svg_for_light_and_dark(traced):
 
 
 def test_names_in_a_trace_are_escaped(tmp_path):
-    spans = [("flow", "step 1", 0.0, 1.0, None), ("<b>&[0]", "<i>", 0.2, 0.5, None)]
-    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    spans = [step_of(1, 0.0, 1.0), call("<b>&[0]", "<i>", 0.2, 0.5)]
+    write_trace(tmp_path / "t.json", [spans])
     text = lanes_svg(tmp_path / "t.json")
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;" in text
@@ -119,25 +120,25 @@ def test_names_in_a_trace_are_escaped(tmp_path):
 
 
 def test_many_actors_are_drawn_in_part_and_counted(tmp_path):
-    spans = [("flow", "step 1", 0.0, 1.0, None)]
-    spans += [(f"judge[{rank}]", "score", rank / 100, 0.9, None) for rank in range(MOST_LANES + 8)]
-    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    spans = [step_of(1, 0.0, 1.0)]
+    spans += [call(f"judge[{rank}]", "score", rank / 100, 0.9) for rank in range(MOST_LANES + 8)]
+    write_trace(tmp_path / "t.json", [spans])
     text = lanes_svg(tmp_path / "t.json")
     assert "and 8 more" in text
     assert len(re.findall(r'class="row"', text)) == MOST_LANES
 
 
 def test_a_picture_stays_small_however_many_spans_there_are(tmp_path):
-    spans = [("flow", "step 1", 0.0, 1.0, None)]
-    spans += [("judge[0]", "score", n / 20_000, (n + 0.5) / 20_000, None) for n in range(20_000)]
-    write_perfetto(tmp_path / "t.json", [(0, 0.0, spans)])
+    spans = [step_of(1, 0.0, 1.0)]
+    spans += [call("judge[0]", "score", n / 20_000, (n + 0.5) / 20_000) for n in range(20_000)]
+    write_trace(tmp_path / "t.json", [spans])
     assert len(lanes_svg(tmp_path / "t.json")) < 20_000
 
 
 def test_what_is_not_there_is_told(traced, tmp_path):
     with pytest.raises(ValueError, match=r"step 9 is not in .*, which has steps 1 to 3"):
         lanes_svg(traced[0], [9])
-    write_perfetto(tmp_path / "none.json", [(0, 0.0, [])])
+    write_trace(tmp_path / "none.json", [[]])
     with pytest.raises(ValueError, match="has no step of a flow"):
         lanes_svg(tmp_path / "none.json")
     (tmp_path / "else.json").write_text('{"a": 1}')

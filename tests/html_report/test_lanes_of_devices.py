@@ -11,26 +11,26 @@ from rlinf.html_report.lanes_svg import MOST_LANES
 from rlinf.html_report.trace_lanes import DeviceLanes, device_lanes
 from rlinf.html_report.trace_lanes_svg import device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.observe.spans import write_perfetto
+from tests.spans import call, lease, move, step, wait, wait_for_lease, write_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
-STEP = [("flow", "step 1", 0.0, 1.0, None), ("flow", "step 2", 1.0, 11.0, None)]
+STEP = [step(1, 0.0, 1.0), step(2, 1.0, 11.0)]
 TURNS = [
-    ("rollout[0]", "generate", 1.0, 5.0, {"caller": "flow"}),
-    ("rollout[0] lease", "rollout[0].generate", 1.0, 6.0, None),
-    ("rollout[0]", "offload", 6.0, 7.0, {"caller": "lease"}),
-    ("trainer[0]", "onload", 7.0, 8.0, {"caller": "lease"}),
-    ("trainer[0]", "train", 1.5, 10.0, {"caller": "flow"}),
-    ("trainer[0]", "wait for rollout.generate", 1.5, 6.0, None),
-    ("trainer[0] lease", "wait for lease", 6.0, 8.0, None),
-    ("trainer[0] lease", "trainer[0].train", 8.0, 10.0, None),
-    ("rollout[0]", "load", 10.5, 11.0, {"caller": "flow"}),
+    call("rollout[0]", "generate", 1.0, 5.0),
+    lease("rollout[0]", "generate", 1.0, 6.0),
+    move("rollout[0]", "offload", 6.0, 7.0),
+    move("trainer[0]", "onload", 7.0, 8.0),
+    call("trainer[0]", "train", 1.5, 10.0),
+    wait("trainer[0]", "train", "rollout.generate", 1.5, 6.0),
+    wait_for_lease("trainer[0]", "train", 6.0, 8.0),
+    lease("trainer[0]", "train", 8.0, 10.0),
+    call("rollout[0]", "load", 10.5, 11.0),
 ]
 """On one device in turns, in the second step."""
 
 
 def traced(path, *hosts):
-    write_perfetto(path, [(number, 0.0, list(spans)) for number, spans in enumerate(hosts)])
+    write_trace(path, hosts)
     return path
 
 
@@ -67,14 +67,14 @@ def test_a_device_shows_work_moves_and_leases_of_its_roles(tmp_path):
 
 
 def test_roles_that_work_at_once_on_a_device_lie_below_each_other(tmp_path):
-    beside = [("judge[0]", "score", 2.0, 4.0, {"caller": "flow"})]
+    beside = [call("judge[0]", "score", 2.0, 4.0)]
     (lane,) = device_lanes(traced(tmp_path / "t.json", STEP + TURNS + beside), 2).lanes
     assert lane.rows == {"rollout": 0, "judge": 1, "trainer": 0}
     assert lane.seconds == 6.5, "time in which two work counts once"
 
 
 def test_a_device_that_did_nothing_in_the_step_is_shown_as_idle(tmp_path):
-    path = traced(tmp_path / "t.json", STEP + TURNS, [("judge[0]", "score", 0.1, 0.5, None)])
+    path = traced(tmp_path / "t.json", STEP + TURNS, [call("judge[0]", "score", 0.1, 0.5)])
     read = device_lanes(path, 2)
     assert [(lane.host, lane.work) for lane in read.lanes][1] == (1, ())
     assert read.shares()[1] == (1, {"moves": 0.0, "idle": 1.0})
@@ -82,7 +82,7 @@ def test_a_device_that_did_nothing_in_the_step_is_shown_as_idle(tmp_path):
 
 
 def test_without_a_wish_the_step_in_the_middle_is_taken(tmp_path):
-    spans = [("flow", f"step {step}", float(step), step + 1.0, None) for step in range(1, 10)]
+    spans = [step(number, float(number), number + 1.0) for number in range(1, 10)]
     assert device_lanes(traced(tmp_path / "t.json", spans)).step == 5
     whole = device_lanes(tmp_path / "t.json", whole=True)
     assert (whole.step, whole.seconds) == (None, 9.0)
@@ -95,7 +95,7 @@ def test_a_run_is_called_by_its_directory_and_found_by_it(tmp_path):
 
 
 def test_traces_lie_side_by_side_on_one_time_scale(tmp_path):
-    slow = [(track, name, 2 * start, 2 * end, details) for track, name, start, end, details in STEP + TURNS]
+    slow = [span._replace(start=2 * span.start, end=2 * span.end) for span in STEP + TURNS]
     paths = traced(tmp_path / "fast.json", STEP + TURNS), traced(tmp_path / "slow.json", slow)
     text = device_lanes_svg([device_lanes(path, 2) for path in paths])
     (_, left, narrow), (_, right, wide) = drawn(text, "rollout: generation")
@@ -109,7 +109,7 @@ def test_traces_lie_side_by_side_on_one_time_scale(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_picture_is_plain_svg_and_holds_all_it_draws(tmp_path, count):
-    path = traced(tmp_path / "<b>&.json", STEP + TURNS, [("<i>[0]", "<u>", 1.2, 3.0, None)])
+    path = traced(tmp_path / "<b>&.json", STEP + TURNS, [call("<i>[0]", "<u>", 1.2, 3.0)])
     text = device_lanes_svg([device_lanes(path, 2)] * count)
     root = ET.fromstring(text)
     assert {element.tag for element in root.iter()} <= {
@@ -127,25 +127,25 @@ def test_a_picture_is_plain_svg_and_holds_all_it_draws(tmp_path, count):
 
 
 def test_two_roles_of_one_activity_have_colours_of_their_own(tmp_path):
-    spans = [*STEP, *((f"{name}[0]", "score", 1.0 + n, 2.0 + n, None) for n, name in enumerate("abcdefgh"))]
+    spans = [*STEP, *(call(f"{name}[0]", "score", 1.0 + n, 2.0 + n) for n, name in enumerate("abcdefgh"))]
     text = device_lanes_svg([device_lanes(traced(tmp_path / "t.json", spans), 2)])
     assert len({drawn(text, f"{name}: scoring")[0][0] for name in "abcdefgh"}) == 8
 
 
 def test_a_picture_stays_small_however_much_happened(tmp_path):
-    spans = [("flow", "step 1", 0.0, 1.0, None)]
+    spans = [step(1, 0.0, 1.0)]
     for number in range(20_000):
         at = number / 20_000
-        spans.append(("judge[0]", "score", at, at + 2e-5, None))
-        spans.append(("judge[0] lease", "judge[0].score", at, at + 3e-5, None))
-    hosts = [spans] + [[("judge[1]", "score", 0.1, 0.2, None)]] * (MOST_LANES + 4)
+        spans.append(call("judge[0]", "score", at, at + 2e-5))
+        spans.append(lease("judge[0]", "score", at, at + 3e-5))
+    hosts = [spans] + [[call("judge[1]", "score", 0.1, 0.2)]] * (MOST_LANES + 4)
     text = device_lanes_svg([device_lanes(traced(tmp_path / "t.json", *hosts))])
     assert len(text) < 60_000
     assert "and 5 more" in text
 
 
 def test_a_step_that_took_no_time_is_drawn(tmp_path):
-    path = traced(tmp_path / "t.json", [("flow", "step 1", 1.0, 1.0, None), ("a[0]", "work", 1.0, 1.0, None)])
+    path = traced(tmp_path / "t.json", [step(1, 1.0, 1.0), call("a[0]", "work", 1.0, 1.0)])
     ET.fromstring(device_lanes_svg([device_lanes(path)]))
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from rlinf.html_report import write_report
 from rlinf.html_report.run_data import MOST_POINTS, MOST_TEXT, curves, read_run
-from rlinf.runtime.observe.spans import write_perfetto
+from tests.spans import call, write_trace
+from tests.spans import step as step_of
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;\u2028"
 """What a model may write."""
@@ -47,9 +48,7 @@ def run_directory(path: Path, steps: int = 40, hostile: str = "") -> Path:
     (path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     (path / "resolved.yaml").write_text(f"name: sorting\nsteps: {steps}\nflow: rlinf.flows.grpo\n# {hostile!r}\n")
     (path / "environment.json").write_text(json.dumps({"hosts": 2, "python": "3.11", "command": f"launch {hostile}"}))
-    write_perfetto(
-        path / "trace.json", [(0, 0.0, spans(steps, f"rollout{hostile}[0]")), (1, 0.0, spans(0, "trainer[0]"))]
-    )
+    write_trace(path / "trace.json", [spans(steps, f"rollout{hostile}[0]"), spans(0, "trainer[0]")])
     return path
 
 
@@ -67,8 +66,8 @@ def answer(step, prompt, response, reward, **more):
 
 def spans(steps: int, actor: str):
     method = "generate" if actor.startswith("rollout") else "train"
-    flow = [("flow", f"step {step}", step * 1.0, step + 0.5, None) for step in range(1, steps + 1)]
-    return flow + [(actor, method, step + 0.1, step + 0.3, {"caller": "flow"}) for step in range(1, 41)]
+    flow = [step_of(number, number * 1.0, number + 0.5) for number in range(1, steps + 1)]
+    return flow + [call(actor, method, number + 0.1, number + 0.3) for number in range(1, 41)]
 
 
 class Page(HTMLParser):

@@ -16,7 +16,8 @@ from rich.console import Console
 from rlinf.metrics import live
 from rlinf.metrics.live import LiveView
 from rlinf.metrics.live_picture import BARS, Shown, clock, curve, picture
-from rlinf.runtime.system.observer import ActorState, Moment, QueueState
+from rlinf.runtime.system.introspection import ActorState, QueueState
+from rlinf.runtime.system.observer import Moment
 from tests.metrics.terminal import Terminal, plain
 
 METRICS = {

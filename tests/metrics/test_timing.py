@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.metrics.timing import ACTIVITIES, sentence, timing
-from rlinf.runtime.system.observer import Busy, Lap, Moved, union
+from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.observe.intervals import union
+from rlinf.runtime.system.observer import Lap, Moved
 
 ENDPOINTS = {
     "generation": "generate",

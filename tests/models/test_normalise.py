@@ -4,14 +4,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.models.normalise import RunningNorm
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(0, 2**31), st.floats(-1e3, 1e3))
-@settings(deadline=None)
 def test_batches_one_after_the_other_are_as_good_as_all_at_once(lengths, seed, offset):
     rng = np.random.default_rng(seed)
     batches = [offset + rng.normal(size=(length, 3)) * [1e-2, 1, 50] for length in lengths]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from rlinf.placement.efficiency import efficiency
 from rlinf.placement.observed import observed, see
 from rlinf.placement.profile import Profile, StageProfile, Timing
-from rlinf.runtime.system.observer import Busy, Flow, Lap, Moved
+from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 ABOUT = {"model": "m", "machine": "x", "flow": "f"}
 TWO = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({1})}

@@ -9,7 +9,8 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.placement.ledger import PROFILE, WINDOW, Ledger
 from rlinf.placement.profile import Footprint, Profile, Release, StageProfile, Timing, load
 from rlinf.runtime.base.clock import run_virtual
-from rlinf.runtime.system.observer import Busy, Flow, Lap, Watch
+from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.system.observer import Flow, Lap, Watch
 
 ABOUT = {"model": "m", "machine": "x", "flow": "f"}
 TWO = {"rollout[0]": frozenset({0}), "trainer[0]": frozenset({1})}

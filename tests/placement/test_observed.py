@@ -12,7 +12,8 @@ from rlinf import Actor
 from rlinf.metrics.timing import activity_of
 from rlinf.placement.observed import ASIDE, PUBLISHING, observed, see
 from rlinf.placement.profile import BESIDE, Footprint, Timing, load, save
-from rlinf.runtime.system.observer import Busy, Flow, Lap, Moved
+from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 APART = {"rollout[0]": frozenset({0}), "rollout[1]": frozenset({1}), "trainer[0]": frozenset({2})}
 ABOUT = {"model": "m", "machine": "x", "flow": "rlinf.flows.grpo"}

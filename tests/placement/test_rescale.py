@@ -62,7 +62,7 @@ def made(held, max_rows, max_tokens):
 
 
 @given(engines, laws, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 300)), st.floats(0.0, 0.5))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_nothing_is_lost_doubled_or_overfull_and_asking_again_moves_nothing(held, law, max_rows, max_tokens, share):
     loads = made(held, max_rows, max_tokens)
     moves = consolidate(loads, law, share)
@@ -92,7 +92,7 @@ def makespan(rests, law):
 
 
 @given(engines, laws, st.floats(0.0, 0.5), st.integers(0, 10**6))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_however_long_the_answers_turn_out_generation_takes_little_longer(held, law, share, seed):
     chance = random.Random(seed)
     loads = made(held, 16, None)

@@ -31,13 +31,27 @@ REWARDS = """
         if word == "text":
             return "good"
         if word == "slow":
-            time.sleep(0.15)
+            time.sleep(0.3)
             return 1.0
         if word == "score":
             return Score(0.5, {"part": 2.0}, "x")
         if word == "pid":
             return os.getpid()
         return float(word)
+
+    class Harmful:
+        def __init__(self, path):
+            self.path = path
+        def __reduce__(self):
+            return open, (self.path, "w")
+
+    def quietly_seizing(response):
+        # from the next call on, the child answers with something else than verdicts
+        from rlinf.rewards.scoring import Scorer
+        word, _, path = response.partition(" ")
+        answers = {"object": [Harmful(path)], "none": [], "number": 7, "verdict": [{"outcome": "ok", "value": "1.0"}]}
+        Scorer.told = lambda *_: answers[word]
+        return 1.0
 
     class Counting:
         def __init__(self, start=0):
@@ -125,11 +139,11 @@ async def test_what_raises_or_returns_no_number_is_an_error_of_its_sample(reward
 
 
 async def test_a_hang_is_killed_and_only_it_times_out(rewards):
-    async with pool(timeout=0.4) as children:
+    async with pool(timeout=1.5) as children:
         found = await children.score(asked("1", "2", "hang", "3"))
         again = await children.score(asked("4"))
     assert outcomes(found) == ["ok", "ok", "timeout", "ok"]
-    assert found[2].remark == "took longer than 0.4 s; killed"
+    assert found[2].remark == "took longer than 1.5 s; killed"
     assert values(again) == [4]
 
 
@@ -144,15 +158,15 @@ async def test_a_crash_is_tried_again_and_only_it_is_an_error(rewards, word, how
 
 
 async def test_many_slow_samples_are_no_hang(rewards):
-    async with pool(timeout=0.5) as children:
+    async with pool(timeout=1.5) as children:
         before = (await children.score(asked("pid")))[0].value
-        found = await children.score(asked(*["slow"] * 6, "1"))  # 0.9 s in all: more than the deadline of one
+        found = await children.score(asked(*["slow"] * 6, "1"))  # 1.8 s in all: more than the deadline of one
         assert (await children.score(asked("pid")))[0].value == before
     assert outcomes(found) == ["ok"] * 7
 
 
 async def test_a_hang_does_not_hold_up_the_other_children(rewards):
-    async with pool(workers=2, timeout=1) as children:
+    async with pool(workers=2, timeout=3) as children:
         hanging = asyncio.create_task(children.score(asked("hang")))
         await asyncio.sleep(0.1)
         for number in range(20):
@@ -166,7 +180,7 @@ async def test_whatever_the_mixture_each_sample_gets_its_own_verdict(rewards):
     often, seldom = ["1", "raise x", "nan", "score"], ["hang", "exit"]
     groups = [[(seldom if (i + 5 * k) % 23 == 7 else often)[(i * 7 + k) % 2] for i in range(8)] for k in range(8)]
     assert sum(word in seldom for group in groups for word in group) >= 2
-    async with pool(workers=2, timeout=0.6) as children:
+    async with pool(workers=2, timeout=1.5) as children:
         found = await asyncio.gather(*(children.score(asked(*group)) for group in groups))
     assert [outcomes(each) for each in found] == [[kinds[word] for word in group] for group in groups]
 
@@ -191,7 +205,7 @@ async def test_a_missing_module_is_hopeless(rewards):
 
 
 async def test_async_functions_run_together_with_a_deadline_each(rewards):
-    async with pool("waiting", timeout=0.5) as children:
+    async with pool("waiting", timeout=1.5) as children:
         found = await children.score(asked("1", "2", "hang", "raise", "3"))
         assert children.workers[0].restarts == 0
     assert outcomes(found) == ["ok", "ok", "timeout", "error", "ok"]
@@ -200,7 +214,7 @@ async def test_async_functions_run_together_with_a_deadline_each(rewards):
 
 async def test_an_async_function_that_blocks_is_killed(rewards, monkeypatch):
     monkeypatch.setattr("rlinf.rewards.pool._GRACE", 0.1)
-    async with pool("waiting", timeout=0.4) as children:
+    async with pool("waiting", timeout=1.5) as children:
         found = await children.score(asked("1", "block"))
     assert outcomes(found) == ["ok", "timeout"]
 
@@ -214,7 +228,7 @@ async def test_a_cancelled_call_takes_its_waiting_samples_away(rewards):
             await task
         start = time.monotonic()
         assert values(await children.score(asked("7"))) == [7]
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10  # of the 300 s that they take
 
 
 async def test_arguments_that_do_not_pickle_are_an_error_of_the_caller(rewards):
@@ -251,3 +265,14 @@ def test_a_function_that_cannot_be_sent_is_refused_with_advice(function):
         function.__module__ = "__main__"
     with pytest.raises(ValueError, match="dotted path"):
         RewardPool(function, None, is_async=False, name="r", workers=1, timeout=1)
+
+
+@pytest.mark.parametrize("word", ["object", "none", "number", "verdict"])
+async def test_a_function_that_seizes_its_child_gets_no_further_than_its_own_verdicts(rewards, tmp_path, word):
+    mark = tmp_path / "mark"
+    async with pool("quietly_seizing") as judges:
+        first = await judges.score(asked(f"{word} {mark}"))
+        second = await judges.score(asked(f"{word} {mark}"))
+    assert outcomes(first) == ["ok"]
+    assert outcomes(second) == ["error"]
+    assert not mark.exists()

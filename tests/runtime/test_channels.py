@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlinf import Actor, ActorSystem, Channel, endpoint
+from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import QueueClosed
 from tests.runtime.worlds import until
 
@@ -23,6 +24,22 @@ class User(Actor):
     async def put(self, channel: Channel, values: list[Any], key: Any = None) -> None:
         for value in values:
             await channel.put(value, key=key)
+
+    @endpoint
+    async def put_at_once(self, channel: Channel, n: int) -> int:
+        """How many of `n` puts return without waiting for anything."""
+        at_once = 0
+        for value in range(n):
+            others: list[int] = []
+            asyncio.get_running_loop().call_soon(others.append, 1)
+            await channel.put(value)
+            at_once += not others
+        return at_once
+
+    @endpoint
+    async def close_after(self, other: Any, channel: Channel, values: list[Any]) -> None:
+        await other.put(channel, values)
+        channel.close()
 
     @endpoint
     async def get(self, channel: Channel, n: int = 1, key: Any = None) -> list[Any]:
@@ -121,6 +138,50 @@ async def test_put_waits_for_space(system: ActorSystem) -> None:
         assert (await channel.statistics())["queued"] == 2
         assert [await channel.get() for _ in range(4)] == [1, 2, 3, 4]
         await putting
+
+
+@pytest.mark.worlds("serialize", "rpc")  # in one process a channel is handed over as it is
+async def test_putting_from_elsewhere_takes_a_round_trip_only_now_and_then(system: ActorSystem) -> None:
+    _, far = await _users(system)
+    channel = await system.channel("c")
+    assert await far.put_at_once(channel, 600) == 600 - 3  # the first, and two after 256 each
+    assert [channel.get_nowait() for _ in range(600)] == list(range(600))
+    channel.close()
+    await until(lambda: _closed(channel))
+    with pytest.raises(QueueClosed, match="closed"):
+        await far.put(channel, [0])
+    async with system.scope():
+        short = await system.channel("short-lived")
+        assert await far.put_at_once(short, 3) == 2
+    with pytest.raises(QueueClosed):
+        await far.put(short, [0])
+
+
+@pytest.mark.parametrize("ends", ["closes", "is lost"])
+def test_a_channel_closed_by_a_third_host_has_all_that_was_put_before(ends: str) -> None:
+    """Though what was put is slower on its way than word of the close."""
+
+    async def main() -> list[Any]:
+        async with ActorSystem.local(3, serialize=True) as system:
+            closer, producer = await system.spawn(User, hosts=[1, 2], name="user")
+            channel = await system.channel("c")
+            await producer.put(channel, [0])
+            slow = system._network.system(2)._host.transport  # type: ignore[union-attr]
+            send = slow.send
+
+            def send_late(host: int, frame: Any, answered: Any) -> None:
+                asyncio.get_running_loop().call_later(0.5 if host == 0 else 0.0, send, host, frame, answered)
+
+            slow.send = send_late  # type: ignore[method-assign]
+            await closer.close_after(producer, channel, [1, 2, 3])
+            await until(lambda: _closed(channel))
+            with pytest.raises(QueueClosed):
+                await channel.put(4)
+            if ends == "is lost":
+                system.queues.lost(2, "for a test")
+            return [value async for value in channel]
+
+    assert run_virtual(main())[0] == ([0, 1, 2, 3] if ends == "closes" else [0])
 
 
 async def test_every_key_is_a_queue_of_its_own_and_is_forgotten_when_empty(system: ActorSystem) -> None:

@@ -5,12 +5,15 @@ Here the ranks are started by hand: nobody but the runtime ends them. `test_torc
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.runtime.programs.jobs import listening, shared_memory, until
+from tests.runtime.programs.jobs import listening, patient, shared_memory, until
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,16 @@ def first_error(complaints):
     return next(line for line in complaints.splitlines()[1:] if not line.startswith(" "))
 
 
+def said_of_the_loss(complaints):
+    """The first line, which says it all; and what comes after it."""
+    line, _, rest = complaints.partition("\n")
+    assert line.startswith("error: host "), complaints
+    assert line.endswith(
+        "The job ends; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself."
+    )
+    return line, rest
+
+
 def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
     ranks = zygote.run("drills.py", 3, "awaited")
     ranks.await_line("waiting", rank=2)
@@ -35,8 +48,11 @@ def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
     ranks.await_line("main left")
     took = time.monotonic() - killed
     assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
-    assert took < 1.0
-    error = first_error(ranks.complained(0))
+    assert took < patient(1.0)
+    line, rest = said_of_the_loss(ranks.complained(0))
+    assert line.startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
+    assert ", and with it victim[2]: " in line
+    error = first_error(rest)
     assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 2 (pid {ranks.pids[2]} on ")
     assert "while victim[2].wait was pending" in error
     assert ranks.printed(1) == "closed victim[1]\n"
@@ -49,9 +65,10 @@ def test_a_killed_host_ends_the_job_though_main_waits_for_something_else(zygote)
     ranks.await_line("ready")
     ranks.kill(1)
     assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
-    error = first_error(ranks.complained(0))
-    assert error.startswith(f"rlinf.runtime.base.errors.ActorDied: host 1 (pid {ranks.pids[1]} on ")
-    assert "died, and with it victim[1]" in error
+    line, rest = said_of_the_loss(ranks.complained(0))
+    assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
+    assert re.search(r" was lost at \d\d:\d\d:\d\d, and with it victim\[1\]: \S", line)
+    assert first_error(rest) == f"rlinf.runtime.base.errors.HostLost: {line.removeprefix('error: ')}"
 
 
 def test_main_may_still_clean_up_after_a_lost_host_but_the_job_fails(zygote):
@@ -60,7 +77,7 @@ def test_main_may_still_clean_up_after_a_lost_host_but_the_job_fails(zygote):
     ranks.kill(1)
     assert ranks.codes()[0] == 1, ranks.everything()
     assert "cleaned up" in ranks.printed(0)
-    assert "ActorDied: host 1" in ranks.complained(0)
+    assert said_of_the_loss(ranks.complained(0))[0].startswith("error: host 1 ")
 
 
 def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
@@ -70,11 +87,98 @@ def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
     ranks.kill(0)
     start = time.monotonic()
     assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.everything()
-    assert time.monotonic() - start < 6.0
+    assert time.monotonic() - start < patient(6.0)
     for rank in (1, 2):
         assert f"closed idle[{rank}]" in ranks.printed(rank)
         said = ranks.complained(rank).splitlines()
         assert said[0].startswith(f"rlinf: host {rank} stops: the controller (host 0) is gone")
+
+
+# Silence: power loss, a cut network, or here a stopped process, to which connections stay open ----------------------
+
+SILENCE = 3.0
+"""Seconds after which a host counts as lost, in these tests."""
+END = SILENCE + 10.0
+"""Seconds until all that is left of such a job must have ended."""
+
+
+def test_a_host_that_falls_silent_ends_the_job_within_its_time(zygote):
+    ranks = zygote.run("drills.py", 3, "unawaited", HOST_TIMEOUT=SILENCE)
+    ranks.await_line("ready")
+    ranks.kill(1, signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert ranks.codes(END) == [1, -signal.SIGKILL, 0], ranks.everything()
+    assert SILENCE <= time.monotonic() - stopped <= END
+    line, _ = said_of_the_loss(ranks.complained(0))
+    assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
+    assert re.search(
+        r"and with it victim\[1\]: it has not answered since \d\d:\d\d:\d\d, for 3 s \(host_timeout\)", line
+    )
+    assert ranks.printed(2) == "closed victim[2]\n"
+
+
+def test_a_controller_that_falls_silent_ends_the_others_within_their_time(zygote):
+    ranks = zygote.run("drills.py", 3, "unawaited", HOST_TIMEOUT=SILENCE)
+    ranks.await_line("ready")
+    ranks.kill(0, signal.SIGSTOP)
+    assert ranks.codes(END) == [-signal.SIGKILL, 1, 1], ranks.everything()
+    for rank in (1, 2):
+        (line,) = ranks.complained(rank).splitlines()
+        assert line.startswith(f"rlinf: host {rank} stops: the controller (host 0) is gone: it has not answered since ")
+        assert line.endswith("torchrun --max-restarts N does so by itself.")
+
+
+def test_roles_that_compute_with_a_silent_host_end_in_time_too(zygote):
+    ranks = zygote.run("drills.py", 3, "sums", HOST_TIMEOUT=SILENCE)
+    for rank in range(3):
+        ranks.await_line("summing", rank)
+    ranks.kill(2, signal.SIGSTOP)
+    assert ranks.codes(END) == [1, 0, -signal.SIGKILL], ranks.everything()
+    assert said_of_the_loss(ranks.complained(0))[0].startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
+
+
+def test_the_loss_counts_though_who_computes_with_the_lost_host_hears_of_it_first(zygote):
+    ranks = zygote.run("drills.py", 3, "sums")
+    for rank in range(3):
+        ranks.await_line("summing", rank)
+    ranks.kill(2)
+    assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
+    assert said_of_the_loss(ranks.complained(0))[0].startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
+
+
+def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
+    ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=SILENCE, COUNTS=3.0)
+    ranks.await_line("ready")
+    for rank in (1, 0):
+        ranks.kill(rank, signal.SIGSTOP)
+        time.sleep(0.6 * SILENCE)
+        ranks.kill(rank, signal.SIGCONT)
+        time.sleep(0.3)
+    assert ranks.codes() == [0, 0], ranks.everything()
+    assert ranks.printed(0) == "ready\nall counted\n"
+    assert [ranks.complained(rank) for rank in (0, 1)] == ["", ""]
+
+
+def test_a_host_whose_loop_and_interpreter_are_held_is_not_silent(zygote):
+    ranks = zygote.run("drills.py", 2, "holds", HOST_TIMEOUT=1.0, HOLDS=4.0)
+    assert ranks.codes() == [0, 0], ranks.everything()
+    assert ranks.printed(0) == "held\n"
+    assert ranks.complained(0) == ""
+
+
+def test_a_host_that_waits_costs_next_to_no_processor_time(zygote):
+    ranks = zygote.run("drills.py", 2, "unawaited")
+    ranks.await_line("ready")
+    time.sleep(1.0)  # what starting leaves behind
+    before = [processor_seconds(pid) for pid in ranks.pids]
+    time.sleep(10.0)
+    assert [processor_seconds(pid) - used < 0.1 for pid, used in zip(ranks.pids, before, strict=True)] == [True, True]
+
+
+def processor_seconds(pid):
+    """What a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_an_error_of_main_is_shown_as_it_is_and_the_others_end_cleanly(zygote):
@@ -131,7 +235,7 @@ def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, n
     start = time.monotonic()
     ranks.kill_all(number)
     assert ranks.codes() == [128 + number, 0], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
     for rank in (0, 1):
         closed = [line for line in ranks.printed(rank).splitlines() if line.startswith("closed")]
         assert closed == [f"closed {name}[{rank}]" for name in ("waiting", "two", "one", "idle")]
@@ -144,7 +248,7 @@ def test_a_signal_ends_a_job_of_one_process_too(zygote):
     start = time.monotonic()
     ranks.kill(0, signal.SIGINT)
     assert ranks.codes() == [130], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
     assert ranks.printed(0).splitlines()[-4:] == [f"closed {name}[0]" for name in ("waiting", "two", "one", "idle")]
     assert ranks.complained(0).startswith("rlinf: stopped by SIGINT\n")
 
@@ -170,7 +274,7 @@ def test_a_main_that_does_not_end_when_cancelled_is_left_behind(zygote):
     start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
     assert ranks.codes() == [128 + signal.SIGINT, 0], ranks.everything()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < patient(5.0)
 
 
 def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
@@ -178,8 +282,8 @@ def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
     ranks.await_line("blocking", rank=1)
     start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
-    until(lambda: {ranks.pids[0], ranks.pids[2]} <= zygote.codes.keys(), ranks.everything, 6.0)
-    assert time.monotonic() - start < 6.0
+    until(lambda: {ranks.pids[0], ranks.pids[2]} <= zygote.codes.keys(), ranks.everything)
+    assert time.monotonic() - start < patient(6.0)
     assert "host 1 does not answer" in ranks.complained(0)
 
 
@@ -187,4 +291,4 @@ def test_ctrl_c_while_waiting_for_other_ranks_ends_at_once(zygote):
     ranks = zygote.run("drills.py", 1, "unawaited", WORLD_SIZE=2)
     until(lambda: listening(ranks.pids), "rank 0 listening for the others")
     ranks.kill(0, signal.SIGINT)
-    assert ranks.codes(5.0) == [-signal.SIGINT]
+    assert ranks.codes() == [-signal.SIGINT]

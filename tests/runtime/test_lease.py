@@ -32,8 +32,8 @@ class World:
         """Moves that fail, each once, half way."""
         self.manager = LeaseManager(memory, self.offload, self.onload)
 
-    def add(self, name: str, devices: Iterable[int], resident: int = 0, parked: int = 0, priority: int = 0) -> None:
-        tenant = Tenant(name, frozenset(devices), resident, parked, priority)
+    def add(self, name: str, devices: Iterable[int], resident: int = 0, parked: int = 0) -> None:
+        tenant = Tenant(name, frozenset(devices), resident, parked)
         self.manager.register(tenant)
         self.tenants[name] = tenant
         self.bytes[name] = 0
@@ -164,14 +164,6 @@ async def test_a_group_gets_all_its_devices_at_once_and_is_not_starved_by_its_ra
     assert log[:3] == ["a@0", "b@0", "abc@3"]
     assert all(entry.endswith("@4") for entry in log[3:])
     assert sorted(entry[0] for entry in log[3:]) == sorted("abc" * 3)
-
-
-@virtually
-async def test_a_lower_priority_number_goes_first_but_preempts_nobody() -> None:
-    w, log = world(a=({0}, 0, 0, 5), b=({0}, 0, 0, 5), c=({0}, 0, 0, 1), d=({0}, 0, 0, 1)), list[str]()
-    tasks = start(w.hold("a", 2, log), w.hold("b", 2, log), w.hold("c", 2, log), w.hold("d", 2, log))
-    await asyncio.gather(*tasks)
-    assert log == ["a@0", "c@2", "d@4", "b@6"]
 
 
 @virtually
@@ -615,7 +607,7 @@ class Run:
     """Plays random requests against a world, and checks the rules at every grant."""
 
     world: World
-    pending: dict[str, tuple[tuple[int, int], str, set[str]]] = field(default_factory=dict)
+    pending: dict[str, tuple[int, str, set[str]]] = field(default_factory=dict)
     """Per request: its order, its tenants, and who had devices reserved when it was made."""
     held: list[str] = field(default_factory=list)
     numbers: int = 0
@@ -648,9 +640,8 @@ class Run:
         await asyncio.sleep(request.start)
         self.numbers += 1
         me, names = str(self.numbers), "".join(sorted(request.names))
-        priority = min(self.world.tenants[name].priority for name in names)
         before = {claim.who for claim in self.world.manager.holders()}
-        self.pending[me] = ((priority, self.numbers), names, before)
+        self.pending[me] = (self.numbers, names, before)
         try:
             lease = await self.world.manager.acquire(list(request.names), me)
         except LeaseError:
@@ -699,7 +690,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Request]]:
         devices = draw(st.sets(st.sampled_from([*memory, 9]), min_size=1, max_size=3))
         resident = draw(st.integers(0, 10))
         with contextlib.suppress(ValueError):
-            made.add(name, devices, resident, draw(st.integers(0, min(resident, 2))), draw(st.integers(0, 1)))
+            made.add(name, devices, resident, draw(st.integers(0, min(resident, 2))))
     if not made.tenants:
         made.add("a", {0}, 1)
     requests = st.builds(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
+from rlinf.runtime.actor.host import CALL, CAST, REPLY, Host
 from rlinf.runtime.base.errors import UserError
 from tests.runtime.programs.roles import Role, book, role, run
 from tests.runtime.worlds import until
@@ -160,17 +161,6 @@ def test_ranks_called_one_by_one_work_independently():
         await asyncio.gather(a[1].compute_on(), b[0].compute_on(), a[1].compute_on())
 
     assert run(main) == 1.0
-
-
-def test_lower_priority_numbers_go_first():
-    async def main(system):
-        a = await role(system, "a", [0])
-        late = await role(system, "late", [0], priority=5)
-        first = await role(system, "first", [0], priority=-1)
-        await asyncio.gather(*(group[0].compute_on() for group in (a, late, first)))
-
-    run(main)
-    assert book.order() == ["a", "first", "late"]
 
 
 # Streams ---------------------------------------------------------------------------------------------------------
@@ -384,6 +374,18 @@ async def test_groups_over_two_hosts_in_opposite_order_do_not_deadlock(system: A
     assert not await overlaps(a[1], b[0])
 
 
+async def test_what_devices_hold_is_asked_for_from_any_host(system: ActorSystem) -> None:
+    await system.spawn(Clocked, hosts=[0], name="sized", devices=[7], resident_bytes=50, parked_bytes=20)
+    asker = (await system.spawn(Asker, hosts=[1], name="asker"))[0]
+    assert await asker.memory(7) == (await system.device_memory())[7][1:] == (50, 0, 50)
+
+
+class Asker(Actor):
+    @endpoint
+    async def memory(self, device: int) -> tuple[int, int, int]:
+        return (await self.system.device_memory())[device][1:]
+
+
 async def test_calls_cancelled_at_any_moment_leave_no_lease(system: ActorSystem) -> None:
     a = await system.spawn(Clocked, hosts=[0, 1], name="a", devices=[0, 1])
     b = (await system.spawn(Clocked, hosts=[1], name="b", devices=[0]))[0]
@@ -403,3 +405,44 @@ async def test_calls_cancelled_at_any_moment_leave_no_lease(system: ActorSystem)
 
 async def _call(endpoint: Any) -> None:
     await endpoint(0.002)
+
+
+# Messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_over_between_two_hosts_away_from_the_controller_is_a_release_and_a_grant(monkeypatch):
+    """Whoever waits has asked before, and whoever holds has been told: only these two messages lie in between."""
+    moved: list[tuple[int, int, str]] = []
+    deliver = Host._deliver
+
+    def noted(host: Host, source: int, message: Any) -> None:
+        what = {CALL: lambda: message[3], REPLY: lambda: "reply", CAST: lambda: message[2]}.get(message[0])
+        if what is not None:
+            moved.append((source, host.rank, what()))
+        deliver(host, source, message)
+
+    monkeypatch.setattr(Host, "_deliver", noted)
+
+    async def main(system):
+        a, b = await role(system, "a", [0], hosts=[1]), await role(system, "b", [0], hosts=[2])
+        await asyncio.sleep(1.0)
+        uses = [asyncio.ensure_future(_use(group)) for group in (a, b)]
+        await asyncio.sleep(0.5)
+        moved.clear()
+        await uses[0]
+        await asyncio.sleep(0.5)
+        assert sorted(moved) == [
+            (0, 2, "reply"),  # the grant
+            (1, 0, "lease_release"),
+            (1, 0, "reply"),  # of the call that ended
+        ]
+        moved.clear()
+        await uses[1]
+        await asyncio.sleep(1.0)
+        assert sorted(moved) == [(2, 0, "lease_release"), (2, 0, "reply")]
+
+    run(main, hosts=3, serialize=True)
+
+
+async def _use(group: Any) -> None:
+    await group[0].compute_on()

@@ -329,7 +329,7 @@ async def test_a_lent_value_is_freed_when_its_consumer_is_done(system: ActorSyst
 async def test_promises_dropped_unawaited_leave_no_growth(system: ActorSystem) -> None:
     near, far = await system.spawn(Maths, hosts=[0, 1], name="maths")
     for ref in (near, far):
-        for _ in range(20):
+        for _ in range(5):
             for n in range(500):
                 ref.make(n)
             await ref.value(0)

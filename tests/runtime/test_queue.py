@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -252,6 +253,136 @@ def test_a_queue_without_room_is_refused(capacity: int) -> None:
         ItemQueue("q", capacity)
 
 
+WISHES = st.tuples(
+    st.sampled_from(["a", "b"]),
+    st.one_of(st.tuples(st.integers(1, 4), st.none()), st.tuples(st.just(1), st.sampled_from([2.0, 3.0, 7.5]))),
+    st.integers(1, 4),
+)
+"""Key, (least, weight), most."""
+
+
+@given(
+    takers=st.lists(WISHES, max_size=12), puts=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([1.0, 2.5])))
+)
+@settings(max_examples=200, deadline=None)
+def test_the_oldest_whose_wish_can_be_met_is_served(takers: list[Any], puts: list[tuple[str, float]]) -> None:
+    """As by going through all who wait, one after the other, for every item."""
+
+    def count(wish: Any, there: list[tuple[int, float]]) -> int:
+        _, (least, weight), most = wish
+        if weight is None:
+            return min(most, len(there)) if len(there) >= least else 0
+        totals = itertools.accumulate(heavy for _, heavy in there)
+        return next((n for n, total in enumerate(totals, 1) if total >= weight), 0)
+
+    waiting, expected = list(enumerate(takers)), {}
+    there: dict[str, list[tuple[int, float]]] = {"a": [], "b": []}
+    for number, (key, weight) in enumerate(puts):
+        there[key].append((number, weight))
+        for who, wish in list(waiting):
+            if wish[0] == key and (n := count(wish, there[key])):
+                expected[who] = [number for number, _ in there[key][:n]]
+                del there[key][:n]
+                waiting.remove((who, wish))
+
+    async def main() -> dict[int, list[int]]:
+        queue = ItemQueue("q")
+        taking = [
+            asyncio.ensure_future(queue.take(f"token {who}", most, least=least, weight=weight, key=key))
+            for who, (key, (least, weight), most) in enumerate(takers)
+        ]
+        await _tick(1)
+        for number, (key, weight) in enumerate(puts):
+            queue.put_nowait(number, key=key, weight=weight)
+        await _tick()
+        got = {who: _values(task.result()) for who, task in enumerate(taking) if task.done()}
+        queue.leave(lambda token: True)
+        await asyncio.gather(*taking, return_exceptions=True)
+        return got
+
+    assert run_virtual(main())[0] == expected
+
+
+async def _lines_per_item(
+    consumers: int, keys: int = 1, weight: float | None = None, capacity: int | None = None
+) -> float:
+    """Lines of Python that the queue runs for one item, with so many consumers waiting, as many to each key."""
+    queue = ItemQueue("q", capacity)
+
+    async def consume(token: int) -> None:
+        while taken := await queue.take(token, weight=weight, key=token % keys):
+            queue.ack(token, [id for id, _ in taken])
+
+    async def produce(items: int, key: int) -> None:
+        for n in range(items):
+            await queue.put(n, key=key)
+            await asyncio.sleep(0)
+
+    lines = 0
+
+    def count(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if "/streams/" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return count
+
+    consuming = [asyncio.ensure_future(consume(token)) for token in range(consumers)]
+    await _tick()
+    items = 4 * keys
+    before, _ = sys.gettrace(), sys.settrace(count)
+    try:
+        await asyncio.gather(*(produce(4, key) for key in range(keys)))
+        await _tick()
+    finally:
+        sys.settrace(before)
+    assert queue.put_count == items
+    queue.close()
+    await _tick()
+    await asyncio.gather(*consuming)
+    assert queue.done_count == items
+    return lines / items
+
+
+@virtual
+async def test_an_item_costs_the_same_however_many_consumers_wait() -> None:
+    for how in ({}, {"weight": 2.0}, {"capacity": 2}):
+        few, many = await _lines_per_item(2, **how), await _lines_per_item(1000, **how)
+        assert many < 1.5 * few, f"{how}: {many} lines instead of {few}"
+    few, many = await _lines_per_item(2, keys=2), await _lines_per_item(500, keys=250)
+    assert many < 1.5 * few
+
+
+@virtual
+async def test_putters_of_many_keys_that_nobody_needs_cost_nothing() -> None:
+    async def lines(keys: int) -> int:
+        queue = ItemQueue("q", 1)
+        queue.put_nowait(0, key="first")
+        putting = [asyncio.ensure_future(queue.put(n, key=n)) for n in range(keys)]
+        taking = [asyncio.ensure_future(queue.take(-n, key=-n)) for n in range(1, keys)]
+        await _tick()
+        ran = 0
+
+        def count(frame: Any, event: str, _: Any) -> Any:
+            nonlocal ran
+            ran += event == "line"
+            return count
+
+        before, _ = sys.gettrace(), sys.settrace(count)
+        try:
+            await queue.take("t", key="first")
+            queue.requeue("t")
+            waiting = asyncio.ensure_future(queue.take("u", key=0))
+            await waiting  # let in beyond the capacity
+        finally:
+            sys.settrace(before)
+        queue.abandon()
+        await asyncio.gather(*putting, *taking, return_exceptions=True)
+        return ran
+
+    assert await lines(500) < 1.5 * await lines(2)
+
+
 # All together ------------------------------------------------------------------------------------------------------
 
 
@@ -288,8 +419,9 @@ class Model:
     done: list[Put] = field(default_factory=list)
 
 
-KEYS = st.sampled_from([None, None, "k"])
-TOKENS = st.sampled_from(["a", "b"])
+ALL_KEYS = (None, "k", "l")
+KEYS = st.sampled_from([None, None, "k", "l"])
+TOKENS = st.sampled_from(["a", "b", "c", "d"])
 HURRY = st.sampled_from([False, False, False, True])
 """Whether the next thing happens before the loop has come to rest."""
 
@@ -338,7 +470,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.model.held.setdefault(take.token, []).extend(items)
                 delivered += items
         assert len(set(map(id, delivered))) == len(delivered), "delivered twice"
-        for key in (None, "k"):
+        for key in ALL_KEYS:
             mine = [put for put in self.model.available if put.key == key]
             given = [put for put in delivered if put.key == key]
             assert all(put in mine for put in given), "delivered what was not there"
@@ -382,10 +514,13 @@ class QueueMachine(RuleBasedStateMachine):
             self.accept(put)
         self.pause(hurry)
 
-    @rule(token=TOKENS, key=KEYS, most=st.integers(1, 4), batch=st.booleans(), heavy=st.booleans(), hurry=HURRY)
-    def take(self, token: str, key: str | None, most: int, batch: bool, heavy: bool, hurry: bool) -> None:
-        take = Take(token, key, most, most if batch else 1, 3.0 if heavy else None)
-        self.beyond += take.least if not heavy else 3
+    @rule(
+        token=TOKENS, key=KEYS, most=st.integers(1, 4), batch=st.booleans(),
+        weight=st.sampled_from([None, None, 3.0, 5.0]), hurry=HURRY,
+    )  # fmt: skip
+    def take(self, token: str, key: str | None, most: int, batch: bool, weight: float | None, hurry: bool) -> None:
+        take = Take(token, key, most, most if batch else 1, weight)
+        self.beyond += take.least if weight is None else int(weight)
 
         async def work() -> None:
             got = await self.queue.take(token, most, least=take.least, key=key, weight=take.weight)
@@ -394,6 +529,12 @@ class QueueMachine(RuleBasedStateMachine):
         take.task = self.spawn(work())
         self.takes.append(take)
         self.pause(hurry)
+
+    @rule(keys=st.lists(KEYS, min_size=2, max_size=8))
+    def many_takers(self, keys: list[str | None]) -> None:
+        for number, key in enumerate(keys):
+            self.take(f"one of many {number}", key, 1, False, None, True)
+        self.settle()
 
     @rule(token=TOKENS, most=st.integers(1, 4), insist=st.booleans())
     def take_spare(self, token: str, most: int, insist: bool) -> None:
@@ -521,7 +662,7 @@ class QueueMachine(RuleBasedStateMachine):
             if not put.task.cancelled() and put.task.exception() is not None:
                 assert isinstance(put.task.exception(), QueueClosed)
         left: list[int] = []
-        for key in (None, "k"):
+        for key in ALL_KEYS:
             while taken := self.loop.run_until_complete(self.queue.take("end", 3, key=key)):
                 left += _values(taken)
                 self.queue.ack("end")

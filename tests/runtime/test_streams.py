@@ -413,6 +413,15 @@ async def test_batch_makes_lists_of_n(system: ActorSystem) -> None:
             assert await worker.batches(source.count_to(7), 3) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+async def test_a_small_last_list_ends_also_where_many_are_asked_for_ahead(system: ActorSystem) -> None:
+    _, workers = await _roles(system)
+    for worker in workers[:2]:
+        for n in (1001, 1002, 1003):
+            lists = await worker.batches(Stream.of(range(n)), 4)
+            assert [item for part in lists for item in part] == list(range(n))
+            assert [len(part) for part in lists] == [4] * 250 + [n - 1000]
+
+
 async def test_batch_by_weight_fills_lists_up_to_the_limit(system: ActorSystem) -> None:
     for source in (await _roles(system))[0]:
         lists = await source.count_to(8).batch(weight=lambda n: n, limit=9).collect()
@@ -601,6 +610,20 @@ async def _has_seen(worker: Any, item: Any) -> bool:
     return item in await worker.what_was_seen()
 
 
+async def test_a_map_forgets_the_ids_of_what_cannot_come_back(system: ActorSystem) -> None:
+    sources, workers = await _roles(system)
+    for items, expected in (
+        (workers.double.map(sources[1].count_to(2500)), 2500),
+        (workers.repeat.map([1] * 1600), 1600),
+    ):
+        most = count = 0
+        async for _ in items:
+            count += 1
+            most = max(most, len(items._owned._seen))
+        assert count == expected
+        assert most < 1024 + 400, f"{most} ids were remembered at a time"
+
+
 # Deaths ------------------------------------------------------------------------------------------------------------
 
 
@@ -613,6 +636,22 @@ async def test_what_a_killed_rank_had_in_hand_goes_to_the_others(system: ActorSy
         await workers[1].open()
         assert sorted(await results.collect()) == list(range(30))
         await system.kill(workers[1:])
+
+
+async def test_a_rank_killed_amid_its_items_loses_and_repeats_nothing(system: ActorSystem) -> None:
+    sources, _ = await _roles(system)
+    for source, hosts in zip(sources, ([1, 0], [0, 1]), strict=True):
+        for chunk, expected in ((1, list(range(0, 4000, 2))), (4, [n / 2 for n in range(2000)])):
+            workers = await system.spawn(Worker, hosts=hosts, name="mapper")
+            items = source.count_to(2000)
+            results = workers.double.map(items) if chunk == 1 else workers.halves.map(items, batch=chunk)
+            got = []
+            async for result in results:
+                got.append(result)
+                if len(got) == 300:
+                    await system.kill(workers[:1])
+            assert sorted(got) == expected
+            await system.kill(workers[1:])
 
 
 async def test_a_map_fails_when_its_last_rank_dies(system: ActorSystem) -> None:

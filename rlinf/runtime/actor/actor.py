@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 import torch
 
-from rlinf.runtime.base.calls import ActorId, Call, current_call, enter
+from rlinf.runtime.base.calls import ActorId, Call, current_call, enter, lease_here
 from rlinf.runtime.base.compute_thread import ComputeThread
 from rlinf.runtime.base.lease_policy import Granularity
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+
+COMPUTING = "computing"
+"""What a call does, by the first word of `Call.doing`, while a function of it runs in its actor's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +190,30 @@ class Cell:
             self._thread = ComputeThread(self.name, self.host.loop)
         call = current_call.get()
         name = getattr(fn, "__name__", type(fn).__name__)
-        lease = call.lease if call is not None else None
+        lease = lease_here()
+        endpoint = self._endpoint_of(call)
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
             if call is not None:
-                call.doing = f"computing {name}"
+                call.doing = f"{COMPUTING} {name}"
                 call.moves += 1
             try:
                 return await self._thread.run(fn, *args, **kwargs)
             finally:
                 if call is not None:
                     call.doing = None
-                self.host.tracer.span(f"{self.name} compute", name, start, self.host.now())
+                self.host.tracer.span("compute", self.name, endpoint, name, start, self.host.now())
+
+    def _endpoint_of(self, call: Call | None) -> str:
+        """The endpoint that a computation is for: that of the running call which it is a part of. A task that outlives
+        its call, as an engine's loop does, computes for the running call that began last; "" if there is none."""
+        if call not in self.calls:
+            call = max(self.calls, key=lambda running: running.since, default=None)
+        return "" if call is None else call.name.rpartition(".")[2]
+
+    def processor_seconds(self) -> float:
+        """What its computations have used."""
+        return 0.0 if self._thread is None else self._thread.processor_seconds()
 
     def stop_computing(self) -> None:
         if self._thread is not None:

@@ -11,7 +11,7 @@ import pickle
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.base.calls import ActorId, Call, Key, current_call
+from rlinf.runtime.base.calls import SERVICE, ActorId, Call, Key, current_call
 from rlinf.runtime.base.errors import RemoteError
 from rlinf.runtime.transport.messages import CANCELLED, ERROR, HELD, KEEP, OK, REPLY, WANT
 from rlinf.runtime.values.codec import Payload, is_plain
@@ -47,6 +47,8 @@ async def serve(host: Host, call: Call, actor: ActorId, method: str, payload: Pa
         status, result = ERROR, error
     finally:
         host.serving.pop(key, None)
+        if call.gang is not None:
+            _part_over(host, call, actor)
     _reply(host, key, status, result, flags, call.name)
     payload = result = args = kwargs = None  # type: ignore[assignment]  # an error's traceback leads here, and to them
 
@@ -108,6 +110,8 @@ async def serve_local(
     finally:
         promise.task = None
         host.running.discard(promise)
+        if call.gang is not None:
+            _part_over(host, call, actor)
         if promise.finish is not None:
             promise.finish()
         call.promise = None
@@ -130,6 +134,13 @@ async def execute(host: Host, call: Call, actor: ActorId, method: str, args: Any
         raise
     finally:
         end(host, cell, call, method)
+
+
+def _part_over(host: Host, call: Call, actor: ActorId) -> None:
+    """However early a rank of a group call has failed, the others must not wait for it when they take their devices."""
+    cell = host.cells.get(actor)
+    if cell is None or cell.leased or actor == SERVICE:
+        host.system.leases.over(call)
 
 
 def _encode_error(host: Host, error: BaseException, caller: int) -> Payload:

@@ -86,6 +86,8 @@ class Host:
         self.arrived: dict[int, int] = {}
         """Number of the last call that has arrived from each host; they come in order."""
         self.on_lost: list[Callable[[int, str], None]] = []
+        self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else this process has to leave, once nothing of the system runs in it any more."""
         self._links: dict[int, Link] = {}
         self._numbers = itertools.count(1)
         self._context = contextvars.copy_context()
@@ -218,8 +220,10 @@ class Host:
     def _deliver(self, source: int, message: Message) -> None:
         kind = message[0]
         if kind == REPLY:
+            self.codec.arrived(message[3])
             self._settle(message[1], message[2], message[3])
         elif kind == CALL:
+            self.codec.arrived(message[4])
             key = (source, message[1])
             if message[5] & KEEP:
                 self.values.expect(key)
@@ -373,6 +377,8 @@ class Host:
         late = await cancel_all([*self.serving.values(), *local, *self._tasks], LATE)
         if late:
             self.complain(f"{len(late)} tasks of host {self.rank} did not end and are left behind: {late}")
+        for link in self._links.values():
+            link.kill()
         for sent in self.sent.values():
             promise = promise_of(sent)
             if promise is not None and not promise.done():
@@ -380,9 +386,9 @@ class Host:
                 promise.set_exception(ActorDied(f"the system was closed while {sent.name} was pending"))
                 promise.exception()
         self.sent.clear()
-        for link in self._links.values():
-            link.kill()
         await self.transport.close(graceful)
+        for leave in self.on_close:
+            await leave()
         self.values.close()
 
 

@@ -6,14 +6,16 @@ Flows in: the start of a call. Flows out: its host, name and scope to whatever r
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlinf.runtime.base.calls import SERVICE, Call, current_call, current_task, enter, host_here
+from rlinf.runtime.base.calls import FLOW, SERVICE, Call, current_call, current_task, enter, host_here
 from rlinf.runtime.base.errors import ActorDied
 
 from .actor import Cell
 
 if TYPE_CHECKING:
+    from rlinf.runtime.observe.spans import Kind
+
     from .host import Host
 
 SHOWN_WAIT = 1e-3
@@ -24,6 +26,7 @@ class Running:
     """In it the current task counts as a call of an actor: its name is on errors, and its span is recorded."""
 
     __slots__ = ("call", "cell", "host")
+    kind: ClassVar[Kind] = "call"
 
     def __init__(self, host: Host, cell: Cell, call: Call):
         self.host = host
@@ -35,7 +38,7 @@ class Running:
         return self.call
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        end(self.host, self.cell, self.call, self.call.name.rpartition(".")[2])
+        end(self.host, self.cell, self.call, self.call.name.rpartition(".")[2], self.kind)
         if error is not None:
             name_on(error, self.host, self.cell, self.call)
 
@@ -49,12 +52,12 @@ def begin(host: Host, cell: Cell, call: Call) -> None:
     cell.calls.add(call)
 
 
-def end(host: Host, cell: Cell, call: Call, method: str) -> None:
+def end(host: Host, cell: Cell, call: Call, method: str, kind: Kind = "call") -> None:
     """It is not any more; its span is recorded."""
     cell.calls.discard(call)
     call.task = None
     if cell.id is not SERVICE:
-        host.tracer.span(cell.name, method, call.since, host.now(), {"caller": call.parent})
+        host.tracer.span(kind, cell.name, method, call.parent, call.since, host.now())
 
 
 def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:
@@ -75,11 +78,18 @@ def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:
         error.add_note(note)
 
 
+class Moving(Running):
+    """The same for a call by which the lease manager loads or parks the actor."""
+
+    __slots__ = ()
+    kind: ClassVar[Kind] = "move"
+
+
 def show_wait(host: Host, what: str, start: float) -> None:
     """Record that the running code has waited since `start`, if that is worth a span."""
     end = host.now()
     if end - start > SHOWN_WAIT:
         call = current_call.get()
         told = host_here() or host  # the stream may live on another host of this process
-        track = call.name.rpartition(".")[0] if call is not None else "flow"
-        told.tracer.span(track, f"wait for {what}", start, end)
+        actor, _, method = call.name.rpartition(".") if call is not None else (FLOW, "", "")
+        told.tracer.span("wait", actor, method, what, start, end)

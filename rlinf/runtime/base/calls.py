@@ -102,6 +102,12 @@ else:  # there it is written in Python, and every call asks it
         return _current_tasks.get(_get_running_loop())  # type: ignore[no-any-return]
 
 
+def lease_here() -> DeviceLease | None:
+    """What the running code's call holds its actor's devices by, if it does so."""
+    call = current_call.get()
+    return None if call is None else call.lease
+
+
 def here(call: Call | None) -> str:
     """The endpoint that a call is of, without its rank; None is the flow."""
     return FLOW if call is None else call.role

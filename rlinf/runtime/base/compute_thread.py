@@ -11,13 +11,17 @@ import contextlib
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import ActorDied
-from .tasks import finish
+from .tasks import finish, start_thread
 
 T = TypeVar("T")
+
+CLOCK_OF_THREAD = "pthread_getcpuclockid"
+"""What `time` lacks where threads have no clocks, as on macOS."""
 
 
 class _Work:
@@ -39,7 +43,8 @@ class _Work:
 class ComputeThread:
     """Runs blocking functions one at a time, in order, in a thread of its own.
 
-    The thread is a daemon: a function that never returns cannot keep the process from ending.
+    It begins on the CUDA device of the thread that first calls `run`. It is a daemon: a function that never returns
+    cannot keep the process from ending.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
@@ -62,8 +67,7 @@ class ComputeThread:
         if self._closed:
             raise ActorDied(f"{self.name} was closed before it could compute {getattr(fn, '__name__', fn)}")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._serve, self.name)
         work = _Work(fn, args, kwargs, self._loop.create_future())
         external = getattr(self._loop, "external", contextlib.nullcontext)  # holds virtual time still meanwhile
         with external():
@@ -85,6 +89,13 @@ class ComputeThread:
         for work in self._works:
             work.claim()
             work.future.cancel()
+
+    def processor_seconds(self) -> float:
+        """Processor time that the thread has used: while it grows, a function that has not returned is at work."""
+        # not after `close`, when the thread may end, and its clock with it
+        if self._thread is None or self._thread.ident is None or self._closed or not hasattr(time, CLOCK_OF_THREAD):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -21,12 +21,20 @@ class ActorDied(RuntimeFault):
     """The process (host) of an actor is gone, or the actor was closed, before a call was answered."""
 
 
+class HostLost(ActorDied):
+    """A host is gone, and with it the job; the text says which, since when, and how to go on. It has been printed."""
+
+
 class RemoteError(RuntimeFault):
     """Stands in for an exception that could not travel between processes; carries its type name and text."""
 
 
 class QueueClosed(RuntimeFault):
     """A channel or stream was closed while (or before) somebody used it."""
+
+
+class TraceError(RuntimeFault):
+    """A trace could not be written; the text says where, and why."""
 
 
 class StallError(RuntimeFault):

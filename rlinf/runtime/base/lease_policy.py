@@ -1,7 +1,7 @@
 """How finely an actor that shares its devices takes them: the two numbers that a plan sets.
 
-Flows in: a plan's wish, at `spawn` or by `regulate`. Flows out: when `call_lease.py` and `lease_client.py` ask for
-devices and offer them. Nobody is woken: what waits already goes by what it began with.
+Flows in: a plan's wish, at `spawn`. Flows out: when `device_lease.py` asks for devices and offers them. Nobody is
+woken.
 """
 
 from __future__ import annotations

@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
+S = TypeVar("S")
 T = TypeVar("T")
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def finish(future: asyncio.Future[Any]) -> None:
@@ -77,6 +82,44 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
         raise
 
 
+def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
+    """Start a daemon thread on the CUDA device of the calling one: torch would have it begin on device 0.
+
+    Not while CUDA is unused: to ask for its device would take memory of it.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            with contextlib.suppress(RuntimeError):  # of a broken device: what is run on it says so itself
+                torch.cuda.set_device(device)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _started.add(thread)
+    thread.start()
+    return thread
+
+
+def own_threads() -> list[threading.Thread]:
+    """Threads of `start_thread` that have not ended."""
+    return [thread for thread in list(_started) if thread.is_alive()]
+
+
+async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
+    """What `function` comes to for every item, in their order, with at most `count` of them running; the first failure
+    cancels the others."""
+    results: dict[int, T] = {}
+    left = iter(list(enumerate(items)))
+
+    async def work() -> None:
+        for index, item in left:
+            results[index] = await function(item)
+
+    await all_or_none([work() for _ in range(count)])
+    return [results[index] for index in sorted(results)]
+
+
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
 
@@ -94,7 +137,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, future, result, error)
 
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run)
     return future
 
 

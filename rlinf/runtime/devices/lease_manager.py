@@ -7,9 +7,9 @@ to move. Who wakes whom: a release (or a request that gives up) wakes the next r
 
 The rules, all of them per device, so that requests for disjoint devices never meet:
 
-* *Order.* Each device has one queue, sorted by priority and then by time of request. A request waits in the queues of
-  all its devices and is granted when it heads all of them and all are free. So sets are granted atomically, nobody
-  overtakes an earlier request of its priority that shares a device with it, and nobody starves within a priority.
+* *Order.* Each device has one queue, first come first. A request waits in the queues of all its devices and is granted
+  when it heads all of them and all are free. So sets are granted atomically, nobody overtakes an earlier request that
+  shares a device with it, and nobody starves.
 * *Sharing.* Leases for the same tenants may be held together. A request joins a grant for its tenants at once, unless
   a request that conflicts is ahead of it by the rule above; else a busy tenant could keep a device for ever.
   So whoever holds a lease must not wait for a second one on the same devices without giving back the first.
@@ -22,8 +22,6 @@ Everything runs on one event loop, and nothing here is safe to call from elsewhe
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,10 +47,10 @@ class Lease:
     """The right to use `devices` with the tenants `names`, from `await acquire(...)` until `release(lease)`."""
 
     __slots__ = (
-        "_callbacks", "_future", "_grant", "_order", "_queues", "devices", "loading", "names", "since", "wanted", "who",
+        "_callbacks", "_future", "_grant", "_queues", "devices", "loading", "names", "since", "wanted", "who",
     )  # fmt: skip
 
-    def __init__(self, who: str, names: tuple[str, ...], queues: dict[int, _Queue], order: tuple[int, int]) -> None:
+    def __init__(self, who: str, names: tuple[str, ...], queues: dict[int, _Queue]) -> None:
         loop = asyncio.get_running_loop()
         self.who = who
         self.names = names
@@ -64,7 +62,6 @@ class Lease:
         self.wanted = asyncio.Event()
         """Set while a request that conflicts with this lease waits: give it back when convenient."""
         self._queues = list(queues.values())
-        self._order = order
         self._future: asyncio.Future[Lease] = loop.create_future()
         self._grant: _Grant | None = None
         self._callbacks: list[Callable[[], object]] = []
@@ -134,7 +131,6 @@ class LeaseManager:
         self._queues: dict[int, _Queue] = {}
         self._grants: dict[frozenset[str], _Grant] = {}
         self._waiting: dict[Lease, None] = {}
-        self._requests = itertools.count()
         self._closed = False
 
     def register(self, tenant: Tenant) -> None:
@@ -161,26 +157,6 @@ class LeaseManager:
         self._residency.remove(name)
         self._fail([lease for lease in self._waiting if name in lease.names], f"tenant {name!r} was unregistered")
 
-    def tenant(self, name: str) -> Tenant:
-        """Return the tenant of this name; ValueError if there is none."""
-        return self._residency.tenant(name)
-
-    async def resize(self, tenants: Sequence[Tenant], who: str) -> None:
-        """Give tenants that are registered other bytes, as measured: load them, and make room for them as they are now.
-
-        Raises:
-            ValueError: with these some tenant on one of their devices could never be loaded; nothing has changed.
-            LeaseError, Exception: as `acquire` raises.
-        """
-        self._residency.check(tenants)
-        lease = await self.acquire([tenant.name for tenant in tenants], who)
-        try:
-            self._residency.check(tenants)  # others may have come meanwhile
-            self._residency.declare(tenants)
-            await self._residency.load(lease.names, wanted=lambda: True)
-        finally:
-            self.release(lease)
-
     async def acquire(self, names: Sequence[str], who: str) -> Lease:
         """Wait for all devices of the tenants `names`, at once, with all of these loaded.
 
@@ -200,11 +176,10 @@ class LeaseManager:
             raise LeaseError(f"{who} asks for a lease of {', '.join(tenants)}, but the lease manager is closed")
         devices = frozenset[int]().union(*(tenant.devices for tenant in tenants.values()))
         queues = {device: self._queues[device] for device in sorted(devices)}
-        priority = min(tenant.priority for tenant in tenants.values())
-        lease = Lease(who, tuple(tenants), queues, (priority, next(self._requests)))
+        lease = Lease(who, tuple(tenants), queues)
         self._waiting[lease] = None
         for queue in lease._queues:
-            bisect.insort(queue.waiting, lease, key=_order)
+            queue.waiting.append(lease)
         self._pump([lease], lease._queues)
         try:
             return await lease._future
@@ -230,8 +205,8 @@ class LeaseManager:
         ]
 
     def waiting(self) -> list[Claim]:
-        """List the requests that wait for devices, by priority and time of request."""
-        return [_claim(lease) for lease in sorted(self._waiting, key=_order)]
+        """List the requests that wait for devices, first come first."""
+        return [_claim(lease) for lease in self._waiting]
 
     def statistics(self) -> Statistics:
         """Count bytes on each device, and moves."""
@@ -338,10 +313,6 @@ class LeaseManager:
         del self._waiting[lease]
         for queue in lease._queues:
             queue.waiting.remove(lease)
-
-
-def _order(lease: Lease) -> tuple[int, int]:
-    return lease._order
 
 
 def _heads(queues: Iterable[_Queue]) -> list[Lease]:

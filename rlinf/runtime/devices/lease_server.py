@@ -17,7 +17,7 @@ from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import SERVICE, ActorId, Gang, Key
 from rlinf.runtime.base.errors import UserError
 
-from .lease_manager import DeviceMemory, Lease, LeaseManager, Tenant
+from .lease_manager import DeviceMemory, Lease, LeaseError, LeaseManager, Tenant
 
 MOVES = 10_000
 """Moves that are remembered: far more than a step has."""
@@ -49,8 +49,9 @@ class GroupLease:
         self._manager = manager
         self.who = ""
         """Its name in reports."""
-        self.left = ranks
-        """Ranks whose part of the call is not over."""
+        self.ranks = ranks
+        self.gone: set[str] = set()
+        """Ranks whose part of the call is over."""
         self.asking: dict[Key, _Rank] = {}
         self.holding: dict[Key, _Rank] = {}
         self._lease: Lease | None = None
@@ -77,15 +78,27 @@ class GroupLease:
             self._manager.release(lease)
         self._proceed()
 
-    def over(self) -> None:
-        """One rank's part of the call is over."""
-        self.left -= 1
+    def over(self, name: str) -> bool:
+        """A rank's part of the call is over; says whether all are."""
+        self.gone.add(name)
         self._proceed()
+        return len(self.gone) >= self.ranks
+
+    @property
+    def missing(self) -> int:
+        """Ranks that neither need the devices now nor are over."""
+        here = (rank.name for ranks in (self.asking, self.holding) for rank in ranks.values())
+        return self.ranks - len(self.gone.union(here))
 
     def _proceed(self) -> None:
         if self._lease is not None:
             self._grant(self._lease)
-        elif self._taking is None and self.asking and len(self.asking) >= self.left:
+        elif (
+            self._taking is None
+            and self.asking
+            and len(self.asking) + len(self.gone) >= self.ranks  # tells in most cases, and at once
+            and not self.missing
+        ):
             self._taking = asyncio.create_task(self._take())
 
     async def _take(self) -> None:
@@ -149,7 +162,14 @@ class LeaseService(Actor):
         Raises:
             UserError: one of them, or all of them together, could never be loaded.
         """
-        self._check_together([tenant for tenant, _, _ in tenants])
+        for device, capacity in self._memory.items():  # the ranks of a group are set up, and called, together
+            here = [tenant for tenant, _, _ in tenants if device in tenant.devices]
+            needed = sum(tenant.resident_bytes for tenant in here)
+            if needed > capacity:
+                raise UserError(
+                    f"{', '.join(tenant.name for tenant in here)} can never be loaded on device {device} together: "
+                    f"they need {needed} of {capacity} bytes. Give them other devices, or see that they need less"
+                )
         done: list[tuple[str, ActorId]] = []
         for tenant, host, actor in tenants:
             try:
@@ -160,39 +180,12 @@ class LeaseService(Actor):
             self.tenants[tenant.name] = (host, actor)
             done.append((tenant.name, actor))
 
-    def _check_together(self, tenants: list[Tenant]) -> None:
-        """The ranks of a group are set up, and called, together."""
-        for device, capacity in self._memory.items():
-            here = [tenant for tenant in tenants if device in tenant.devices]
-            needed = sum(tenant.resident_bytes for tenant in here)
-            if needed > capacity:
-                raise UserError(
-                    f"{', '.join(tenant.name for tenant in here)} can never be loaded on device {device} together: "
-                    f"they need {needed} of {capacity} bytes. Give them other devices, or see that they need less"
-                )
-
     def lease_unregister(self, tenants: list[tuple[str, ActorId]]) -> None:
         """Forget actors, unless others have taken their names meanwhile."""
         for name, actor in tenants:
             if name in self.tenants and self.tenants[name][1] == actor:
                 del self.tenants[name]
                 self.manager.unregister(name)
-
-    @endpoint
-    async def lease_resize(self, names: list[str], resident: int | None, parked: int | None) -> None:
-        """Declare the bytes of the ranks of a group anew.
-
-        Raises:
-            UserError: they have no devices, or could never be loaded.
-        """
-        if unknown := [name for name in names if name not in self.tenants]:
-            raise UserError(f"{', '.join(unknown)} has no devices, so its bytes do not count: spawn it with devices=")
-        try:
-            new = [self.manager.tenant(name).resized(resident, parked) for name in names]
-            self._check_together(new)
-            await self.manager.resize(new, f"resize of {names[0].partition('[')[0]}")
-        except ValueError as error:
-            raise UserError(f"{error}: give it other devices, or see that it needs less") from None
 
     @endpoint
     async def lease_devices(self) -> dict[int, DeviceMemory]:
@@ -204,6 +197,8 @@ class LeaseService(Actor):
     @endpoint
     async def lease_acquire(self, ticket: Key, name: str, who: str, gang: Gang | None, notify: bool) -> float:
         """Wait for the devices of an actor; or, in a gang, of all its ranks. Returns the seconds that loading took."""
+        if ticket[0] in self._cell.host.lost_hosts:
+            raise LeaseError(f"{who} asks for a lease from host {ticket[0]}, which is lost")
         self._tickets[ticket] = None
         if gang is None:
             lease = await self.manager.acquire([name], who)
@@ -212,10 +207,7 @@ class LeaseService(Actor):
                 return 0.0
             self._tickets[ticket] = lease
         else:
-            group = self._groups.get(gang)
-            if group is None:
-                group = self._groups[gang] = GroupLease(self.manager, gang[2])
-            self._tickets[ticket] = group
+            self._tickets[ticket] = group = self._group(gang)
             lease = await group.acquire(ticket, name, who)
         if notify:
             lease.on_wanted(lambda: self._tell_wanted(ticket))
@@ -237,17 +229,25 @@ class LeaseService(Actor):
         elif held is not None:
             held.leave(ticket)
 
-    def lease_over(self, gang: Gang) -> None:
-        """One rank's part of a group call is over: the others need not wait for it."""
-        group = self._groups.setdefault(gang, GroupLease(self.manager, gang[2]))
-        group.over()
-        if group.left <= 0:
-            del self._groups[gang]
+    def lease_over(self, gang: Gang, name: str) -> None:
+        """A rank's part of a group call is over: the others need not wait for it."""
+        if self._group(gang).over(name):
+            self._groups.pop(gang, None)
+
+    def _group(self, gang: Gang) -> GroupLease:
+        group = self._groups.get(gang)
+        if group is None:
+            group = GroupLease(self.manager, gang[2])
+            if gang[0] not in self._cell.host.lost_hosts:  # else nobody will say when it is over: not all ranks have it
+                self._groups[gang] = group
+        return group
 
     def _forget(self, host: int) -> None:
-        """A host died: what it held comes back."""
+        """A host died: what it held comes back, and group calls that it made end where they were begun."""
         for ticket in [ticket for ticket in self._tickets if ticket[0] == host]:
             self.lease_release(ticket)
+        for gang in [gang for gang in self._groups if gang[0] == host]:
+            del self._groups[gang]
 
     # Reports -----------------------------------------------------------------------------------------------------
 
@@ -262,10 +262,9 @@ class LeaseService(Actor):
             for move in claim.moving:
                 yield claim.who, move, claim.since
         for group in self._groups.values():
-            missing = group.left - len(group.asking) - len(group.holding)
             for rank in group.asking.values():
                 yield rank.who, group.who, rank.since
-                if missing:
-                    yield group.who, f"{missing} more of its ranks", rank.since
+                if group.missing:
+                    yield group.who, f"{group.missing} more of its ranks", rank.since
             for rank in group.holding.values():
                 yield group.who, rank.who, None

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Move = Callable[[str], Awaitable[Any]]
@@ -37,14 +37,6 @@ class Tenant:
     """Bytes on each of its devices while it is loaded, the peak of its work included."""
     parked_bytes: int = 0
     """Bytes that stay on each of its devices after `offload`."""
-    priority: int = 0
-    """Lower goes first. A request for several tenants has the lowest of theirs."""
-
-    def resized(self, resident_bytes: int | None, parked_bytes: int | None) -> Tenant:
-        """The same with other bytes; None leaves a number as it is."""
-        resident = self.resident_bytes if resident_bytes is None else resident_bytes
-        parked = self.parked_bytes if parked_bytes is None else parked_bytes
-        return replace(self, resident_bytes=resident, parked_bytes=parked)
 
     def __post_init__(self) -> None:
         if not 0 <= self.parked_bytes <= self.resident_bytes:
@@ -111,11 +103,6 @@ class _Entry:
         """Bytes per device that an offload gives back; none before the first onload."""
         return max(0, self.bytes - self.tenant.parked_bytes)
 
-    @property
-    def ready(self) -> bool:
-        """Loaded, and as big as declared."""
-        return self.loaded and self.bytes == self.tenant.resident_bytes
-
     def account(self, count: int) -> None:
         for device in self.devices:
             device.used += count - self.bytes
@@ -143,12 +130,9 @@ class Residency:
         Raises:
             ValueError: there is none.
         """
-        return self._entry(name).tenant
-
-    def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise ValueError(f"no tenant {name!r} is registered; there are: {', '.join(self._entries) or 'none'}")
-        return self._entries[name]
+        return self._entries[name].tenant
 
     def add(self, tenant: Tenant) -> None:
         """Watch a tenant that holds no bytes yet.
@@ -161,26 +145,10 @@ class Residency:
             raise ValueError(f"tenant {tenant.name!r} is registered already")
         devices = [self._devices.setdefault(number, _Device(number, None)) for number in sorted(tenant.devices)]
         for device in devices:
-            _check_room(device, [tenant])
+            _check_room(device, tenant)
         self._entries[tenant.name] = entry = _Entry(tenant, devices)
         for device in devices:
             device.tenants[tenant.name] = entry
-
-    def check(self, tenants: Sequence[Tenant]) -> None:
-        """See whether tenants that are watched may have these bytes.
-
-        Raises:
-            ValueError: one is not watched; or with these some tenant on one of their devices could never be loaded,
-                even if all others were parked.
-        """
-        devices = {device.number: device for tenant in tenants for device in self._entry(tenant.name).devices}
-        for device in devices.values():
-            _check_room(device, [tenant for tenant in tenants if device.number in tenant.devices])
-
-    def declare(self, tenants: Sequence[Tenant]) -> None:
-        """Tenants that are watched and loaded have other bytes; their next `load` makes room for these."""
-        for tenant in tenants:
-            self._entry(tenant.name).tenant = tenant
 
     def remove(self, name: str) -> None:
         """Forget a tenant whose bytes are gone; see `tenant` for what is raised."""
@@ -193,7 +161,7 @@ class Residency:
 
     def loaded(self, names: Iterable[str]) -> bool:
         """Say whether all these tenants (those that are still here) are ready to work."""
-        return all(self._entries[name].ready for name in names if name in self._entries)
+        return all(self._entries[name].loaded for name in names if name in self._entries)
 
     def touch(self, names: Iterable[str]) -> None:
         """Note that these tenants have been used just now."""
@@ -240,8 +208,6 @@ class Residency:
             else:
                 moves = [self._move(entry, "onload") for entry in entries.values() if not entry.loaded]
             if not moves:
-                for entry in entries.values():
-                    entry.account(entry.tenant.resident_bytes)  # it may have been resized, and there is room
                 return
             await _ended(moves)
 
@@ -324,20 +290,17 @@ async def _ended(moves: list[asyncio.Task[None]]) -> None:
         raise errors[0]
 
 
-def _check_room(device: _Device, newcomers: Sequence[Tenant]) -> None:
-    """Raise ValueError if, with `newcomers` as they are now, some tenant could not be loaded on `device` beside all
-    others parked."""
+def _check_room(device: _Device, newcomer: Tenant) -> None:
+    """Raise ValueError if, with a newcomer, some tenant could not be loaded on `device` beside all others parked."""
     if device.capacity is None:
         return
-    new = {tenant.name for tenant in newcomers}
-    tenants = [*(entry.tenant for name, entry in device.tenants.items() if name not in new), *newcomers]
+    tenants = [*(entry.tenant for entry in device.tenants.values()), newcomer]
     worst = max(tenants, key=lambda tenant: tenant.resident_bytes - tenant.parked_bytes)
     parked = {tenant.name: tenant.parked_bytes for tenant in tenants if tenant is not worst and tenant.parked_bytes}
     if worst.resident_bytes + sum(parked.values()) > device.capacity:
-        verb = "resize" if device.tenants.keys() & new else "register"
         others = ", ".join(f"{name}: {count}" for name, count in parked.items()) or "nobody else"
         raise ValueError(
-            f"cannot {verb} tenant {', '.join(map(repr, sorted(new)))}: {worst.name!r} could never be loaded on device "
+            f"cannot register tenant {newcomer.name!r}: {worst.name!r} could never be loaded on device "
             f"{device.number}: it needs {worst.resident_bytes} of {device.capacity} bytes, and {sum(parked.values())} "
             f"parked bytes never leave ({others})"
         )

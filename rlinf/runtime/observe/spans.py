@@ -1,120 +1,87 @@
-"""What happened when: spans of calls, waits, payloads and leases, and their picture in Perfetto.
+"""What happened when: typed spans of calls, computations, waits, leases, moves and payloads.
 
-Flows in: finished spans, a tuple appended to a ring each. Flows out: `trace.json` in Chrome's trace format, one
-process per host and one track per actor, which https://ui.perfetto.dev opens. Nobody waits here.
+Flows in: finished spans, a tuple appended to a ring each. Flows out: the spans of a step, or all of them. Nobody waits.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
+import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
-
-Span = tuple[str, str, float, float, dict[str, Any] | None]
-"""Track, name, start and end in seconds of the host's clock, details."""
-
-Dump = tuple[int, float, list[Span]]
-"""A host, the seconds to add to its clock to get the clock of whoever writes the file, and its spans."""
+from typing import Any, Literal, NamedTuple, get_args
 
 RING = 200_000
 """Spans a host remembers; at about 200 bytes each that is 40 MB at worst, and hours of training."""
-PINGS = 5
-"""Questions by which a clock on another machine is compared; the quickest answer counts."""
+LOOK_BACK = 1024
+"""Spans that are looked at first for the last ones; twice as many each time until they reach the time asked for."""
+DEVICES = "lease"
+"""What a call waits for that waits for its actor's devices."""
+
+
+Kind = Literal["call", "item", "move", "compute", "wait", "lease", "payload", "flow"]
+"""What a span is about, and so what `Span.what` says.
+
+call: a call of an endpoint; `what` is the caller.
+item: an item, or batch of items, of a mapped endpoint; `what` is the call that takes them.
+move: the lease manager loads or parks an actor; `endpoint` is "onload" or "offload", `what` the caller.
+compute: a function on an actor's compute thread; `what` is its name.
+wait: nothing goes on before a queue, a value or (`DEVICES`) a device is there; `what` is its name.
+lease: a call holds its actor's devices; `what` is the call.
+payload: a value is sent to another host, at an instant; `what` is its route.
+flow: a part of the flow function, such as a step; `what` is its name.
+"""
+KINDS: frozenset[str] = frozenset(get_args(Kind))
+OF_ACTORS: frozenset[Kind] = frozenset({"call", "item", "move", "compute", "lease"})
+"""Kinds of spans that only actors have."""
+
+
+class Span(NamedTuple):
+    """Something that took time on a host."""
+
+    kind: Kind
+    actor: str
+    """Such as "rollout[0]"; "flow" for the flow function; of a wait also a part of a stream; empty for payloads."""
+    endpoint: str
+    """Such as "generate"; empty where no call of an endpoint is behind it."""
+    what: str
+    """Of that kind; see `Kind`."""
+    start: float
+    """Seconds of the host's clock."""
+    end: float
+    """Seconds of the host's clock."""
+    bytes: int = 0
+    """That were sent, of a payload."""
 
 
 class Tracer:
     """The spans of one host. Recording one costs well under 2 µs; switched off, an attribute look-up and a call."""
 
     def __init__(self, *, enabled: bool = True, ring: int = RING):
-        self._spans: deque[Span] = deque(maxlen=ring)
+        # Plain tuples, which the garbage collector stops looking at: it would look at as many `Span` every time.
+        self._spans: deque[tuple[Any, ...]] = deque(maxlen=ring)
         self._append = self._spans.append
         if not enabled:
             self.span = self._nothing  # type: ignore[method-assign]
 
-    def span(self, track: str, name: str, start: float, end: float, details: dict[str, Any] | None = None) -> None:
-        """Record that `name` ran on `track` (an actor, a queue) from `start` to `end`, seconds of the host's clock."""
-        self._append((track, name, start, end, details))
+    def span(self, kind: Kind, actor: str, endpoint: str, what: str, start: float, end: float, bytes: int = 0) -> None:
+        """Record a span; see `Span`."""
+        self._append((kind, actor, endpoint, what, start, end, bytes))
 
     def _nothing(
-        self, track: str, name: str, start: float, end: float, details: dict[str, Any] | None = None
+        self, kind: Kind, actor: str, endpoint: str, what: str, start: float, end: float, bytes: int = 0
     ) -> None: ...
 
     def dump(self) -> list[Span]:
-        """All spans so far, as they may travel to the host that writes the file."""
-        return list(self._spans)
+        """All spans so far, oldest first."""
+        return list(map(Span._make, list(self._spans)))  # copied in one go: a thread may append meanwhile
 
+    def ended_since(self, since: float) -> list[Span]:
+        """The spans that ended then or later, newest first; costs grow with their number, not with all there are.
 
-async def best_offset(now: Callable[[], float], ask: Callable[[], Awaitable[float]]) -> float:
-    """Seconds to add to another machine's clock to get this one's: right to half a round trip.
-
-    Args:
-        now: this clock.
-        ask: gets the time of the other one.
-    """
-    tries = []
-    for _ in range(PINGS):
-        asked = now()
-        theirs = await ask()
-        answered = now()
-        tries.append((answered - asked, (asked + answered) / 2 - theirs))
-    return min(tries)[1]
-
-
-def write_perfetto(path: str | Path, dumps: Iterable[Dump]) -> None:
-    """Write the spans of several hosts as one Chrome trace file.
-
-    Spans of one track may overlap (an actor serves many calls at once), which Chrome's complete events cannot show;
-    each track is therefore laid out in as many lanes as it needs.
-    """
-    dumps = list(dumps)
-    origin = min((start + ahead for _, ahead, spans in dumps for _, _, start, _, _ in spans), default=0.0)
-    with open(path, "w") as file:  # event by event: one call for all would keep the loop from running for seconds
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        separator = "\n"
-        for dump in dumps:
-            for event in _events(dump, origin):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-        file.write("\n]}\n")
-
-
-def _events(dump: Dump, origin: float) -> Iterator[dict[str, Any]]:
-    host, ahead, spans = dump
-    yield {"ph": "M", "name": "process_name", "pid": host, "args": {"name": f"host {host}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": host, "args": {"sort_index": host}}
-    lanes = _Lanes()
-    for track, name, start, end, details in sorted(spans, key=lambda span: span[2]):
-        # in whole nanoseconds, so that rounding makes no two spans of a lane overlap
-        begin, finish = round((start + ahead - origin) * 1e9), round((max(start, end) + ahead - origin) * 1e9)
-        lane, is_new = lanes.place(track, begin, finish)
-        if is_new is not None:
-            yield {"ph": "M", "name": "thread_name", "pid": host, "tid": lane, "args": {"name": is_new}}
-        event = {"ph": "X", "pid": host, "tid": lane, "name": name, "cat": track}
-        event |= {"ts": begin / 1e3, "dur": (finish - begin) / 1e3}
-        yield event | {"args": details} if details else event
-
-
-class _Lanes:
-    """Numbers the lanes of a host's tracks, a new lane wherever spans of one track overlap."""
-
-    def __init__(self) -> None:
-        self._busy: dict[str, list[tuple[int, int]]] = {}
-        self._free: dict[str, list[int]] = {}
-        self._count = 0
-
-    def place(self, track: str, start: int, end: int) -> tuple[int, str | None]:
-        """The lane of the next span (they come in order of their starts), and its name if it is a new one."""
-        busy, free = self._busy.setdefault(track, []), self._free.setdefault(track, [])
-        while busy and busy[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        name = None
-        if not free:
-            self._count += 1
-            name = f"{track} ({len(busy) + 1})" if busy else track
-            free.append(self._count)
-        lane = heapq.heappop(free)
-        heapq.heappush(busy, (end, lane))
-        return lane, name
+        Each span is appended at its end, so the ring is in order of their ends.
+        """
+        count = LOOK_BACK
+        while True:
+            spans = list(itertools.islice(reversed(self._spans), count))
+            if len(spans) < count or spans[-1][5] < since:
+                return [Span._make(span) for span in spans if span[5] >= since]
+            count *= 2

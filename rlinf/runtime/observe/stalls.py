@@ -8,19 +8,19 @@ long, or when in virtual time nothing can ever happen again.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.runtime.base.calls import FLOW, current_host, waiter
 
-if TYPE_CHECKING:
-    pass
-
 OURS = "host.report"
 """The name of the calls that make the report, which leaves them out."""
+MOST_SHOWN = 50
+"""Waits, cycles and queues that a report tells of: of 100,000 waits the oldest say enough."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class HostReport:
     notes: dict[str, str] = field(default_factory=dict)
     """What is known about a call or queue, by its name: where it is, and what it is doing. No times: as long as these
     stay the same, nothing has moved."""
-    moves: dict[str, int] = field(default_factory=dict)
-    """Computations begun by each of those calls."""
+    moves: dict[str, float] = field(default_factory=dict)
+    """Computations begun by each of those calls, and seconds of processor time that the present one has used."""
     ages: dict[str, float] = field(default_factory=dict)
     """Seconds since a call of `notes` began."""
     silent: list[str] = field(default_factory=list)
@@ -55,51 +55,88 @@ class HostReport:
 # Reading reports -------------------------------------------------------------------------------------------------
 
 
-def _graph(waits: Iterable[Wait]) -> dict[str, list[str]]:
-    ahead: dict[str, list[str]] = {}
-    for wait in waits:
-        followers = ahead.setdefault(wait.who, [])
-        if wait.on not in followers:
-            followers.append(wait.on)
-    return ahead
+Graph = dict[str, list[str]]
+"""On whom each name waits."""
+
+
+def _graph(edges: Iterable[tuple[str, str]]) -> Graph:
+    ahead: dict[str, dict[str, None]] = {}
+    for who, on in edges:
+        ahead.setdefault(who, {})[on] = None
+    return {who: list(followers) for who, followers in ahead.items()}
+
+
+def _knots(ahead: Graph) -> Iterator[list[str]]:
+    """The strongly connected parts of a graph, each after all parts that it leads to (Tarjan 1972): one pass over it.
+
+    Names that wait for themselves or each other are in one part; whoever does neither is one by itself.
+    """
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    open_: set[str] = set()
+    for start in ahead:
+        stack = [] if start in number else [(start, iter(ahead[start]))]
+        while stack:
+            name, followers = stack[-1]
+            if name not in number:
+                number[name] = lowest[name] = len(number)
+                path.append(name)
+                open_.add(name)
+            for follower in followers:
+                if follower not in number:
+                    stack.append((follower, iter(ahead.get(follower, ()))))
+                    break
+                if follower in open_:
+                    lowest[name] = min(lowest[name], number[follower])
+            else:
+                stack.pop()
+                if stack:
+                    lowest[stack[-1][0]] = min(lowest[stack[-1][0]], lowest[name])
+                if lowest[name] == number[name]:
+                    at = _since(path, name)
+                    knot, path[at:] = path[at:], []
+                    open_.difference_update(knot)
+                    yield knot
+
+
+def _since(path: list[str], name: str) -> int:
+    """Where `name` is in `path`, seen from its end."""
+    at = len(path) - 1
+    while path[at] != name:
+        at -= 1
+    return at
+
+
+def _cycle(knot: list[str], ahead: Graph) -> list[str]:
+    """A cycle within a strongly connected part, as the names in order; empty if it has none."""
+    inside = set(knot)
+    step: dict[str, str] = {}
+    name = knot[0]
+    while name not in step:
+        follower = next((each for each in ahead.get(name, ()) if each in inside), None)
+        if follower is None:
+            return []
+        step[name] = follower
+        name = follower
+    cycle, start = [name], name
+    while (name := step[name]) != start:
+        cycle.append(name)
+    return cycle
 
 
 def find_cycles(waits: Iterable[Wait]) -> list[list[str]]:
-    """Cycles of the waits-for graph, as the names in order: at least one of each knot."""
-    ahead = _graph(waits)
-    cycles: list[list[str]] = []
-    done: set[str] = set()
-    for start in ahead:
-        path: list[str] = []
-        on_path: set[str] = set()
-        stack: list[tuple[str, int]] = [(start, 0)]
-        while stack:
-            name, index = stack.pop()
-            if index == 0:
-                if name in on_path:
-                    cycles.append(path[path.index(name) :])
-                    continue
-                if name in done:
-                    continue
-                path.append(name)
-                on_path.add(name)
-            followers = ahead.get(name, [])
-            if index < len(followers):
-                stack.append((name, index + 1))
-                stack.append((followers[index], 0))
-            else:
-                done.add(name)
-                on_path.discard(name)
-                path.pop()
-    return cycles
+    """Cycles of the waits-for graph, as the names in order: one of each knot, in time proportional to the waits."""
+    ahead = _graph((wait.who, wait.on) for wait in waits)
+    return [cycle for knot in _knots(ahead) if (cycle := _cycle(knot, ahead))]
 
 
 class Progress:
     """Says when nothing moves any more, from reports made now and then.
 
     A wait may last as long as it likes while something that it stands on moves: a call ends or does something else, an
-    item comes or goes. What has to move is what the flow waits for, and every cycle: actors of their own accord may
-    wait for work for ever.
+    item comes or goes, a computation uses the processor. What has to move is what the flow waits for, and every cycle:
+    actors of their own accord may wait for work for ever.
 
     Args:
         patience: seconds without a move that are too long.
@@ -107,7 +144,10 @@ class Progress:
 
     def __init__(self, patience: float):
         self._patience = patience
-        self._seen: dict[Any, tuple[Any, float]] = {}
+        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+        """What the flow waits for: its picture, and since when that is the same."""
+        self._edges: dict[tuple[str, str], float] = {}
+        """Every wait, and since when it is there."""
 
     def stopped(self, reports: Iterable[HostReport], now: float) -> str | None:
         """What has stopped for too long, for the first line of the report; or None.
@@ -119,38 +159,55 @@ class Progress:
         reports = list(reports)
         waits = [wait for report in reports for wait in report.waits]
         notes = {name: (note, report.moves.get(name)) for report in reports for name, note in report.notes.items()}
-        ahead = _graph(waits)
-        pictures: dict[Any, Any] = {tuple(sorted(cycle)): None for cycle in find_cycles(waits)}
+        pictures = _pictures(_graph((wait.who, wait.on) for wait in waits), notes)
+        before, self._seen = self._seen, {}
         for wait in waits:
             if wait.who.partition("/")[0] == FLOW and wait.age is not None:
-                pictures[wait.who, wait.on] = _picture(wait.on, ahead, notes)
-        before, self._seen = self._seen, {}
-        worst: tuple[bool, float, str] | None = None
-        for key, picture in pictures.items():
-            same = key in before and before[key][0] == picture
-            since = before[key][1] if same else now
-            self._seen[key] = (picture, since)
-            if now - since >= self._patience:
-                cycle = picture is None
-                what = "deadlock" if cycle else f"stall: {key[0]} waits on {key[1]}"
-                worst = max(worst or (cycle, now - since, what), (cycle, now - since, what))
-        return None if worst is None else f"{worst[2]}: nothing has moved for {worst[1]:.1f} s"
+                key, picture = (wait.who, wait.on), pictures.get(wait.on, hash(notes.get(wait.on)))
+                same = key in before and before[key][0] == picture
+                self._seen[key] = (picture, before[key][1] if same else now)
+        found = [(True, now - since, "deadlock") for since in self._stuck(waits, now)]
+        found += [
+            (False, now - since, f"stall: {who} waits on {on}")
+            for (who, on), (_, since) in self._seen.items()
+            if now - since >= self._patience
+        ]
+        _, lasted, what = max(found, default=(False, 0.0, None))
+        return None if what is None else f"{what}: nothing has moved for {lasted:.1f} s"
+
+    def _stuck(self, waits: Iterable[Wait], now: float) -> list[float]:
+        """Since when there have been cycles all of whose waits are too old."""
+        edges = self._edges
+        self._edges = {edge: edges.get(edge, now) for edge in ((wait.who, wait.on) for wait in waits)}
+        ahead = _graph(edge for edge, since in self._edges.items() if now - since >= self._patience)
+        cycles = (cycle for knot in _knots(ahead) if (cycle := _cycle(knot, ahead)))
+        return [max(self._edges[edge] for edge in itertools.pairwise([*cycle, cycle[0]])) for cycle in cycles]
 
 
-def _picture(start: str, ahead: dict[str, list[str]], notes: dict[str, Any]) -> Any:
-    """All that `start` stands on, as it is now."""
-    reached = {start: None}
-    queue = [start]
-    while queue:
-        for name in ahead.get(queue.pop(), ()):
-            if name not in reached:
-                reached[name] = None
-                queue.append(name)
-    return {name: (tuple(ahead.get(name, ())), notes.get(name)) for name in reached}
+def _pictures(ahead: Graph, notes: dict[str, Any]) -> dict[str, int]:
+    """Of each name, a hash of all that it stands on, as it is now.
+
+    A knot has the hash of its members and of what they lead to, which is known by then: one pass for all names.
+    """
+    found: dict[str, int] = {}
+    for knot in _knots(ahead):
+        members = set(knot)
+        picture = hash(
+            tuple(
+                (name, notes.get(name), tuple((on, None if on in members else found[on]) for on in ahead.get(name, ())))
+                for name in sorted(knot)
+            )
+        )
+        found.update(dict.fromkeys(knot, picture))
+    return found
 
 
-def render(reports: Iterable[HostReport]) -> str:
-    """The stall report: deadlocks first, then queues nobody fills, then every wait, longest first."""
+def render(reports: Iterable[HostReport], most: int = MOST_SHOWN) -> str:
+    """The stall report: deadlocks first, then queues nobody fills, then waits, longest first.
+
+    Args:
+        most: lines of each kind to show; how many more there are is said.
+    """
     reports = list(reports)
     waits = [wait for report in reports for wait in report.waits]
     notes = {name: note for report in reports for name, note in report.notes.items()}
@@ -160,17 +217,26 @@ def render(reports: Iterable[HostReport]) -> str:
         since = f", since {ages[name]:.1f} s" if name in ages else ""
         return f"{notes[name]}{since}"
 
-    lines = [f"host {report.host} {report.trouble}" for report in reports if report.trouble]
-    for cycle in find_cycles(waits):
-        lines.append("deadlock: " + " -> ".join([*cycle, cycle[0]]))
-        lines.extend(f"    {name}: {about(name)}" for name in cycle if name in notes)
-    lines += [silent for report in reports for silent in report.silent]
-    shown = sorted((wait for wait in waits if wait.age is not None), key=lambda wait: -(wait.age or 0.0))
-    lines.append("waits, longest first:" if shown else "nothing waits")
-    for wait in shown:
+    lines = _first(most, "hosts", [f"host {report.host} {report.trouble}" for report in reports if report.trouble])
+    cycles = find_cycles(waits)
+    for cycle in cycles[:most]:
+        shown = cycle[:most] + ([f"({len(cycle) - most} more)"] if len(cycle) > most else [])
+        lines.append("deadlock: " + " -> ".join([*shown, cycle[0]]))
+        lines.extend(f"    {name}: {about(name)}" for name in shown if name in notes)
+    lines += _first(most, "deadlocks", cycles)[most:]
+    lines += _first(most, "queues", [silent for report in reports for silent in report.silent])
+    timed = [wait for wait in waits if wait.age is not None]
+    lines.append("waits, longest first:" if timed else "nothing waits")
+    for wait in heapq.nsmallest(most, timed, key=lambda wait: -(wait.age or 0.0)):
         note = f"  ({about(wait.on)})" if wait.on in notes else ""
         lines.append(f"  {wait.who} waits on {wait.on} for {wait.age:.1f} s{note}")
+    lines += _first(most, "waits", timed)[most:]
     return "\n".join(lines)
+
+
+def _first(most: int, what: str, lines: Sequence[Any]) -> list[Any]:
+    """The first of these lines, and one that says how many more there are."""
+    return [*lines[:most], f"  and {len(lines) - most:,} more {what}"] if len(lines) > most else list(lines)
 
 
 locks: weakref.WeakSet[Lock] = weakref.WeakSet()

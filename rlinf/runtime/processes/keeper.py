@@ -181,8 +181,13 @@ def call(descriptor: int) -> None:
     _resolve(target)(**kwargs)
 
 
-def serve(descriptor: int) -> None:
-    """Make the handler that the parent names and answer calls of its methods, one after the other."""
+def serve(descriptor: int, form: str) -> None:
+    """Make the handler that the parent names and answer calls of its methods, one after the other.
+
+    Args:
+        descriptor: of the socket to the parent.
+        form: of the answers, "pickle" or "json".
+    """
     import signal
 
     def terminate(*_: Any) -> None:
@@ -197,7 +202,7 @@ def serve(descriptor: int) -> None:
         handler = _resolve(target)(**kwargs)
         _send(channel, b"ready")
         while True:
-            _send(channel, _answer(handler, _receive(channel)))
+            _send(channel, _answer(handler, _receive(channel), form))
     except (Terminated, EOFError, ConnectionError):
         pass
     finally:
@@ -206,8 +211,8 @@ def serve(descriptor: int) -> None:
             close()
 
 
-def _answer(handler: Any, request: bytearray) -> bytes:
-    """Run one call; returns ("result", value) or ("error", pickled exception, type name, text, traceback), pickled."""
+def _answer(handler: Any, request: bytearray, form: str) -> bytes:
+    """Run one call; returns ("result", value) or ("error", pickled exception, type name, text, traceback)."""
     import pickle
 
     method = "?"
@@ -217,25 +222,36 @@ def _answer(handler: Any, request: bytearray) -> bytes:
     except Terminated:
         raise
     except BaseException as error:  # also SystemExit: foreign code that calls exit() is an error of its call alone
-        return _failure(error)
+        return _failure(error, form)
     try:
-        return pickle.dumps(("result", value), protocol=pickle.HIGHEST_PROTOCOL)
+        return _encoded(("result", value), form)
     except Exception as error:
-        text = f"the result of {method}(), a {type(value).__name__}, cannot be pickled: {error}"
-        return _failure(TypeError(text).with_traceback(error.__traceback__))
+        text = f"the result of {method}(), a {type(value).__name__}, cannot be sent as {form}: {error}"
+        return _failure(TypeError(text).with_traceback(error.__traceback__), form)
 
 
-def _failure(error: BaseException) -> bytes:
+def _failure(error: BaseException, form: str) -> bytes:
     import pickle
     import traceback
 
     pickled = None
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # others would end the parent's coroutine
+    # StopIteration and those that are no Exception would end the parent's coroutine
+    if form == "pickle" and isinstance(error, Exception) and not isinstance(error, StopIteration):
         try:
             pickled = pickle.dumps(error)
         except Exception:
             pass  # the parent raises a stand-in that has the same text
-    return pickle.dumps(("error", pickled, type(error).__name__, str(error), traceback.format_exc()))
+    return _encoded(("error", pickled, type(error).__name__, str(error), traceback.format_exc()), form)
+
+
+def _encoded(answer: tuple[Any, ...], form: str) -> bytes:
+    if form == "json":
+        import json
+
+        return json.dumps(answer).encode()
+    import pickle
+
+    return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _resolve(target: str) -> Callable[..., Any]:
@@ -292,4 +308,4 @@ if __name__ == "__main__":
     elif role == "call":
         call(int(rest[0]))
     else:
-        serve(int(rest[0]))
+        serve(int(rest[0]), role)

@@ -34,6 +34,10 @@ _LONGEST_LINE = 8192
 """Bytes of one line that are kept, so that a child that prints no newline cannot fill our memory."""
 
 
+class TooLong(Exception):
+    """A child announced a message that is longer than any that it should send."""
+
+
 class Process:
     """One life of a child: its keeper, its output and its end. Made and owned by `Child`; needs a running loop.
 
@@ -190,10 +194,17 @@ async def send(channel: socket.socket, message: bytes) -> None:
     await loop.sock_sendall(channel, message)
 
 
-async def receive(channel: socket.socket) -> bytearray:
-    """Receive one message from a Python child. Raises `EOFError` when its end is closed."""
+async def receive(channel: socket.socket, most: int | None = None) -> bytearray:
+    """Receive one message from a Python child.
+
+    Raises:
+        EOFError: its end is closed.
+        TooLong: the message has more than `most` bytes.
+    """
     loop = asyncio.get_running_loop()
     size = int.from_bytes(await _exactly(loop, channel, far_side.HEADER), "big")
+    if most is not None and size > most:
+        raise TooLong(f"a message of {size} bytes, where at most {most} are taken")
     return await _exactly(loop, channel, size)
 
 

@@ -73,7 +73,7 @@ class Child:
         lines: lines of output that `ChildDied` carries.
     """
 
-    _role = "call"
+    _role: str = "call"
 
     def __init__(
         self,

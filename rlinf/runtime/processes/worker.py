@@ -1,4 +1,4 @@
-"""Calls into child processes: `Worker` answers them one at a time, `WorkerPool` spreads them over several.
+"""Calls into a child process, which answers them one at a time.
 
 Flows in: method calls. Flows out: their results, or the errors of the code that ran. Who wakes whom: a call waits
 until its worker is free and up; an answer, the death of the worker or the deadline wakes the caller; a worker that is
@@ -7,24 +7,27 @@ up again wakes the next call.
 Foreign code cannot be interrupted, only ended. So a call that exceeds its deadline or is cancelled costs its worker
 the process, which is replaced at once; calls that wait for their turn do not notice.
 
-Messages are pickles in both directions: a child is as trusted as we are. Code that nobody vouches for belongs into a
-process below the child.
+Calls are pickles. So are answers, unless the child runs code that is not ours: who sends a pickle runs code where it is
+read. Such a child answers in JSON, and what it can do to us is to answer wrongly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal
 
 from rlinf.runtime.base.errors import RemoteError, RuntimeFault, UserError
 
-from .process import Process, receive, send
-from .supervisor import Child, ChildDied, how_it_ended
+from .process import Process, TooLong, receive, send
+from .supervisor import Child, how_it_ended
 
 _LARGE = 1 << 20
-"""Bytes from which an answer is unpickled in a thread, so that the loop stays free."""
+"""Bytes from which an answer is read in a thread, so that the loop stays free."""
+_MOST = 64 << 20
+"""Bytes that an answer in JSON may have, since such a child may claim any number."""
 
 
 class CallTimeout(RuntimeFault, TimeoutError):
@@ -42,13 +45,22 @@ class Worker(Child):
             it is called when the worker is stopped.
         kwargs: keyword arguments for it, which must pickle.
         name: what messages and logs call it.
+        answers: "pickle", or "json" where the child runs code that is not ours: results are then plain data, and errors
+            `RemoteError`.
         supervision: see `Child`; `start_deadline` includes making the object, and there is no `health`: calls have
             deadlines. A call that succeeds makes earlier deaths forgotten.
     """
 
-    _role = "serve"
-
-    def __init__(self, target: str, kwargs: Mapping[str, Any] | None = None, *, name: str, **supervision: Any):
+    def __init__(
+        self,
+        target: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        answers: Literal["pickle", "json"] = "pickle",
+        **supervision: Any,
+    ):
+        self._role = answers
         if "health" in supervision:
             raise UserError(f"worker {name!r} takes no health check: it cannot answer one while it computes")
         super().__init__(target, kwargs, name=name, **supervision)
@@ -65,7 +77,8 @@ class Worker(Child):
         Raises:
             CallTimeout: the deadline passed.
             ChildDied: the process ended while it ran this call, or will not be started again.
-            Exception: what the method raised, with its traceback as a note; `RemoteError` if that cannot be pickled.
+            RemoteError: the answer cannot be read; or it is an error that cannot travel, with its traceback as a note.
+            Exception: what the method raised, with its traceback as a note.
         """
         self._check_started()
         try:
@@ -76,10 +89,13 @@ class Worker(Child):
             life = await asyncio.shield(self._ready)
             reply = await self._ask_child(life, method, request, timeout)
         self._failures = 0
-        answer = await self._unpickle(reply, method)
-        if answer[0] == "result":
-            return answer[1]
-        raise self._remote_error(method, *answer[1:])
+        try:
+            kind, *rest = await self._read(reply)
+        except Exception as error:
+            raise RemoteError(f"the result of {self.name}.{method}() cannot be read here: {error}") from error
+        if kind == "result":
+            return rest[0]
+        raise self._remote_error(method, *rest)
 
     async def _greet(self, life: Process) -> None:
         await super()._greet(life)
@@ -94,7 +110,7 @@ class Worker(Child):
         try:
             async with asyncio.timeout(seconds):
                 await send(life.channel, request)
-                return await receive(life.channel)
+                return await receive(life.channel, _MOST if self._role == "json" else None)
         except TimeoutError:
             self._replace(life)
             text = f"{self.name}.{method}() exceeded its {seconds:g} s; its process was killed and is being replaced"
@@ -102,6 +118,9 @@ class Worker(Child):
         except asyncio.CancelledError:
             self._replace(life)
             raise
+        except TooLong as error:
+            self._replace(life)
+            raise RemoteError(f"the result of {self.name}.{method}() cannot be read here: {error}") from None
         except (EOFError, ConnectionError):
             if life is self._life:
                 self._down()
@@ -116,13 +135,9 @@ class Worker(Child):
             life.kill()
             self._ask(0.0)
 
-    async def _unpickle(self, reply: bytearray, method: str) -> Any:
-        try:
-            if len(reply) < _LARGE:
-                return pickle.loads(reply)
-            return await asyncio.to_thread(pickle.loads, reply)
-        except Exception as error:
-            raise RemoteError(f"the result of {self.name}.{method}() cannot be unpickled here: {error}") from error
+    async def _read(self, reply: bytearray) -> Any:
+        read = _from_json if self._role == "json" else pickle.loads
+        return read(reply) if len(reply) < _LARGE else await asyncio.to_thread(read, reply)
 
     def _remote_error(self, method: str, pickled: bytes | None, kind: str, text: str, trace: str) -> Exception:
         try:
@@ -135,125 +150,11 @@ class Worker(Child):
         return error
 
 
-class WorkerPool:
-    """Equal workers that take calls as they become free.
-
-        async with WorkerPool(4, "rlinf.rewards.code:Runner", name="reward", timeout=5) as pool:
-            scores = await asyncio.gather(*(pool.call("score", sample) for sample in samples))
-
-    Args:
-        size: number of processes.
-        target, kwargs: as for `Worker`.
-        name: workers are called name.0, name.1, …
-        retries: how often a call is given to another worker after the one that ran it crashed.
-        timeout: seconds for calls that name none; None for no limit.
-        supervision: see `Worker`.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        target: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        name: str,
-        retries: int = 1,
-        timeout: float | None = None,
-        **supervision: Any,
-    ):
-        if size < 1:
-            raise UserError(f"pool {name!r} needs at least one worker, not {size}")
-        self.name = name
-        self._retries = retries
-        self._timeout = timeout
-        supervision["on_restart"] = self._back_up
-        self.workers = tuple(Worker(target, kwargs, name=f"{name}.{i}", **supervision) for i in range(size))
-        self._free: asyncio.Queue[Worker | ChildDied] = asyncio.Queue()
-        self._recovering: set[Worker] = set()
-        self._lost: set[Worker] = set()
-        self._watchers: list[asyncio.Task[None]] = []
-
-    async def start(self) -> None:
-        """Start all workers. Raises the `ChildDied` of the first that cannot be, after stopping the others."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for worker in self.workers:
-                    group.create_task(worker.start())
-        except* ChildDied as several:
-            await self.stop()
-            raise several.exceptions[0] from None
-        for worker in self.workers:
-            self._free.put_nowait(worker)
-            self._watchers.append(asyncio.create_task(self._watch(worker), name=f"watch of {worker.name}"))
-
-    async def stop(self) -> None:
-        """Stop all workers; calls that run or wait raise `ChildDied`."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*(worker.stop() for worker in self.workers))
-        self._free.put_nowait(ChildDied(f"pool {self.name!r} was stopped"))
-
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:  # noqa: ASYNC109
-        """Have the next free worker run a method; see `Worker.call`.
-
-        Args:
-            method: its name.
-            args, kwargs: its arguments, which must pickle.
-            timeout: seconds for each attempt, from when a worker takes it; None for the pool's.
-
-        Raises:
-            CallTimeout: the deadline passed; such a call is not tried again.
-            ChildDied: it crashed `retries + 1` workers, or no worker is left.
-        """
-        limit = self._timeout if timeout is None else timeout
-        attempt = 0
-        while True:
-            worker = await self._take()
-            try:
-                return await worker.call(method, *args, timeout=limit, **kwargs)
-            except ChildDied as died:
-                if attempt == self._retries:
-                    died.add_note(f"pool {self.name!r} gave this call to {attempt + 1} workers, and each died")
-                    raise
-                attempt += 1
-            finally:
-                self._give_back(worker)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def _take(self) -> Worker:
-        """The next worker that is up. Unblocked by: a call that ended, a worker that is up again."""
-        while True:
-            item = await self._free.get()
-            if isinstance(item, ChildDied):
-                self._free.put_nowait(item)  # for all others who wait
-                raise item
-            if item.up:
-                return item
-            self._give_back(item)
-
-    def _give_back(self, worker: Worker) -> None:
-        if worker.up:
-            self._free.put_nowait(worker)
-        elif worker not in self._lost:
-            self._recovering.add(worker)
-
-    async def _back_up(self, worker: Worker) -> None:
-        if worker in self._recovering:
-            self._recovering.discard(worker)
-            self._free.put_nowait(worker)
-
-    async def _watch(self, worker: Worker) -> None:
-        """Wait until a worker is given up. Unblocks everybody when it was the last one."""
-        try:
-            await worker.failed()
-        except ChildDied as died:
-            self._lost.add(worker)
-            self._recovering.discard(worker)
-            if len(self._lost) == len(self.workers):
-                self._free.put_nowait(died)
+def _from_json(reply: bytearray) -> tuple[Any, ...]:
+    """An answer of a child that may send anything."""
+    match json.loads(reply):
+        case ["result", value]:
+            return "result", value
+        case ["error", None, str(kind), str(text), str(trace)]:
+            return "error", None, kind, text, trace
+    raise ValueError("it is neither a result nor an error")

@@ -33,7 +33,7 @@ import torch
 from rlinf.runtime.base.errors import RuntimeFault
 
 from .free_list import PAGE, Holes
-from .views import ArenaReader, Segment, SlotRef, Watch, contiguous_strides, view
+from .views import ArenaReader, Segment, SlotRef, Watch, contiguous_strides, inside, view
 
 __all__ = ["Arena", "ArenaFull", "ArenaReader", "ArenaStatistics", "SlotRef"]
 
@@ -78,7 +78,7 @@ class _Slot:
     start: int
     size: int
     local: int = 1
-    """Tensors of this process over it, and copies into it that are under way."""
+    """Tensors of this process over it."""
     holders: dict[int, int] = field(default_factory=dict)
     """Per host, how many exports it has not released."""
 
@@ -91,13 +91,14 @@ class Arena:
 
     Args:
         owner: rank of this host; travels in every `SlotRef`.
-        limit_bytes: the most that live slots may take together, rounding included. Default: half of what memory this
-            machine (or container) has. Pages are taken when first written, not before.
+        limit_bytes: the most that live slots may take together, rounding included. Default: this process's share of
+            half of what memory the machine (or container) has. Pages are taken when first written, not before.
     """
 
     def __init__(self, owner: int, limit_bytes: int | None = None):
         self.owner = owner
-        self.limit = _physical_memory() // 2 if limit_bytes is None else limit_bytes
+        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of the job on this machine, says torchrun
+        self.limit = _physical_memory() // 2 // sharers if limit_bytes is None else limit_bytes
         # Local tensors that are gone, and (holder, slots) released. A garbage collection may append at any point, also
         # within the lock, so this is the one thing that changes without it.
         self._done: deque[Watch | tuple[int, tuple[int, ...]]] = deque()
@@ -153,11 +154,9 @@ class Arena:
         return tensor
 
     def export(self, tensor: torch.Tensor, holder: int) -> SlotRef:
-        """Let host `holder` hold the tensor's memory, and return what it opens.
+        """Let host `holder` hold the tensor's memory, or else that of a copy, and return what it opens.
 
-        Nothing is copied if the storage lies in this arena (views, slices and strides included). Otherwise the tensor
-        is copied, contiguous, into a fresh slot; the copy releases the GIL. Every export is matched by one slot id in
-        `release`, or by `forget(holder)`.
+        Blocks while it copies: whoever must not makes the copy itself, from `lend` and `empty`.
 
         Raises:
             ArenaFull: the copy does not fit in the limit.
@@ -168,29 +167,47 @@ class Arena:
                 f"the arena takes dense, unquantized CPU tensors, not {tensor.dtype} {tensor.layout} on {tensor.device}"
             )
         tensor = tensor.detach()
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
-        lazy = tensor.is_conj() or tensor.is_neg()  # bits outside memory, which only a copy makes real
-        ref = None if lazy else self._lend(tensor, holder)
+        ref = self.lend(tensor, holder)
         if ref is not None:
             return ref
-        nbytes = tensor.numel() * dtype.itemsize
-        with self._lock:
-            slot = self._allocate(max(nbytes, dtype.itemsize))
-            slot.holders[holder] = 1
-            here, memory = self._here, self._memory
+        fresh = self.empty(tensor.shape, tensor.dtype)
+        ref = self.lend(fresh, holder)
+        assert ref is not None
         try:
-            # Of Tensor.copy_, numpy.copyto and ctypes.memmove the first is fastest (by 10-20 %); all release the GIL.
-            # Populating pages ahead costs what the faults cost, so only their reuse helps: a cold copy is 8 x slower.
-            if nbytes:
-                to = torch.frombuffer(memory, dtype=dtype, count=tensor.numel(), offset=slot.start)
-                to.view(shape).copy_(tensor)
+            fresh.copy_(tensor)
         except BaseException:
-            self.release(holder, (slot.id,))
+            self.release(holder, (ref.slot,))
             raise
-        finally:
-            with self._lock:  # counted as a local use till here, so that a `forget` meanwhile does not free it
-                self._unuse(slot)
-        return SlotRef(here, slot.id, slot.start, max(nbytes, dtype.itemsize), dtype, shape, contiguous_strides(shape))
+        return ref
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is this arena's."""
+        return self._segment is not None and not self._closed and inside(tensor, self._base, self._segment.size)
+
+    def lend(self, tensor: torch.Tensor, holder: int) -> SlotRef | None:
+        """Let host `holder` hold the memory that a tensor of this arena (a view, slice or stride of one) lies in.
+
+        Every ref is matched by one slot id in `release`, or by `forget(holder)`. None if it lies elsewhere.
+        """
+        if not self.holds(tensor):
+            return None
+        if tensor.is_conj() or tensor.is_neg():  # bits outside memory, which only a copy makes real
+            return None
+        with self._lock:
+            if self._segment is None or self._closed:
+                return None
+            start = tensor.untyped_storage().data_ptr() - self._base
+            slot = self._at.get(start)
+            if slot is None:  # the storage was made over a numpy slice, and begins inside
+                slot = next(slot for slot in self._slots.values() if slot.start <= start < slot.start + slot.size)
+            slot.holders[holder] = slot.holders.get(holder, 0) + 1
+            here = self._segment
+        shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
+        if not tensor.numel():
+            return SlotRef(here, slot.id, slot.start, itemsize, tensor.dtype, shape, stride)
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        offset = start + int(tensor.storage_offset()) * itemsize
+        return SlotRef(here, slot.id, offset, elements * itemsize, tensor.dtype, shape, stride)
 
     def release(self, holder: int, slot_ids: Iterable[int]) -> None:
         """Host `holder` is done with one export of each slot named. What it no longer holds is passed over, because
@@ -248,26 +265,7 @@ class Arena:
                 reused=self._reused,
             )
 
-    # Except for `_lend`, what follows runs with the lock held ----------------------------------------------------
-
-    def _lend(self, tensor: torch.Tensor, holder: int) -> SlotRef | None:
-        """A ref to the slot that the tensor already lies in, if it does."""
-        start = tensor.untyped_storage().data_ptr()
-        with self._lock:
-            if self._segment is None or self._closed or not 0 <= start - self._base < self._segment.size:
-                return None
-            start -= self._base
-            slot = self._at.get(start)
-            if slot is None:  # the storage was made over a numpy slice, and begins inside
-                slot = next(slot for slot in self._slots.values() if slot.start <= start < slot.start + slot.size)
-            slot.holders[holder] = slot.holders.get(holder, 0) + 1
-            here = self._segment
-        shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
-        if not tensor.numel():
-            return SlotRef(here, slot.id, slot.start, itemsize, tensor.dtype, shape, stride)
-        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        offset = start + int(tensor.storage_offset()) * itemsize
-        return SlotRef(here, slot.id, offset, elements * itemsize, tensor.dtype, shape, stride)
+    # What follows runs with the lock held --------------------------------------------------------------------------
 
     def _allocate(self, nbytes: int) -> _Slot:
         self._drain()

@@ -61,6 +61,13 @@ class SlotRef:
         return self.segment.owner
 
 
+def inside(tensor: torch.Tensor, base: int, size: int) -> bool:
+    """Whether a tensor's memory begins in the `size` bytes from address `base`, which are shared memory."""
+    if tensor.device.type != "cpu" or torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
+        return False  # to ask for the address would copy it; and what torch shares so is its own memory
+    return 0 <= tensor.untyped_storage().data_ptr() - base < size
+
+
 class Watch(weakref.ref[np.ndarray[Any, Any]]):
     """Knows which slot's memory is no longer referenced once its array is gone."""
 
@@ -102,6 +109,7 @@ class ArenaReader:
 
     def __init__(self, on_free: Callable[[int, int], None]):
         self._maps: dict[tuple[int, int], mmap.mmap] = {}  # by owner and inode
+        self._ranges: dict[tuple[int, int], tuple[int, int]] = {}  # address and bytes of each
         self._watches: dict[int, Watch] = {}  # by order of opening; weak references count only while they are kept
         self._opened = itertools.count()
         watches = self._watches
@@ -123,21 +131,29 @@ class ArenaReader:
         memory = self._maps.get((segment.owner, segment.inode))
         if memory is None:
             memory = self._maps.setdefault((segment.owner, segment.inode), _map(segment))
+            base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+            self._ranges[segment.owner, segment.inode] = (base, segment.size)
         tensor, watch = view(memory, ref, self._gone)
         watch.key = next(self._opened)
         self._watches[watch.key] = watch
         return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in memory that is mapped here."""
+        return any(inside(tensor, base, size) for base, size in self._ranges.values())
 
     def forget(self, owner: int) -> None:
         """Host `owner` died: unmap its memory, as soon as no tensor lies in it. Tensors that are open stay readable,
         and `on_free` is still called for them."""
         for key in [key for key in self._maps if key[0] == owner]:
             self._maps.pop(key, None)
+            self._ranges.pop(key, None)
 
     def close(self) -> None:
         """Forget every owner, and call `on_free` no more."""
         self._watches.clear()
         self._maps.clear()
+        self._ranges.clear()
 
 
 def _map(segment: Segment) -> mmap.mmap:

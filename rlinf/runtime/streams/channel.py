@@ -36,18 +36,19 @@ class QueueHandle:
     host in this process, are handed over as they are; all others are sealed by the producer and opened by the consumer.
     """
 
-    __slots__ = ("host", "id", "name", "origin", "owner")
+    __slots__ = ("capacity", "host", "id", "name", "origin", "owner")
 
-    def __init__(self, host: Host, owner: int, id: Key, name: str, origin: Origin | None = None):
+    def __init__(self, host: Host, owner: int, id: Key, name: str, capacity: int | None, origin: Origin | None = None):
         self.host = host
         self.owner = owner
         self.id = id
         self.name = name
+        self.capacity = capacity
         self.origin = origin
         """Who makes the items of a stream."""
 
     def __reduce__(self) -> Any:
-        return _arrived, (self.owner, self.id, self.name, self.origin)
+        return _arrived, (self.owner, self.id, self.name, self.capacity, self.origin)
 
     def local(self) -> ItemQueue | None:
         """The queue itself, where it lives on this host."""
@@ -57,10 +58,12 @@ class QueueHandle:
 
     def rebind(self, host: Host) -> QueueHandle:
         """The same queue, seen from another host of this process."""
-        return self if host is self.host else QueueHandle(host, self.owner, self.id, self.name, self.origin)
+        if host is self.host:
+            return self
+        return QueueHandle(host, self.owner, self.id, self.name, self.capacity, self.origin)
 
     async def put(self, value: Any, key: Hashable, weight: float) -> None:
-        """Put one item, waiting for space.
+        """Put one item, waiting for space; see `registry.py` for when that takes a round trip.
 
         Raises:
             QueueClosed: nothing may be put any more.
@@ -70,8 +73,12 @@ class QueueHandle:
         queue = self.local()
         if queue is not None:
             await queue.put(value, key=key, weight=weight, name=waiter())
+            return
+        item = (None, *self.seal(value), weight, key)
+        if self.capacity is None and queues_of(self.host).may_feed(self.id):
+            self.host.cast(self.owner, SERVICE, "queue_feed", self.id, item, self.plain)
         else:
-            await self._call("queue_put_one", self.id, (None, *self.seal(value), weight, key), self.plain)
+            await self._call("queue_put_one", self.id, item, self.plain)
 
     @property
     def plain(self) -> bool:
@@ -134,13 +141,16 @@ class QueueHandle:
         """Give these items back (default: all held under the token)."""
         self._cast("requeue", token, None if ids is None else list(ids))
 
-    def insist(self, token: Token) -> None:
+    def insist(self, token: Token, more: bool = False) -> None:
         """What was asked for as spare is needed now."""
-        self._cast("insist", token)
+        self._cast("insist", token, more)
 
     def close(self) -> None:
         """No more items will come."""
-        self._cast("close")
+        if self.owner == self.host.rank:
+            queues_of(self.host).close(self.host, self.id)
+        else:
+            self.host.cast(self.owner, SERVICE, "queue_close", self.id)
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error."""
@@ -162,24 +172,31 @@ class QueueHandle:
         return self.host.call(self.owner, SERVICE, method, f"{self.name}.{method[6:]}", args, {})
 
 
-def _arrived(owner: int, id: Key, name: str, origin: Origin | None) -> QueueHandle:
+def _arrived(owner: int, id: Key, name: str, capacity: int | None, origin: Origin | None) -> QueueHandle:
     codec = reading_codec()
     if codec is None:
         raise RuntimeError(f"{name}: a channel or stream can only be sent to actors, not unpickled by hand")
-    return QueueHandle(cast("Host", codec.host), owner, id, name, origin)
+    return QueueHandle(cast("Host", codec.host), owner, id, name, capacity, origin)
 
 
 class QueueService(Actor):
     """The part of a host's own actor that serves its queues to other hosts."""
 
     @endpoint
-    async def queue_put(self, id: Key, items: list[tuple[Hashable, Any, Any, float, Hashable]], plain: bool) -> None:
+    async def queue_put(
+        self,
+        id: Key,
+        items: list[tuple[Hashable, Any, Any, float, Hashable]],
+        plain: bool,
+        forgotten: list[Hashable],
+    ) -> None:
         host = self._cell.host
         arrived = [  # before anything can go wrong: the end of a sealed item frees what its producer keeps
             (item_id, value if plain else Sealed(host, value, ref), weight, key)
             for item_id, value, ref, weight, key in items
         ]
         queue = queues_of(host).find(id)
+        queue.forget(forgotten)
         for item_id, value, weight, key in arrived:
             queue.put_nowait(value, id=item_id, key=key, weight=weight, force=True)
         await queue.space(_asker())
@@ -190,7 +207,33 @@ class QueueService(Actor):
         item_id, value, ref, weight, key = item
         if not plain:
             value = Sealed(host, value, ref)
-        await queues_of(host).find(id).put(value, id=item_id, key=key, weight=weight, name=_asker())
+        queue = queues_of(host).find(id)
+        await queue.put(value, id=item_id, key=key, weight=weight, name=_asker())
+        call = current_call.get()
+        if queue.capacity is None and call is not None:
+            queues_of(host).let_feed(host, id, call.caller)
+
+    def queue_feed(self, id: Key, item: Any, plain: bool) -> None:
+        _, value, ref, weight, key = item
+        if not plain:
+            value = Sealed(self._cell.host, value, ref)
+        queue = queues_of(self._cell.host).get(id)
+        if queue is not None:
+            queue.put_late(value, key=key, weight=weight)
+
+    def queue_close(self, id: Key) -> None:
+        queues_of(self._cell.host).close(self._cell.host, id)
+
+    def queue_opened(self, id: Key) -> None:
+        queues_of(self._cell.host).opened(id)
+
+    def queue_closing(self, id: Key) -> None:
+        host = self._cell.host
+        queues_of(host).closing(id)
+        host.cast(id[0], SERVICE, "queue_drained", id, host.rank)
+
+    def queue_drained(self, id: Key, feeder: int) -> None:
+        queues_of(self._cell.host).drained(id, feeder)
 
     @endpoint
     async def queue_take(self, id: Key, token: Token, most: int, wishes: dict[str, Any]) -> Taken:
@@ -228,6 +271,10 @@ class Channel:
     taken nothing; a cancelled `put` has put nothing, or, from another host, may have been too late to be stopped. After
     `close`, what is left can still be taken; then `get` raises `QueueClosed` and `async for` ends. Each key is a queue
     of its own, and is forgotten when it is empty.
+
+    A `put` from another host into a channel without a capacity returns when the value is on its way. It arrives before
+    whatever this host tells the channel's host next, and is taken also if somebody closes the channel meanwhile; only
+    the death of this host can lose it, or the end of the channel with its scope, which drops what is in it anyway.
     """
 
     def __init__(self, handle: QueueHandle, queue: ItemQueue | None = None):

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Unpack
 
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
 
-from .queue_types import Item, Putter, Taken, Taker, Token, Wishes
+from .queue_types import Item, Items, PutIds, Taken, Token, Wishes
+from .waiting import Putter, Taker, Waiting
 
 __all__ = ["ItemQueue", "Taken", "Token"]
 
@@ -46,17 +46,19 @@ class ItemQueue:
         self.capacity = capacity
         self.producers: dict[str, Callable[[], object]] = {}
         """Who fills it, by call label, and how to stop each when all consumers are gone."""
+        self.closing = False
+        """Nothing more may be put, but some is still on its way from other hosts."""
         self.closed = False
         self.error: BaseException | None = None
         self.on_end: list[Callable[[], None]] = []
         """Told once, when the queue is closed and empty, or failed: nothing more will come out of it."""
-        self._queued: dict[Hashable, deque[Item]] = {}
+        self._queued: dict[Hashable, Items] = {}
         self._running: dict[Token, dict[Hashable, Item]] = {}
         self._holders: dict[Token, str] = {}  # who holds what is running, for the stall report
-        self._takers: deque[Taker] = deque()
-        self._putters: deque[Putter] = deque()
+        self._running_of: dict[Hashable, int] = {}  # how many run, by key
+        self._waiting = Waiting()
         self._reserved = 0
-        self._seen: set[Hashable] = set()
+        self._seen = PutIds()
         self._ids = itertools.count()
         self._size = 0
         self._ended = False
@@ -87,25 +89,39 @@ class ItemQueue:
             return True
         if not force and not self._space_for(key):
             return False
+        self._append(value, id, key, weight)
+        return True
+
+    def put_late(self, value: Any, *, key: Hashable, weight: float) -> None:
+        """Queue an item that was put before the queue began to close; dropped if the queue has failed."""
+        if not self.closed:
+            self._append(value, None, key, weight)
+
+    def _append(self, value: Any, id: Hashable, key: Hashable, weight: float) -> None:
         if id is None:
             id = next(self._ids)
         else:
             self._seen.add(id)
-        self._queued.setdefault(key, deque()).append(Item(id, value, weight, key, self.put_count))
+        if key not in self._queued:
+            self._queued[key] = Items()
+        self._queued[key].append(Item(id, value, weight, key, self.put_count))
         self._size += 1
         self.put_count += 1
         if self.counter is not None:
             self.counter.add()
-        if self._takers:
-            self._serve()
+        if self._waiting.takers:
+            self._serve(key)
             self._wake_putters()  # a taker that needs more lets one more in
-        return True
+
+    def forget(self, ids: Iterable[Hashable]) -> None:
+        """These ids will not be put again: what they were made of is done, and cannot come back."""
+        self._seen.forget(ids)
 
     async def put(
         self, value: Any, *, id: Hashable = None, key: Hashable = None, weight: float = 1.0, name: str = "?"
     ) -> None:
         """Queue an item, waiting for space, after those who wait already. Cancelled, it has not been queued."""
-        if self._putters or not self.put_nowait(value, id=id, key=key, weight=weight):
+        if self._waiting.putters or not self.put_nowait(value, id=id, key=key, weight=weight):
             await self._reserve(key, name)
             self._reserved -= 1
             self.put_nowait(value, id=id, key=key, weight=weight, force=True)
@@ -114,7 +130,7 @@ class ItemQueue:
     @property
     def has_space(self) -> bool:
         """Whether `put` would not wait."""
-        return not self._putters and self._space_for(None)
+        return not self._waiting.putters and self._space_for(None)
 
     async def space(self, name: str = "?") -> None:
         """Wait until an item may be queued."""
@@ -124,21 +140,21 @@ class ItemQueue:
             self._unreserve()
 
     def _space_for(self, key: Hashable) -> bool:
-        if self.capacity is None or self.unbounded or self._size + self._reserved < self.capacity:
-            return True
-        return not self._reserved and any(taker.key == key and not taker.spare for taker in self._takers)
+        return self._has_room or (not self._reserved and self._waiting.is_needed(key))
+
+    @property
+    def _has_room(self) -> bool:
+        return self.capacity is None or self.unbounded or self._size + self._reserved < self.capacity
 
     async def _reserve(self, key: Hashable, name: str) -> None:
         """Wait for a place; it counts as taken until `_reserved` is lowered again."""
         putter = Putter(key, name)
-        self._putters.append(putter)
+        self._waiting.add_putter(putter)
         self._wake_putters()
         try:
             await putter.future
         except asyncio.CancelledError:
-            if putter in self._putters:
-                self._putters.remove(putter)
-            elif not putter.future.cancelled() and putter.future.exception() is None:
+            if not self._waiting.remove_putter(putter) and putter.served:
                 self._unreserve()
             raise
         finally:
@@ -157,10 +173,10 @@ class ItemQueue:
         """No more items will be put. What is queued can still be taken."""
         if not self.closed:
             self.closed = True
-            for putter in self._putters:
+            for putter in list(self._waiting.putters):
                 putter.fail(QueueClosed(f"{self.name} was closed while {putter.name} waited to put"))
-            self._putters.clear()
-            self._serve()
+                self._waiting.remove_putter(putter)
+            self._serve(*self._waiting.wanted())
             self._check_end()
 
     def fail(self, error: BaseException) -> None:
@@ -169,12 +185,9 @@ class ItemQueue:
             return
         self.error = error
         self.closed = True
-        for taker in self._takers:
-            taker.fail(again(error))
-        for putter in self._putters:
-            putter.fail(again(error))
-        self._takers.clear()
-        self._putters.clear()
+        for waiting in (*self._waiting.all_takers(), *self._waiting.putters):
+            waiting.fail(again(error))
+        self._waiting = Waiting()
         self._end()
 
     def abandon(self) -> None:
@@ -198,13 +211,14 @@ class ItemQueue:
         key: Hashable = None,
         weight: float | None = None,
         spare: bool = False,
+        more: bool = False,
         peek: bool = False,
     ) -> Taken | None:
         """Take up to `most` items of `key` now; [] at the end of the queue; None if it would wait.
 
         Args:
             token: holds what is taken until `ack` or `leave`.
-            least, key, weight, spare, peek: see `Wishes`.
+            least, key, weight, spare, more, peek: see `Wishes`.
         """
         if self.error is not None:
             raise again(self.error)
@@ -215,21 +229,14 @@ class ItemQueue:
             count = self._grant(token, queued, most, least, weight, spare)
             if count:
                 return self._hand_out(token, queued, count, key)
-        elif self._at_end(key):
+        elif self._at_end(key) or (more and self.closed):
             return []
         return None
 
-    def _grant(
-        self, token: Token, queued: deque[Item], most: int, least: int, weight: float | None, spare: bool
-    ) -> int:
+    def _grant(self, token: Token, queued: Items, most: int, least: int, weight: float | None, spare: bool) -> int:
         """How many of `queued` a taker with these wishes gets."""
         if weight is not None:
-            total = 0.0
-            for count, item in enumerate(queued, 1):
-                total += item.weight
-                if total >= weight:
-                    return count
-            return len(queued) if self.closed else 0
+            return queued.reaching(weight) or (len(queued) if self.closed else 0)
         there = len(queued)
         if spare:
             there -= len(self._running) - (token in self._running)
@@ -241,35 +248,33 @@ class ItemQueue:
         there = len(self._queued.get(key, ()))
         return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
 
-    def _hand_out(self, token: Token, queued: deque[Item], count: int, key: Hashable) -> Taken:
+    def _hand_out(self, token: Token, queued: Items, count: int, key: Hashable) -> Taken:
         held = self._running.setdefault(token, {})
         taken = []
-        for _ in range(count):
-            item = queued.popleft()
+        for item in queued.next(count):
             held[item.id] = item
             taken.append((item.id, item.value))
         if not queued:
             del self._queued[key]
+        self._running_of[key] = self._running_of.get(key, 0) + count
+        if self.closed:  # whoever peeks for this token has got what there will ever be
+            for taker in list(self._waiting.takers.get(token, ())):
+                if taker.peeks:
+                    self._offer(taker)
         return taken
 
     async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Taken:
         """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
-        if not self._takers:
-            taken = self.take_nowait(token, most, **wishes)
-            if taken is not None:
-                return self._note(token, name, taken)
-        if self.error is not None:
-            raise again(self.error)
+        taken = self.take_nowait(token, most, **wishes)  # nobody waits for what is there
+        if taken is not None:
+            return self._note(token, name, taken)
         taker = Taker(token, most, wishes, name)
-        self._takers.append(taker)
-        self._serve()
+        self._waiting.add_taker(taker)
         self._wake_putters()  # for a taker that needs more than may be queued
         try:
             return self._note(token, name, await taker.future)
         except asyncio.CancelledError:
-            if taker in self._takers:
-                self._takers.remove(taker)
-            elif not taker.future.cancelled() and taker.future.exception() is None:
+            if not self._waiting.remove_taker(taker) and taker.served:
                 self.requeue(token, [id for id, _ in taker.future.result()])
             raise
         finally:
@@ -285,15 +290,16 @@ class ItemQueue:
         held = self._running.get(token)
         if held is None:
             return
+        ended: list[Hashable] = []
         for id in list(held) if ids is None else ids:
-            if held.pop(id, None) is not None:
+            if (item := held.pop(id, None)) is not None:
                 self._size -= 1
                 self.done_count += 1
-        if not held:
-            del self._running[token]
-            self._holders.pop(token, None)
-        self._serve()  # one consumer fewer may be busy, so there may be items to spare; or this was the end
-        self._wake_putters()
+                if self._stops(item) and self.closed:
+                    ended.append(item.key)
+        self._served(token, held, ended)
+        if self._waiting.putters:
+            self._wake_putters()
         self._check_end()
 
     def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
@@ -301,63 +307,87 @@ class ItemQueue:
         held = self._running.get(token)
         if held is None:
             return
-        for item in [held.pop(id) for id in (list(held) if ids is None else ids) if id in held]:
-            queued = self._queued.setdefault(item.key, deque())
-            place = next((i for i, other in enumerate(queued) if other.number > item.number), len(queued))
-            queued.insert(place, item)
+        back: dict[Hashable, list[Item]] = {}
+        for id in list(held) if ids is None else ids:
+            if (item := held.pop(id, None)) is not None:
+                self._stops(item)
+                back.setdefault(item.key, []).append(item)
+        for key, items in back.items():
+            self._queued.setdefault(key, Items()).put_back(items)
+        self._served(token, held, back)
+
+    def _stops(self, item: Item) -> bool:
+        """It runs no more; whether it was the last of its key."""
+        left = self._running_of[item.key] - 1
+        if left:
+            self._running_of[item.key] = left
+        else:
+            del self._running_of[item.key]
+        return not left
+
+    def _served(self, token: Token, held: dict[Hashable, Item], keys: Iterable[Hashable]) -> None:
+        """A consumer holds fewer items, and those who wait for these keys may have something to take."""
         if not held:
             del self._running[token]
             self._holders.pop(token, None)
-        self._serve()
+        if self._waiting.takers:
+            self._serve(*keys)
+            if not held:
+                self._serve(*self._waiting.wanted_if_spare())  # one consumer fewer is busy
 
     def leave(self, tokens: Callable[[Token], bool]) -> None:
         """Consumers are gone: give back what the tokens that match hold, forget their wishes."""
-        for taker in [t for t in self._takers if tokens(t.token)]:
-            self._takers.remove(taker)
-            taker.future.cancel()
+        for token in [token for token in self._waiting.takers if tokens(token)]:
+            for taker in list(self._waiting.takers[token]):
+                self._waiting.remove_taker(taker)
+                taker.future.cancel()
         for token in [token for token in self._running if tokens(token)]:
             self.requeue(token)
 
-    def insist(self, token: Token) -> None:
-        """A consumer that asked for spare items is idle now and needs them as much as any other."""
-        for taker in self._takers:
-            if taker.token == token:
-                taker.wishes["spare"] = False
-        self._serve()
+    def insist(self, token: Token, more: bool = False) -> None:
+        """A consumer that asked for spare items is idle now and needs them as much as any other; see `Wishes.more`."""
+        for taker in self._waiting.insist(token, more):
+            self._serve(taker.key)
         self._wake_putters()
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """Give waiting takers what they can have, oldest first; wishes for spare items come after all others."""
-        for spare in (False, True):
-            for taker in [taker for taker in self._takers if taker.spare is spare]:
-                if not self._queued and not self.closed:
-                    return
-                self._offer(taker)
+    def _serve(self, *keys: Hashable) -> None:
+        """Give those who wait for these keys what they can have, oldest first; wishes for spare items come last."""
+        for key in keys:
+            for spare in (False, True):
+                while key in self._queued or self.closed:
+                    if not any(self._offer(taker) for taker in self._waiting.first_takers(key, spare)):
+                        break
 
-    def _offer(self, taker: Taker) -> None:
+    def _offer(self, taker: Taker) -> bool:
+        """Whether it waits no more."""
         if taker.future.done():  # cancelled, and not yet told
-            return
+            return self._waiting.remove_taker(taker)
         taken = self.take_nowait(taker.token, taker.most, **taker.wishes)
-        if taken is not None:
-            self._takers.remove(taker)
-            taker.future.set_result(taken)
+        if taken is None:
+            return False
+        self._waiting.remove_taker(taker)
+        taker.future.set_result(taken)
+        return True
 
     def _wake_putters(self) -> None:
         """Reserve places for putters, oldest first, as long as there is space."""
-        while self._putters:
-            putter = next((putter for putter in self._putters if self._space_for(putter.key)), None)
-            if putter is None:
+        while self._waiting.putters:
+            if self._has_room:
+                putter = self._waiting.first_putter()
+            elif self._reserved or (needed := self._waiting.needed_putter()) is None:
                 return
-            self._putters.remove(putter)
+            else:
+                putter = needed
+            self._waiting.remove_putter(putter)
             if not putter.future.done():
                 self._reserved += 1
                 putter.future.set_result(None)
 
     def _at_end(self, key: Hashable) -> bool:
         """Closed, and nothing of this key is held that could come back."""
-        return self.closed and not any(item.key == key for held in self._running.values() for item in held.values())
+        return self.closed and key not in self._running_of
 
     def _check_end(self) -> None:
         if self.closed and not self._running and not self._queued:
@@ -377,7 +407,7 @@ class ItemQueue:
     def _check_open(self) -> None:
         if self.error is not None:
             raise again(self.error)
-        if self.closed:
+        if self.closed or self.closing:
             raise QueueClosed(f"{self.name} is closed: nothing can be put into it any more")
 
     def statistics(self) -> dict[str, Any]:
@@ -390,8 +420,8 @@ class ItemQueue:
             "put": self.put_count,
             "done": self.done_count,
             "keys": len(self._queued),
-            "waiting_to_take": [(taker.name, taker.since) for taker in self._takers],
-            "waiting_to_put": [(putter.name, putter.since) for putter in self._putters],
+            "waiting_to_take": [(taker.name, taker.since) for taker in self._waiting.all_takers()],
+            "waiting_to_put": [(putter.name, putter.since) for putter in self._waiting.putters],
             "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
-            "closed": self.closed,
+            "closed": self.closed or self.closing,
         }

@@ -1,17 +1,16 @@
-"""What is in an item queue: items, and those who wait to take or to put.
-
-Flows in: wishes. Flows out: futures that the queue fulfils. Who wakes whom: see `item_queue.py`.
-"""
+"""What is in an item queue, and what may be asked of it. Flows in: nothing; out: types. Nobody is woken."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 Token = Hashable
 """Under which a consumer holds items."""
+REMEMBERED = 1024
+"""Ids that are remembered beside those that may be put again: many times what a map has on its way at a time."""
 Taken = list[tuple[Hashable, Any]]
 """(id, value) of items, in order; [] at the end of a queue."""
 
@@ -28,6 +27,57 @@ class Item:
     """Order of putting; items that come back take their old place."""
 
 
+class Items(deque[Item]):
+    """The queued items of one key, oldest first."""
+
+    _weighed = (0, 0.0)  # the first so many items, and what they weigh
+
+    def next(self, count: int) -> list[Item]:
+        """Take so many."""
+        self._weighed = (0, 0.0)
+        return [self.popleft() for _ in range(count)]
+
+    def put_back(self, items: list[Item]) -> None:
+        """Items that were taken, to their old places."""
+        items.sort(key=lambda item: item.number)
+        if self and self[0].number < items[-1].number:
+            items = sorted([*items, *self], key=lambda item: item.number)
+            self.clear()
+        self.extendleft(reversed(items))
+        self._weighed = (0, 0.0)
+
+    def reaching(self, weight: float) -> int:
+        """How many it takes to reach a weight; 0 if all are too light. Asked again, only new items are weighed."""
+        count, total = self._weighed
+        if total >= weight:
+            count, total = 0, 0.0
+        while count < len(self):
+            total += self[count].weight
+            count += 1
+            if total >= weight:
+                return count
+        self._weighed = (count, total)
+        return 0
+
+
+class PutIds(set[Hashable]):
+    """Ids that were put and may be put again, because what they were made of may come back and be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forgotten: deque[Hashable] = deque()
+
+    def forget(self, ids: Iterable[Hashable]) -> None:
+        """These will not be put again.
+
+        The latest are remembered a little longer: what a host sent just before it lost its work to another, which has
+        done it again by now, may still be on its way.
+        """
+        self._forgotten.extend(ids)
+        while len(self._forgotten) > REMEMBERED:
+            self.discard(self._forgotten.popleft())
+
+
 class Wishes(TypedDict, total=False):
     """What a taker wants, beside how many items at most."""
 
@@ -39,46 +89,8 @@ class Wishes(TypedDict, total=False):
     """As many as reach this total weight instead; all that are left at the end of the queue."""
     spare: bool
     """Only what other consumers do not need."""
+    more: bool
+    """The consumer has some that are not begun: where the queue is closed, and none are left, it does not wait until
+    it is sure that none come back, which it might hold up itself."""
     peek: bool
     """Nothing: [] says that `least` are there, or all that will ever be for whoever has this token."""
-
-
-class Taker:
-    """Somebody who waits for items; `name` says who, for the stall report."""
-
-    __slots__ = ("future", "key", "most", "name", "since", "token", "wishes")
-
-    def __init__(self, token: Token, most: int, wishes: Wishes, name: str):
-        self.token, self.most, self.wishes, self.name = token, most, wishes, name
-        self.key = wishes.get("key")
-        loop = asyncio.get_running_loop()
-        self.since = loop.time()
-        self.future: asyncio.Future[Taken] = loop.create_future()
-
-    @property
-    def spare(self) -> bool:
-        return self.wishes.get("spare", False)
-
-    def fail(self, error: BaseException) -> None:
-        _fail(self.future, error)
-
-
-class Putter:
-    """Somebody who waits for space; once woken, a place is reserved for it."""
-
-    __slots__ = ("future", "key", "name", "since")
-
-    def __init__(self, key: Hashable, name: str):
-        self.key, self.name = key, name
-        loop = asyncio.get_running_loop()
-        self.since = loop.time()
-        self.future: asyncio.Future[None] = loop.create_future()
-
-    def fail(self, error: BaseException) -> None:
-        _fail(self.future, error)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # seen: whoever was cancelled meanwhile must not make asyncio complain

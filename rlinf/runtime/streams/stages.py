@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from rlinf.runtime.base.calls import ActorId, Call, current_call, waiter
 from rlinf.runtime.base.errors import ActorDied, QueueClosed, UserError
 from rlinf.runtime.base.ports import DeviceLease
 from rlinf.runtime.base.tasks import all_or_none
-from rlinf.runtime.devices.lease_client import LeaseKeeper
+from rlinf.runtime.devices import device_lease
 from rlinf.runtime.values.dereference import holds_promise, resolve
 from rlinf.runtime.values.promise import Promise
 
@@ -86,6 +86,7 @@ class Emitter:
         self._sending: Promise[Any] | None = None
         self._moved: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._forgotten: list[Hashable] = []
         self.unbounded = False
 
     async def put(self, value: Any, id: Hashable = None, done: Callable[[], None] | None = None) -> None:
@@ -114,10 +115,19 @@ class Emitter:
         if self._sending is None:
             self._send()
 
+    def forget(self, ids: list[Hashable]) -> None:
+        """These ids will not be put again. The sink hears of it with the next items."""
+        queue = self._sink.local()
+        if queue is not None:
+            queue.forget(ids)
+        else:
+            self._forgotten += ids
+
     def _send(self) -> None:
+        forgotten, self._forgotten = self._forgotten, []
         gathered, self._gathered = list(self._gathered), deque()
         sink = self._sink
-        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain)
+        self._sending = sink._call("queue_put", sink.id, [item for item, _ in gathered], sink.plain, forgotten)
         self._sending.add_done_callback(lambda sent: self._sent(sent, [done for _, done in gathered]))
 
     def _sent(self, sent: Promise[Any], dones: list[Callable[[], None] | None]) -> None:
@@ -134,6 +144,11 @@ class Emitter:
                 self._send()
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
+
+    def stop(self) -> None:
+        """Send nothing more: what has gathered is dropped. What is on its way arrives."""
+        if self._error is None:
+            self._fail(QueueClosed(f"{self._sink.name} gets no more items of a stage that has failed"))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -205,18 +220,19 @@ class StageService(Actor):
         spec = cell.actor.endpoints[method]
         emitter = Emitter(sink.rebind(host), capacity)
         source = source if source.handle.host is host else Stream(source.handle.rebind(host))
-        keeper = LeaseKeeper(host, cell, call) if spec.device and cell.leased else None
-        if keeper is not None:
-            keeper.on_wanted = emitter.release_bound
+        if spec.device and cell.leased:
+            call.lease = device_lease.DeviceLease(
+                host.system.leases, cell, call, stage=True, wanted=emitter.release_bound
+            )
         count = concurrency or (1 if spec.device else DEFAULT_CONCURRENCY)
-        work = _Map(cell, method, source, emitter, batch, keeper, kwargs, spec.streams)
+        work = _Map(cell, method, source, emitter, batch, kwargs, spec.streams)
         with Running(host, cell, call):
             try:
                 await all_or_none([work.run(call) for _ in range(count)])
                 await emitter.flush()
             finally:
-                if keeper is not None:
-                    keeper.close()
+                if call.lease is not None:
+                    call.lease.close()
 
 
 async def _generate(
@@ -244,24 +260,22 @@ class _Map:
         source: Stream[Any],
         emitter: Emitter,
         batch: int | None,
-        keeper: LeaseKeeper | None,
         kwargs: dict[str, Any],
         streams: bool,
     ):
         self.cell, self.method, self.source, self.emitter = cell, method, source, emitter
-        self.batch, self.keeper, self.kwargs, self.streams = batch, keeper, kwargs, streams
+        self.batch, self.kwargs, self.streams = batch, kwargs, streams
 
     async def run(self, call: Call) -> None:
         consumer: Consumer[Any] = Consumer(self.source, prefetch=True, most=self.batch or 1)
         try:
             while taken := await consumer.take(acknowledge=False):
-                if self.keeper is not None:
-                    await self.keeper.acquire(len(taken), consumer.look)
-                try:
+                self.emitter.forget(consumer.forgotten())
+                async with call.lease.use(len(taken), consumer.look) if call.lease is not None else nullcontext():
                     await self._one(call, consumer, taken)
-                finally:
-                    if self.keeper is not None:
-                        self.keeper.done(len(taken))
+        except BaseException:
+            self.emitter.stop()  # before others get what is given back here
+            raise
         finally:
             consumer.give_back()
 
@@ -273,10 +287,10 @@ class _Map:
         method = getattr(self.cell.actor, self.method)
         if self.streams:
             await self._emit_all(consumer, taken, method(argument, **self.kwargs))
-            host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+            host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
             return
         result = await method(argument, **self.kwargs)
-        host.tracer.span(self.cell.name, self.method, start, host.now(), {"caller": call.label})
+        host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
         results = result if self.batch else [result]
         if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
             what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
@@ -285,7 +299,7 @@ class _Map:
                 f"return a list of as many results, but returned {what}"
             )
         for (id, _), value in zip(taken, results, strict=True):
-            await self.emitter.put(value, id, partial(consumer.ack, [id]))
+            await self.emitter.put(value, id, partial(consumer.ack, [id], [id]))
 
     async def _emit_all(
         self, consumer: Consumer[Any], taken: list[tuple[Hashable, Any]], items: AsyncIterator[Any]
@@ -296,10 +310,10 @@ class _Map:
         it is as long as all of it comes back together.
         """
         source = tuple(id for id, _ in taken)
+        made: list[Hashable] = []
         async with aclosing(items):  # type: ignore[type-var]
-            index = 0
             async for item in items:
-                await self.emitter.put(item, (source, index))
-                index += 1
+                made.append((source, len(made)))
+                await self.emitter.put(item, made[-1])
         await self.emitter.flush()
-        consumer.ack([id for id, _ in taken])
+        consumer.ack(list(source), made)

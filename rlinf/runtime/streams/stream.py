@@ -98,7 +98,7 @@ class Stream(Generic[T]):
             queue.counter = host.flows.counter(origin)
         queues_of(host).add(key, queue, scoped=True)
         queue.hold(1)
-        return Stream(QueueHandle(host, host.rank, key, queue.name, origin), queue)
+        return Stream(QueueHandle(host, host.rank, key, queue.name, capacity, origin), queue)
 
     # Consuming ---------------------------------------------------------------------------------------------------
 

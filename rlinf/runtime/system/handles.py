@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from rlinf.runtime.actor.actor import Actor, Endpoint
@@ -80,13 +81,18 @@ class ActorRef:
         return self._counted(self._owner.call(self._host, SERVICE, stage, name, (self._actor, method, *args), {}, gang))
 
     def _counted(self, promise: Promise[Any]) -> Promise[Any]:
-        if not promise.done():  # its host is not lost
-            self._load += 1
-            promise.finish = self._finished
+        gang = promise.gang
+        self._load += 1
+        if promise.done():  # its host is lost
+            self._finished(gang)
+        else:
+            promise.finish = self._finished if gang is None else partial(self._finished, gang)
         return promise
 
-    def _finished(self) -> None:
+    def _finished(self, gang: Gang | None = None) -> None:
         self._load -= 1
+        if gang is not None and self._host in self._owner.lost_hosts:
+            self._owner.system.leases.gone(gang, self._name)  # it cannot say so itself
 
 
 def _ref_arrived(cls: type[Actor], name: str, host: int, actor: ActorId) -> ActorRef:

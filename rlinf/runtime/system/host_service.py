@@ -13,18 +13,22 @@ from dataclasses import astuple
 from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Cell, endpoint
-from rlinf.runtime.actor.invocation import Running
-from rlinf.runtime.base.calls import ActorId, Gang, Key, current_call
+from rlinf.runtime.actor.invocation import Moving, Running
+from rlinf.runtime.base.calls import ActorId, Key, current_call
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.lease_policy import Granularity
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.runtime.devices.lease_server import LeaseService
-from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.devices.lease_server import LeaseService, Move
+from rlinf.runtime.observe.busy import Busy, busy
+from rlinf.runtime.observe.dataflow import Passages
+from rlinf.runtime.observe.perfetto import Extract, Outline
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
-from rlinf.runtime.system.introspection import report_host
+from rlinf.runtime.system.introspection import ActorState, QueueState, look_at, report_host
+from rlinf.runtime.system.tracing import Exports
 from rlinf.runtime.values.codec import Place
+from rlinf.runtime.values.relay import Answer
 
 from .handles import ActorGroup
 
@@ -36,6 +40,8 @@ FAN_OUT = 8
 """Hosts to which one host passes on what all are to get."""
 MOMENT = 0.2
 """Seconds for what only has to be told."""
+READ_ON_LOOP = 5000
+"""Spans of a step that are read on the event loop, in some 5 ms; more are read in a thread."""
 
 
 def children(host: int, hosts: int) -> range:
@@ -50,6 +56,7 @@ class Service(QueueService, StageService, LeaseService):
         """Called once, before anything can arrive."""
         self._names: dict[str, tuple[Key, ActorGroup | Channel | None]] = {}
         self._unready: set[ActorId] = set()
+        self._exports = Exports(self._cell.host)
         self.all_here = asyncio.Event()
         self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.on_interrupt: Callable[[int], None] | None = None
@@ -105,7 +112,6 @@ class Service(QueueService, StageService, LeaseService):
         rank: int,
         group: ActorGroup,
         granularity: Granularity | None,
-        gang: Gang,
         kwargs: dict[str, Any],
     ) -> None:
         """Make an actor and run its setup; with devices (and a granularity), while it holds them."""
@@ -117,7 +123,6 @@ class Service(QueueService, StageService, LeaseService):
         cell.leased = granularity is not None
         cell.granularity = granularity or cell.granularity
         host.cells[actor_id] = cell
-        call.gang = gang
         self._unready.add(actor_id)
         try:
             with Running(host, cell, call):
@@ -174,18 +179,11 @@ class Service(QueueService, StageService, LeaseService):
             cell.stop_computing()
 
     @endpoint
-    async def regulate(self, actor_id: ActorId, granularity: Granularity) -> None:
-        """Change how finely an actor takes its devices."""
-        cell = self._cell.host.cells.get(actor_id)
-        if cell is not None:
-            cell.granularity = granularity
-
-    @endpoint
     async def move(self, actor_id: ActorId, what: str) -> None:
         """Offload or onload an actor for the lease manager; in its setup it loads itself."""
         cell, call = self._cell.host.cells.get(actor_id), current_call.get()
         if cell is not None and call is not None and actor_id not in self._unready:
-            with Running(self._cell.host, cell, call):
+            with Moving(self._cell.host, cell, call):
                 await (cell.actor.offload() if what == "offload" else cell.actor.onload())
 
     # Names (controller) ------------------------------------------------------------------------------------------
@@ -224,12 +222,49 @@ class Service(QueueService, StageService, LeaseService):
         return await self._cell.host.values.kept_value(key)
 
     @endpoint
-    async def spans(self) -> list[Span]:
-        return self._cell.host.tracer.dump()
+    async def fetch_shared(self, key: Key, without: int | None) -> Answer:
+        """A kept value for a host on another machine, or who gives it; see `values/relay.py`."""
+        values, call = self._cell.host.values, current_call.get()
+        assert call is not None
+        answer: Answer = values.relay.answer(key, await values.kept_value(key), call.caller, without)
+        return answer
+
+    @endpoint
+    async def copy_of(self, key: Key) -> Any:
+        """This host's copy of a value that another one owns."""
+        return await self._cell.host.values.relay.copy_of(key)
+
+    @endpoint
+    async def trace_outline(self) -> Outline:
+        return await self._exports.outline()
+
+    @endpoint
+    async def trace_piece(self, export: Key, extract: Extract) -> bytes:
+        return await self._exports.piece(export, extract)
+
+    def trace_end(self, export: Key) -> None:
+        self._exports.end(export)
 
     @endpoint
     async def clock(self) -> float:
         return self._cell.host.now()
+
+    @endpoint
+    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move]]:
+        """What happened between two times of this host's clock, seconds: who was busy, also beyond these times; what
+        went from whom to whom; and, on the controller, who was moved."""
+        host = self._cell.host
+        moves = [move for move in getattr(self, "moved", ()) if move[3] >= start and move[2] <= end]
+        spans = host.tracer.ended_since(start)
+        if len(spans) > READ_ON_LOOP:
+            parts = await asyncio.get_running_loop().run_in_executor(None, busy, spans)
+        else:
+            parts = busy(spans)
+        return parts, host.flows.between(start, end), moves
+
+    @endpoint
+    async def look(self) -> tuple[list[ActorState], list[QueueState]]:
+        return look_at(self._cell.host)
 
     @endpoint
     async def report(self) -> HostReport:

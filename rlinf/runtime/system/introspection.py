@@ -1,15 +1,17 @@
 """What one host is doing at this moment: its waits for the stall report, its actors and queues for whoever looks.
 
-Flows in: what the host keeps anyway about its calls, values, queues, locks and leases. Flows out: a `HostReport`.
-Nobody is woken.
+Flows in: what the host keeps anyway about its calls, values, queues, locks and leases. Flows out: a `HostReport`, the
+states of actors and queues. Nobody is woken.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlinf.runtime.base.calls import Call
+from rlinf.runtime.actor.actor import COMPUTING, Cell
+from rlinf.runtime.base.calls import SERVICE, Call
 from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, locks
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.values.promise import Promise
@@ -18,6 +20,67 @@ if TYPE_CHECKING:
     from rlinf.runtime.actor.host import Host
 
     from .host_service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class ActorState:
+    """What an actor is doing at this moment."""
+
+    actor: str
+    """Such as "rollout[0]"."""
+    host: int
+    """Where it lives."""
+    doing: str
+    """`computing NAME`, `waiting for NAME`, `running ENDPOINT` or `idle`."""
+    since: float | None
+    """Seconds since its oldest running call began; None when idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A stream or channel at this moment."""
+
+    name: str
+    """Such as "rollout.generate@0.41"."""
+    ready: int
+    """Items that nobody has taken yet."""
+    taken: int
+    """Items that somebody works on."""
+    put: int
+    """Items that ever came."""
+
+
+def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
+    """What this host's actors and queues are doing."""
+    waits: dict[str, str] = {}
+    queues = []
+    for queue in host.system.queues.all():
+        facts = queue.statistics()
+        for who, _ in facts["waiting_to_take"]:
+            waits[who.partition("/")[0]] = _plain(queue.name)
+        for who, _ in facts["waiting_to_put"]:
+            waits[who.partition("/")[0]] = f"space in {_plain(queue.name)}"
+        queues.append(QueueState(str(facts["name"]), *(int(facts[key]) for key in ("queued", "running", "put"))))
+    now = host.now()
+    return [_state(cell, waits, now) for cell in host.cells.values() if cell.id != SERVICE], queues
+
+
+def _state(cell: Cell, waits: dict[str, str], now: float) -> ActorState:
+    calls = sorted(cell.calls, key=lambda call: call.since)
+    if not calls:
+        return ActorState(cell.name, cell.host.rank, "idle", None)
+    since = now - calls[0].since
+    computing = next((call.doing for call in calls if call.doing), None)
+    waiting = next((waits[call.label] for call in calls if call.label in waits), None)
+    doing = computing or (f"waiting for {waiting}" if waiting else f"running {calls[0].name.rpartition('.')[2]}")
+    return ActorState(cell.name, cell.host.rank, doing, since)
+
+
+def _plain(name: str) -> str:
+    return name.partition("@")[0]
+
+
+# Stall reports -------------------------------------------------------------------------------------------------------
 
 
 def report_host(host: Host, service: Service) -> HostReport:
@@ -34,6 +97,8 @@ def report_host(host: Host, service: Service) -> HostReport:
                 continue
             kept[call.caller, call.number] = call.label
             _report_call(report, call, host, now)
+            if call.doing is not None and call.doing.startswith(COMPUTING):
+                report.moves[call.label] += cell.processor_seconds()
     for who, value, since in host.values.awaited.values():
         on = value if isinstance(value, str) else kept.get(value, f"the value of call {value[0]}.{value[1]}")
         report.waits.append(Wait(who, on, now - since))

@@ -80,8 +80,6 @@ class LocalNetwork:
             await controller.service.manager.close()
             for system in reversed(list(self.systems.values())):
                 await system._host.close()
-                if system._collectives is not None:  # torch's record of a mesh would outlive the system
-                    await system._collectives.close()
 
 
 def _copied(frame: Frame) -> Frame:

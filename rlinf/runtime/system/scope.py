@@ -1,15 +1,15 @@
 """Scopes: who ends what.
 
-Flows in: groups, channels, streams and further scopes, each noted by the scope in which it was made. Flows out: their
-end, the youngest first, however the scope is left. Who wakes whom: leaving wakes everything that still runs in it, with
-a cancellation.
+Flows in: groups, channels, streams, meshes and further scopes, each noted by the scope in which it was made. Flows
+out: their end, the youngest first, however the scope is left. Who wakes whom: leaving wakes everything that still runs
+in it, with a cancellation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlinf.runtime.base import ports
 from rlinf.runtime.base.calls import current_scope
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from .system import ActorSystem
 
 
+class Closable(Protocol):
+    """What ends itself: a scope, a device mesh."""
+
+    async def close(self) -> None: ...
+
+
+Owned = ActorGroup | Channel | Closable
+
+
 class Scope:
     """Owns what is made in it: leaving it ends its actors, channels and streams, whatever happened.
 
@@ -34,7 +43,7 @@ class Scope:
 
     def __init__(self, system: ActorSystem):
         self._system = system
-        self._owned: list[ActorGroup | Channel | Scope] = []
+        self._owned: list[Owned] = []
         self._owner: ports.Scope | None = None
         self._token: Any = None
         self.queues: weakref.WeakSet[ItemQueue] = weakref.WeakSet()
@@ -44,11 +53,11 @@ class Scope:
         """Abandon a stream's queue with this scope."""
         self.queues.add(queue)
 
-    def add(self, what: ActorGroup | Channel | Scope) -> None:
+    def add(self, what: Owned) -> None:
         """End `what` with this scope."""
         self._owned.append(what)
 
-    def forget(self, what: ActorGroup | Channel | Scope) -> None:
+    def forget(self, what: Owned) -> None:
         """It has ended already."""
         if what in self._owned:
             self._owned.remove(what)
@@ -94,12 +103,12 @@ class Scope:
         while self._owned:
             youngest = self._owned.pop()
             try:
-                if isinstance(youngest, Scope):
-                    await youngest.close()
-                elif isinstance(youngest, ActorGroup):
+                if isinstance(youngest, ActorGroup):
                     await self._system.kill(youngest)
-                else:
+                elif isinstance(youngest, Channel):
                     self._system.withdraw(youngest)
+                else:
+                    await youngest.close()
             except Exception as error:  # the others must be closed, too
                 first = first or error
         if first is not None:

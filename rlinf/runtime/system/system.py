@@ -17,19 +17,18 @@ from typing import Any, TypeVar
 from rlinf.runtime.actor.actor import Actor, Cell
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base import ports
-from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
+from rlinf.runtime.base.calls import CONTROLLER, SERVICE, Gang, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, StallError, UserError
 from rlinf.runtime.base.lease_policy import Granularity
-from rlinf.runtime.base.tasks import all_or_none, finish
-from rlinf.runtime.devices.control import DeviceControl
+from rlinf.runtime.base.tasks import all_or_none, few_at_once, finish
 from rlinf.runtime.devices.lease_client import LeaseClient
-from rlinf.runtime.devices.lease_manager import Tenant
-from rlinf.runtime.observe.spans import Dump, Span, best_offset, write_perfetto
+from rlinf.runtime.devices.memory import DeviceMemory, Tenant
+from rlinf.runtime.observe.perfetto import MOST_SPANS
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
 from rlinf.runtime.streams.channel import Channel, QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.streams.registry import QueueRegistry
-from rlinf.runtime.transport.group_registry import Collectives
+from rlinf.runtime.transport.groups.registry import Collectives
 from rlinf.runtime.transport.link import check_hosts
 from rlinf.runtime.transport.rendezvous import job_store
 from rlinf.runtime.values.p2p import GroupBulk
@@ -39,6 +38,7 @@ from .handles import ActorGroup, ActorRef
 from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
 from .local_network import LocalNetwork
 from .scope import Scope
+from .tracing import SMALL, ask, write_trace
 
 A = TypeVar("A", bound=Actor)
 K = TypeVar("K")
@@ -51,7 +51,7 @@ REPORT_DEADLINE = 2.0
 """Seconds that a stall report waits for a host."""
 
 
-class ActorSystem(DeviceControl):
+class ActorSystem:
     """All hosts, seen from one of them.
 
     Get one from `rlinf.run(main)`, from `self.system` inside an actor, or in any running event loop:
@@ -142,6 +142,7 @@ class ActorSystem(DeviceControl):
         if self._collectives is None:
             store = job_store() if self._network is None else None
             self._collectives = Collectives(store, self.host, self.hosts)
+            self._host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
         return self._collectives
 
     def places_known(self) -> None:
@@ -173,7 +174,6 @@ class ActorSystem(DeviceControl):
         devices: Sequence[int | Iterable[int]] | None = None,
         resident_bytes: int = 0,
         parked_bytes: int = 0,
-        priority: int = 0,
         items: int = 1,
         lease_items: int | None = None,
         **kwargs: Any,
@@ -186,7 +186,6 @@ class ActorSystem(DeviceControl):
             devices: per rank, the device or devices it computes on. Its endpoints marked `device=True` then run only
                 while it holds a lease on them.
             resident_bytes, parked_bytes: bytes a rank takes on each of its devices while loaded, and while offloaded.
-            priority: lower goes first where several wait for a device.
             items: a call that takes a stream asks for its devices only when so many items are at hand, or the stream
                 has ended; more of them cost fewer switches, and make the first ones wait.
             lease_items: after so many items a call with work at hand offers its devices to those who wait, not earlier.
@@ -205,20 +204,20 @@ class ActorSystem(DeviceControl):
         ids = [host.number() for _ in hosts]
         names = [f"{name}[{rank}]" for rank in range(len(hosts))]
         group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
-        gang = (*host.number(), len(hosts))
+        gang = (*host.number(), len(hosts)) if devices is not None else None
         turns = granularity if devices is not None else None
         try:
             await self._control("reserve", name, ids[0])
             if devices is not None:
                 per_rank = [frozenset([d] if isinstance(d, int) else d) for d in devices]
                 tenants = [
-                    (Tenant(n, d, resident_bytes, parked_bytes, priority), h, i)
+                    (Tenant(n, d, resident_bytes, parked_bytes), h, i)
                     for n, d, h, i in zip(names, per_rank, hosts, ids, strict=True)
                 ]
                 await self._control("lease_register", tenants)
             await all_or_none(
                 [
-                    self._create(h, names[rank], (ids[rank], cls, names[rank], rank, group, turns, gang, kwargs))
+                    self._create(h, names[rank], gang, (ids[rank], cls, names[rank], rank, group, turns, kwargs))
                     for rank, h in enumerate(hosts)
                 ]
             )
@@ -233,8 +232,12 @@ class ActorSystem(DeviceControl):
     def _scope(self) -> ports.Scope:
         return current_scope.get() or self.root
 
-    async def _create(self, host: int, name: str, args: tuple[Any, ...]) -> None:
-        await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {})
+    async def _create(self, host: int, name: str, gang: Gang | None, args: tuple[Any, ...]) -> None:
+        try:
+            await self._host.call(host, SERVICE, "create", f"{name}.setup", args, {}, gang)
+        finally:
+            if gang is not None and host in self._host.lost_hosts:
+                self.leases.gone(gang, name)  # it cannot say so itself
 
     def _check_spawn(
         self, cls: Any, hosts: Sequence[int], name: str, devices: Sequence[Any] | None, kwargs: dict[str, Any]
@@ -342,7 +345,7 @@ class ActorSystem(DeviceControl):
         """
         host = self._host
         queue = ItemQueue(name, capacity)
-        channel = Channel(QueueHandle(host, host.rank, host.number(), name), queue)
+        channel = Channel(QueueHandle(host, host.rank, host.number(), name, capacity), queue)
         try:
             await self._control("reserve", name, channel._handle.id)
             self.queues.add(channel._handle.id, queue)
@@ -359,27 +362,31 @@ class ActorSystem(DeviceControl):
 
     # Looking in --------------------------------------------------------------------------------------------------
 
-    async def trace(self, path: str | Path) -> None:
-        """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev)."""
-        dumps = await asyncio.gather(*(self._spans_of(number) for number in self._living()))
-        await asyncio.get_running_loop().run_in_executor(None, write_perfetto, path, dumps)
+    async def trace(self, path: str | Path, *, most: int = MOST_SPANS) -> None:
+        """Write what happened so far on all hosts as a Perfetto trace (open it at https://ui.perfetto.dev).
 
-    async def _spans_of(self, number: int) -> Dump:
-        """A host's spans, with the seconds to add to its clock to get this host's."""
-        host = self._host
-        ahead = 0.0
-        if host.places[number].machine != host.places[host.rank].machine:
-            ahead = await best_offset(host.now, lambda: host.call(number, SERVICE, "clock", "host.clock", (), {}))
-        spans: list[Span] = await host.call(number, SERVICE, "spans", "host.spans", (), {})
-        return number, ahead, spans
+        Args:
+            most: spans that the file takes; the newest ones of all hosts.
+        """
+        await write_trace(self._host, path, self.living(), most)
+
+    async def device_memory(self) -> dict[int, DeviceMemory]:
+        """What each device holds by the book of the lease manager, and the most that it ever held."""
+        devices: dict[int, DeviceMemory] = await self._control("lease_devices")
+        return devices
 
     async def stall_report(self) -> str:
         """Who waits on whom, since when, on all hosts; deadlocks first."""
         return render(await self._reports(REPORT_DEADLINE))
 
     async def _reports(self, seconds: float) -> list[HostReport]:
-        host = self._host
-        calls = {number: host.call(number, SERVICE, "report", "host.report", (), {}) for number in self._living()}
+        calls: dict[int, Promise[Any]] = {}
+
+        async def asked(number: int) -> None:  # whoever does not answer at once must not keep others from being asked
+            calls[number] = call = ask(self._host, number, "report")
+            await asyncio.wait([call], timeout=MOMENT)
+
+        await few_at_once(SMALL, asked, self.living())
         answers = await self.answers(calls, seconds)
         silent = "does not answer: something blocks its event loop"
         return [
@@ -387,7 +394,8 @@ class ActorSystem(DeviceControl):
             for number in calls
         ]
 
-    def _living(self) -> list[int]:
+    def living(self) -> list[int]:
+        """The hosts that are not lost."""
         return [number for number in range(self.hosts) if number not in self._host.lost_hosts]
 
     async def watch(self, stall_after: float) -> None:

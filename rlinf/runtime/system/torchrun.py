@@ -17,12 +17,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.runtime.actor.host import Host
-from rlinf.runtime.base.calls import SERVICE, current_scope, enter_host
-from rlinf.runtime.base.errors import ActorDied, StallError
+from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
+from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
+from rlinf.runtime.base.shutdown import ends_process
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
 from rlinf.runtime.transport.interfaces import bind_interface
 from rlinf.runtime.values.promise import Promise
 
+from .ending import GO_ON, GRACE, End, Stopped, conduct, ending, heartbeat, on_signals
 from .local_network import here
 from .system import ActorSystem
 
@@ -31,34 +34,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Main = Callable[[ActorSystem], Awaitable[T]]
-End = Callable[[BaseException], None]
-"""Says why the program has to end early; the first reason counts."""
 
 SWITCH_INTERVAL = 5e-4
 """Seconds of Python's thread switch interval. With the default of 5 ms a compute thread that runs Python keeps the
 loop, and so every answer of this host, waiting that long."""
-GRACE = 0.5
-"""Seconds that `main` gets to fail by itself, with its own error, once a host was lost; and to end when cancelled."""
 CLOSING = 20.0
 """Seconds until what does not end is left behind."""
-CLOSING_ON_SIGNAL = 3.0
-"""The same after Ctrl-C, which promises five seconds in all."""
+CLOSING_SOON = 3.0
+"""The same after Ctrl-C, which promises five seconds in all, and after the loss of a host, from which nothing is left
+to wait for."""
 FAREWELL = 3.5
 """Seconds that a host which got a signal waits for rank 0 to end the system in order."""
-REPEATED = 1.0
-"""Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
 PR_SET_PDEATHSIG = 1
 
 
-class Stopped(SystemExit):
-    """The process was told to stop by a signal; exits with 128 + its number, as shells do."""
-
-    def __init__(self, number: int):
-        super().__init__(128 + number)
-        self.number = number
-        self.name = signal.Signals(number).name
-
-
+@ends_process
 def run(
     main: Main[T],
     *,
@@ -66,6 +56,7 @@ def run(
     trace: bool = True,
     device_memory: Mapping[int, int] | None = None,
     stall_after: float | None = None,
+    host_timeout: float | None = HOST_TIMEOUT,
     interface: str | None = None,
 ) -> T | None:
     """Run an async program on the actor system and return its value.
@@ -78,13 +69,16 @@ def run(
         hosts: without torchrun, how many hosts; default: as many as the program names.
         trace: record spans.
         device_memory: bytes per device, for leases; default: any number of roles fits.
-        stall_after: seconds without any progress after which the stall report ends the job, so more than the longest
-            single computation takes; default: never.
+        stall_after: seconds after which the stall report ends the job if nothing that `main` waits for has moved: no
+            call began or ended, no item came or went, no computing thread used the processor; default: never.
+        host_timeout: seconds of silence after which a host counts as lost, which ends the job; None: never. Busy ones
+            are not silent. To be given on every rank.
         interface: network interface that RPC listens on. Default: `RLINF_INTERFACE`, or the loopback when all hosts
             are on this machine. See docs/security.md before naming one.
 
     Raises:
-        Exception: what `main` raised, or `ActorDied` when a host was lost, or `StallError`.
+        Exception: what `main` raised; `HostLost` when a host was lost; `StallError`; `UserError` when the hosts could
+            not meet.
         SystemExit: a signal told the process to stop; or on ranks other than 0, rank 0 was lost.
     """
     import torch
@@ -102,8 +96,8 @@ def run(
     bind_interface(interface, world)
     transport = _join(rank, world)
     if rank == 0:
-        return _run_loop(_control(main, transport, trace, device_memory, stall_after))
-    if code := _run_loop(_serve(transport, trace)):
+        return _run_loop(_control(main, transport, trace, device_memory, stall_after, host_timeout))
+    if code := _run_loop(_serve(transport, trace, host_timeout)):
         sys.exit(code)
     return None
 
@@ -133,18 +127,28 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _join(rank: int, world: int) -> Transport:
-    """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order."""
+    """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order.
+
+    Raises:
+        UserError: they did not meet.
+    """
     from rlinf.runtime.transport.lane import lanes_over
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
-    try:
+    before = None
+    with contextlib.suppress(ValueError):  # not the main thread, where signals are none of our business
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    except ValueError:  # not the main thread, where signals are none of our business
-        return lanes_over(RpcTransport(rank, world))
     try:
         return lanes_over(RpcTransport(rank, world))
+    except RuntimeError as error:
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"rank {rank} of {world} could not join the others, who meet at {at}: {str(error).splitlines()[0][:300]}. "
+            "Do all of them run, and can they reach each other by the interface of RLINF_INTERFACE?"
+        ) from error
     finally:
-        signal.signal(signal.SIGINT, before)
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _die_with_torchrun() -> None:
@@ -178,11 +182,11 @@ def _device() -> str:
 async def _run_local(
     main: Main[T], hosts: int | None, trace: bool, memory: Mapping[int, int] | None, stall_after: float | None
 ) -> T:
-    ending, end = _ending()
-    with _on_signals(end):
+    early, end = ending()
+    with on_signals(end):
         async with ActorSystem.local(hosts, trace=trace, device_memory=memory) as system:
             _watch(system, stall_after, end)
-            return await _conduct(_program(main, system), system._host, ending)
+            return await conduct(_program(main, system), system._host, early)
 
 
 async def _control(
@@ -191,30 +195,26 @@ async def _control(
     trace: bool,
     memory: Mapping[int, int] | None,
     stall_after: float | None,
+    host_timeout: float | None,
 ) -> T:
     system = _open(transport, trace)
     host, service = system._host, system.service
     service.open_leases(dict(memory) if memory is not None else None)
-    ending, end = _ending()
-
-    def on_lost(number: int, reason: str) -> None:
-        end(_host_lost(host, number, reason))
+    early, end = ending()
 
     async def program() -> T:
         await service.all_here.wait()
         _watch(system, stall_after, end)
         return await main(system)
 
-    host.on_lost.append(on_lost)
     service.on_interrupt = lambda number: end(Stopped(number))
-    for other in range(1, transport.hosts):
-        host.link(other)  # from here on its loss is noticed
-    with _on_signals(end):
+    heartbeat(host, transport, host_timeout, end, watched=range(1, transport.hosts))
+    with on_signals(end):
         try:
-            result = await _conduct(program(), host, ending)
+            result = await conduct(program(), host, early)
         except BaseException as error:
             with _left_behind(host):  # what went wrong first is what the user gets to see
-                await _end(system, CLOSING_ON_SIGNAL if isinstance(error, Stopped) else CLOSING)
+                await _end(system, CLOSING_SOON if isinstance(error, Stopped | HostLost) else CLOSING)
             raise
         await _end(system, CLOSING)
         return result
@@ -222,38 +222,6 @@ async def _control(
 
 async def _program(main: Main[T], system: ActorSystem) -> T:
     return await main(system)
-
-
-def _ending() -> tuple[asyncio.Future[BaseException], End]:
-    """Why the program has to end early, once that is so; and how to say it."""
-    ending: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-
-    def end(reason: BaseException) -> None:
-        if not ending.done():
-            ending.set_result(reason)
-
-    return ending, end
-
-
-async def _conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.Future[BaseException]) -> T:
-    """The program's value; unless it has to end early: then, if it has not failed with an error of its own, why."""
-    host.flow = task = asyncio.create_task(program)
-    both: set[asyncio.Future[Any]] = {task, ending}
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done() and not isinstance(ending.result(), Stopped):
-        await asyncio.wait({task}, timeout=GRACE)  # what it waits for is failing: its own error says where
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE)
-    error = task.exception() if task.done() and not task.cancelled() else None
-    if ending.done() and isinstance(reason := ending.result(), Stopped):
-        sys.stderr.write(f"rlinf: stopped by {reason.name}\n")
-        if error is not None:
-            host.complain("while the program was being stopped", error)
-        raise reason
-    if task.done() and not task.cancelled() and (error is not None or not ending.done()):
-        return task.result()
-    raise ending.result() if ending.done() else asyncio.CancelledError("the program cancelled itself")
 
 
 def _watch(system: ActorSystem, stall_after: float | None, end: End) -> None:
@@ -265,17 +233,6 @@ def _watch(system: ActorSystem, stall_after: float | None, end: End) -> None:
 
     if stall_after is not None:
         system._host.own(watch(stall_after))
-
-
-def _host_lost(host: Host, number: int, reason: str) -> ActorDied:
-    place = host.places.get(number)
-    where = f" (pid {place.pid} on {place.node})" if place is not None else ""
-    groups = host.system.service.groups()
-    actors = [ref._name for group in groups for ref in group if ref._host == number]
-    return ActorDied(
-        f"host {number}{where} died, and with it {', '.join(actors) or 'no actor'}: {reason.splitlines()[0][:200]}. "
-        "The job ends; torchrun --max-restarts starts it again from the last checkpoint."
-    )
 
 
 async def _end(system: ActorSystem, seconds: float) -> None:
@@ -311,37 +268,33 @@ def _on(host: Host, other: int, what: str) -> Promise[Any]:
 # The other ranks -------------------------------------------------------------------------------------------------
 
 
-async def _serve(transport: Transport, trace: bool) -> int:
+async def _serve(transport: Transport, trace: bool, host_timeout: float | None) -> int:
     """Serve actors until the controller says goodbye or is lost; returns the exit code."""
     system = _open(transport, trace)
     host, service = system._host, system.service
-    ending, end = _ending()
-
-    def on_lost(number: int, reason: str) -> None:
-        if number == 0:
-            end(ActorDied(reason.splitlines()[0]))
-
-    host.on_lost.append(on_lost)
-    host.link(0)
-    host.cast(0, SERVICE, "hello", host.places[host.rank])
-    with _on_signals(end):
-        both: set[asyncio.Future[Any]] = {service.farewell, ending}
+    early, end = ending()
+    heartbeat(host, transport, host_timeout, end, watched=[CONTROLLER])
+    host.cast(CONTROLLER, SERVICE, "hello", host.places[host.rank])
+    with on_signals(end):
+        both: set[asyncio.Future[Any]] = {service.farewell, early}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not service.farewell.done() and isinstance(stopped := ending.result(), Stopped):
-            host.cast(0, SERVICE, "interrupted", stopped.number)  # it ends the system in order
+        if not service.farewell.done() and isinstance(stopped := early.result(), Stopped):
+            host.cast(CONTROLLER, SERVICE, "interrupted", stopped.number)  # it ends the system in order
             await asyncio.wait({service.farewell}, timeout=FAREWELL)
         if service.farewell.done():
             await host.close(service.farewell.result())
             return 0
-        reason = ending.result()
+        reason = early.result()
         sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(reason)}\n")
-        await service.retire()
+        await asyncio.wait({host.own(service.retire())}, timeout=CLOSING_SOON)
         await host.close(False)
         return 128 + reason.number if isinstance(reason, Stopped) else 1
 
 
 def _why(reason: BaseException) -> str:
-    return f"{reason.name}" if isinstance(reason, Stopped) else f"the controller (host 0) is gone: {reason}"
+    if isinstance(reason, Stopped):
+        return reason.name
+    return f"the controller (host 0) is gone: {str(reason).rstrip('.')}. {GO_ON}"
 
 
 @contextlib.contextmanager
@@ -351,33 +304,3 @@ def _left_behind(host: Host) -> Iterator[None]:
         yield
     except Exception as error:
         host.complain("while ending", error)
-
-
-@contextlib.contextmanager
-def _on_signals(end: End) -> Iterator[None]:
-    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect."""
-    loop = asyncio.get_running_loop()
-    first: float | None = None
-    handled: list[int] = []
-
-    def handle(number: int) -> None:
-        nonlocal first
-        if first is None:
-            first = loop.time()
-            end(Stopped(number))
-        elif loop.time() - first > REPEATED:
-            give_up()
-            signal.raise_signal(number)
-
-    def give_up() -> None:
-        while handled:
-            loop.remove_signal_handler(handled.pop())
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
-            loop.add_signal_handler(number, handle, number)
-            handled.append(number)
-    try:
-        yield
-    finally:
-        give_up()

@@ -106,6 +106,9 @@ class LaneTransport:
     def watch(self, host: int) -> None:
         self._inner.watch(host)
 
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        self._inner.probe(host, answered)
+
     # Making lanes ------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:

@@ -12,6 +12,7 @@ the same. `LocalTransport` is the in-process twin of the torch RPC transport in 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -59,6 +60,9 @@ class Transport(Protocol):
     def watch(self, host: int) -> None:
         """Report the loss of `host` through `Receiver.lost` from now on, whether or not anything is in flight."""
 
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        """Ask whether a host's process lives; `answered` runs on the loop."""
+
     def neighbours(self, hosts: Collection[int]) -> None:
         """These other hosts live on this machine, so there may be a quicker way to them."""
 
@@ -90,22 +94,44 @@ class Link:
         self._unconfirmed = False
         self._dead = False
         self._quiet: asyncio.Future[None] | None = None
+        self._held: deque[tuple[asyncio.Future[None], list[Any]]] = deque()
 
     def post(self, entry: Any) -> None:
         """Queue a message; it leaves at the end of this tick together with all others to the same peer."""
         if self._dead:
             return
+        if self._held:
+            self._held[-1][1].append(entry)
+            return
         self._outbox.append(entry)
+        self._hurry()
+
+    def _hurry(self) -> None:
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._flush)
 
     def post_lazily(self, entry: Any) -> None:
         """Queue a message that need not hurry: it rides with the next one that does, or leaves after `LAZY_SECONDS`."""
-        if not self._dead:
+        if self._held:
+            self.post(entry)
+        elif not self._dead:
             self._outbox.append(entry)
             if not self._scheduled:
                 self._loop.call_later(LAZY_SECONDS, self._flush)
+
+    def hold_back(self, ready: asyncio.Future[None]) -> None:
+        """What is posted from now on leaves once `ready` is done: memory that the next message speaks of is being
+        filled. If it is cancelled, nothing leaves any more."""
+        if not self._dead:
+            self._held.append((ready, []))
+            ready.add_done_callback(self._let_go)
+
+    def _let_go(self, _: asyncio.Future[None]) -> None:
+        while self._held and self._held[0][0].done() and not self._held[0][0].cancelled():
+            self._outbox += self._held.popleft()[1]
+        if self._outbox:
+            self._hurry()
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -116,9 +142,8 @@ class Link:
     def _send(self) -> None:
         self._unanswered += 1
         self._transport.send(self.peer, self._take(MESSAGES), self._answered)
-        if self._outbox and not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._flush)
+        if self._outbox:
+            self._hurry()
 
     def _take(self, most: int) -> Frame:
         entries, self._outbox = self._outbox[:most], self._outbox[most:]
@@ -169,8 +194,8 @@ class Link:
 
     async def drained(self) -> None:
         """Wait until all that was posted so far has been delivered, or the peer is gone."""
-        while (self._outbox or self._unanswered or self._unconfirmed) and not self._dead:
-            if self._unconfirmed and not self._outbox and self._unanswered < FRAMES_IN_FLIGHT:
+        while (self._outbox or self._held or self._unanswered or self._unconfirmed) and not self._dead:
+            if self._unconfirmed and not self._outbox and not self._held and self._unanswered < FRAMES_IN_FLIGHT:
                 self._unconfirmed = False  # responses are not answered: an empty frame behind them is
                 self._send()
             if self._quiet is None or self._quiet.done():
@@ -182,9 +207,16 @@ class Link:
             self._quiet.set_result(None)
 
     def kill(self) -> None:
-        """The peer is gone: drop what was queued and send nothing any more."""
+        """The peer is gone: drop what was queued and send nothing any more.
+
+        Calls among it are made into messages all the same: from then on the host knows that they wait for a reply.
+        """
         self._dead = True
+        for entry in (*self._outbox, *(entry for _, held in self._held for entry in held)):
+            if type(entry) is not tuple:
+                entry.message()
         self._outbox.clear()
+        self._held.clear()
         self._early.clear()
         self._moved()
 
@@ -239,6 +271,10 @@ class LocalTransport:
 
     def watch(self, host: int) -> None:
         self._watched.add(host)
+
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        if host in self._network:
+            asyncio.get_running_loop().call_soon(answered)
 
     def neighbours(self, hosts: Collection[int]) -> None:
         """Frames are handed over as it is."""

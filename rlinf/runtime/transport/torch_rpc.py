@@ -24,7 +24,7 @@ import torch
 from torch.distributed import rpc
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import settle
+from rlinf.runtime.base.tasks import in_thread, settle
 
 from . import doors
 from .link import Receiver
@@ -32,8 +32,12 @@ from .messages import Frame, Packed, pack, unpack
 from .rendezvous import SCHEME
 
 NOTHING: Packed = (b"", [])
+PULSE = torch.zeros(())
+"""What `probe` sends there and back."""
 FAREWELL = 5.0
 """Seconds that leaving waits for the others to leave as well."""
+BREAKING_OFF = 2.0
+"""Seconds that leaving without a farewell may take, which only has to stop threads of this process."""
 
 _current: RpcTransport | None = None  # torch RPC holds one agent per process; its handlers find it here
 
@@ -114,6 +118,14 @@ class RpcTransport:
         rpc.rpc_async(_name(host), _offer, timeout=0).add_done_callback(settled)
         return await answer
 
+    def probe(self, host: int, answered: Callable[[], None]) -> None:
+        """Ask whether a host's process lives; `answered` runs on the loop.
+
+        A tensor operator is answered by the threads of its agent without Python: a blocked loop or a held GIL there
+        keeps nobody waiting.
+        """
+        self._call(host, torch.neg, (PULSE,), lambda _: answered())
+
     def _call(self, host: int, handler: Callable[..., Any], args: tuple[Any, ...], done: Callable[[Any], None]) -> None:
         assert self._loop is not None
         loop = self._loop
@@ -140,7 +152,8 @@ class RpcTransport:
 
     def _lost(self, host: int, reason: str) -> None:
         if self._receiver is not None and not self._closing:
-            self._receiver.lost(host, reason)
+            first_line, *_ = reason.splitlines() or [""]  # what follows in torch's errors is of use in torch only
+            self._receiver.lost(host, first_line)
 
     # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
 
@@ -182,8 +195,9 @@ class RpcTransport:
             for future in watchers:
                 future.set_result(b"")
         logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)  # it logs what is suppressed here
-        with contextlib.suppress(RuntimeError):  # a peer that is already gone cannot take part in the farewell
-            await asyncio.to_thread(rpc.shutdown, graceful=graceful, timeout=FAREWELL)
+        # fails where a peer that is already gone cannot take part in the farewell
+        leaving = in_thread(lambda: rpc.shutdown(graceful=graceful, timeout=FAREWELL))
+        await asyncio.wait({leaving}, timeout=2 * FAREWELL if graceful else BREAKING_OFF)
         self._receiver = None
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlinf.runtime.base.calls import current_call
+from rlinf.runtime.base.calls import current_call, lease_here
 from rlinf.runtime.base.tasks import together
 
 ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor, np.ndarray, complex, range})
@@ -58,7 +59,8 @@ async def resolve(value: Any, *, shared: bool = False) -> Any:
         for call in calls:
             call.host.flows.passed(call.name, user.role, call.key)
     try:
-        await together([*map(asyncio.shield, promises)] if shared else promises)
+        async with lease.waiting() if (lease := lease_here()) is not None and lease.blocked else nullcontext():
+            await together([*map(asyncio.shield, promises)] if shared else promises)
     except BaseException:
         del value, promises, calls  # they lead to the error, and its traceback here
         raise

@@ -18,8 +18,10 @@ from rlinf.runtime.base.errors import ActorDied, UserError
 from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.shm.views import ArenaReader
 
-from .codec import Codec, Place, ValueRef
+from .codec import Codec
+from .parts import Place, ValueRef
 from .promise import KEPT, QUEUED, Promise
+from .relay import Relay
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import Host
@@ -51,6 +53,7 @@ class Values:
             places[host.rank], places, self.arena, self.reader, self._lend, self._hold, self.fetch, self._record_route
         )
         self.codec.host = host
+        self.relay = Relay(host, self.codec)
 
     @contextlib.contextmanager
     def lending_to(self, promise: Promise[Any]) -> Iterator[None]:
@@ -94,6 +97,7 @@ class Values:
                 handle.borrowers -= 1
                 if not handle.borrowers:
                     self.kept.pop(handle.key, None)
+                    self.relay.drop(handle.key)
                     if handle.done() and (handle.cancelled() or handle.exception() is not None):
                         handle.release()
         if lends:
@@ -103,6 +107,9 @@ class Values:
         """Awaitable for a value that some host keeps."""
         if ref.owner == self._rank:
             return self.kept_value(ref.key)
+        places = self._host.places
+        if places[ref.owner].machine != places[self._rank].machine:
+            return self.relay.fetch(ref)
         return self._host.call(ref.owner, SERVICE, "fetch", "value", (ref.key,), {})
 
     def keep(self, value: Any) -> ValueRef:
@@ -124,6 +131,7 @@ class Values:
     def drop(self, key: Key) -> None:
         """The last handle of a kept value is gone, or the host that had it."""
         kept = self.kept.pop(key, None)
+        self.relay.drop(key)
         if kept is not None and not kept.done():
             kept.set_exception(ActorDied(_GONE))
 
@@ -168,7 +176,7 @@ class Values:
 
     def _record_route(self, route: str, size: int) -> None:
         now = self._host.now()
-        self._host.tracer.span("payload", route, now, now, {"bytes": size})
+        self._host.tracer.span("payload", "", "", route, now, now, size)
 
     def freed(self, holder: int, slots: list[int]) -> None:
         """A peer is done with these slots of this host's arena."""
@@ -179,6 +187,7 @@ class Values:
         """A peer is gone: drop what was kept for it, take back the memory it held."""
         for key in [key for key in self.kept if key[0] == host]:
             self.drop(key)
+        self.relay.forget(host)
         if self.arena is not None:
             self.arena.forget(host)
         if self.reader is not None:
@@ -187,6 +196,7 @@ class Values:
     def close(self) -> None:
         """Let go of everything."""
         self.kept.clear()
+        self.relay.copies.clear()
         if self.reader is not None:
             self.reader.close()
         if self.arena is not None:

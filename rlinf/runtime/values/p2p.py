@@ -10,18 +10,24 @@ other; within it both ends follow the order of the messages, which NCCL, having 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rlinf.runtime.transport.group_registry import Collectives, backend_for
-from rlinf.runtime.transport.process_group import Group
+from rlinf.runtime.shm.arena import ArenaFull
+from rlinf.runtime.transport.groups.process_group import Group
+from rlinf.runtime.transport.groups.registry import Collectives, backend_for
 
-from .codec import GroupRef
+from .parts import GroupRef
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import Host
+
+T = TypeVar("T")
 
 
 class GroupBulk:
@@ -36,23 +42,67 @@ class GroupBulk:
         self._host = host
         self._collectives = collectives
         self._tags = itertools.count()
+        self._turns: dict[tuple[int, int, str], asyncio.Lock] = {}
 
-    def send(self, tensor: torch.Tensor, host: int) -> GroupRef:
-        """Start sending; the reference is what the receiver needs."""
-        kind = tensor.device.type
-        ref = GroupRef(self._host.rank, next(self._tags), kind, tensor.dtype, tuple(tensor.shape))
-        self._host.own(self._send(tensor, host, ref.tag, kind))
-        return ref
+    def announce(self, tensor: torch.Tensor) -> GroupRef:
+        """What the receiver needs to know of a tensor that will be sent."""
+        return GroupRef(self._host.rank, next(self._tags), tensor.device.type, tensor.dtype, tuple(tensor.shape))
 
-    async def _send(self, tensor: torch.Tensor, host: int, tag: int, kind: str) -> None:
-        group = await self._group(self._host.rank, host, kind)
-        await group.send(tensor, host, tag)
+    def send(self, tensor: torch.Tensor, ref: GroupRef, host: int, after: asyncio.Future[None] | None) -> None:
+        """Send it, behind all that was sent to this host before, and not before `after` is done."""
+        self._host.own(self._send(tensor, ref, host, after))
 
-    async def receive(self, ref: GroupRef) -> torch.Tensor:
-        """The tensor that a reference announces, on this host's device of the same type."""
-        group = await self._group(ref.source, self._host.rank, ref.device)
-        tensor = torch.empty(ref.shape, dtype=ref.dtype, device=ref.device)
-        return await group.recv(tensor, ref.source, ref.tag)
+    async def _send(self, tensor: torch.Tensor, ref: GroupRef, host: int, after: asyncio.Future[None] | None) -> None:
+        version = _version(tensor)
 
-    async def _group(self, source: int, target: int, kind: str) -> Group:
-        return await self._collectives.group(f"bulk {kind} {source} to {target}", [source, target], backend_for(kind))
+        def post(group: Group) -> Coroutine[Any, Any, None]:
+            return group.send(tensor, host, ref.tag)
+
+        await (await self._in_turn((self._host.rank, host, ref.device), post, after))
+        if _version(tensor) != version:
+            self._host.complain(
+                f"a {ref.device} tensor of shape {list(ref.shape)} was written to while it was sent to host {host}, so "
+                "what arrived there may be neither the old nor the new: write to a copy, or await the call first"
+            )
+
+    def receive(self, ref: GroupRef) -> asyncio.Future[torch.Tensor]:
+        """Receive the tensor that a reference announces, on this host's device of the same type, behind all that this
+        was called for before."""
+        return self._host.own(self._receive(ref))
+
+    async def _receive(self, ref: GroupRef) -> torch.Tensor:
+        tensor = self._empty(ref)
+
+        def post(group: Group) -> Coroutine[Any, Any, torch.Tensor]:
+            return group.recv(tensor, ref.source, ref.tag)
+
+        return await (await self._in_turn((ref.source, self._host.rank, ref.device), post, None))
+
+    def _empty(self, ref: GroupRef) -> torch.Tensor:
+        """Room for a tensor; in shared memory if that has room, for other hosts of this machine may want it too."""
+        arena = self._host.values.arena
+        if ref.device == "cpu" and arena is not None:
+            with contextlib.suppress(ArenaFull):
+                room: torch.Tensor = arena.empty(ref.shape, ref.dtype)
+                return room
+        return torch.empty(ref.shape, dtype=ref.dtype, device=ref.device)
+
+    async def _in_turn(
+        self,
+        way: tuple[int, int, str],
+        post: Callable[[Group], Coroutine[Any, Any, T]],
+        after: asyncio.Future[None] | None,
+    ) -> asyncio.Task[T]:
+        """Begin an operation when all before it, in the same direction, have begun; its end."""
+        source, target, kind = way
+        async with self._turns.setdefault(way, asyncio.Lock()):  # which is fair
+            if after is not None:
+                await asyncio.shield(after)
+            name = f"bulk {kind} {source} to {target}"
+            group = await self._collectives.group(name, [source, target], backend_for(kind))
+            return self._host.own(post(group))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it was written to, as far as torch counts."""
+    return None if tensor.is_inference() else tensor._version

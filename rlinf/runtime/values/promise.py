@@ -12,12 +12,13 @@ or the last handle is dropped.
 from __future__ import annotations
 
 import asyncio
+import types
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rlinf.runtime.base.calls import Key
+from rlinf.runtime.base.calls import Key, lease_here
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.transport.messages import KEEP, WANT
 
@@ -31,6 +32,24 @@ _init = asyncio.Future.__init__
 
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
+
+
+def lending(future: asyncio.Future[T], waits: Generator[Any, None, T]) -> Generator[Any, None, T]:
+    """`waits` for the future. Others may have the running call's devices meanwhile: they may be whom it waits for."""
+    lease = lease_here()
+    if lease is None or future.done() or not lease.blocked:
+        return waits
+
+    async def lent() -> T:
+        async with lease.waiting():
+            return await _resumed(waits)
+
+    return lent().__await__()
+
+
+@types.coroutine
+def _resumed(waits: Generator[Any, None, T]) -> Generator[Any, None, T]:
+    return (yield from waits)
 
 
 class Promise(asyncio.Future[T]):
@@ -111,7 +130,7 @@ class Promise(asyncio.Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         self.want()
-        return super().__await__()
+        return lending(self, super().__await__())
 
     __iter__ = __await__
 
@@ -191,7 +210,7 @@ class Gathered(asyncio.Future[Any]):
 
     def __await__(self) -> Generator[Any, None, Any]:
         self._start()
-        return super().__await__()
+        return lending(self, super().__await__())
 
     __iter__ = __await__
 

@@ -97,6 +97,10 @@ class WatchedCritic(Watched, Critic):
     """A critic that is watched."""
 
 
+class WatchedTrainer(Watched, Trainer):
+    """The trainer beside it."""
+
+
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model": toys.configuration("qwen2")},
     "llama": {"model": toys.configuration("llama"), "gradient_checkpointing": True},
@@ -110,7 +114,7 @@ async def learned(system: rlinf.ActorSystem, out: str) -> None:
     results = {}
     batch = toys.groups(7)
     for name, case in CASES.items():
-        critic = await system.spawn(WatchedCritic, name=name, **{**SETTINGS, **case})
+        critic = await system.spawn(WatchedCritic, name=name, precise=name != "bfloat16", **{**SETTINGS, **case})
         await critic.train(told(batch, seed=1))  # so that the head says something, and the layers have a gradient
         began = await critic.inspect()
         steps = len(began["gradients"])
@@ -148,7 +152,9 @@ async def flat(actor: Any) -> torch.Tensor:
 STEPS = 3
 PER_STEP = 10
 ANSWERS = toys.groups(PER_STEP * STEPS, seed=3)
-EACH = {"tokenizer": toys.ALPHABET, "model": toys.configuration(), "lr": 0.01, "micro_batch_tokens": 40}
+EACH = {
+    "tokenizer": toys.ALPHABET, "model": toys.configuration(), "lr": 0.01, "micro_batch_tokens": 40, "precise": True,
+}  # fmt: skip
 
 
 class Rollout(Actor):
@@ -191,7 +197,7 @@ async def spawned(system: rlinf.ActorSystem, where: dict[str, Any]) -> dict[str,
         "rollout": await system.spawn(Rollout, name="rollout", **where["rollout"]),
         "judge": await system.spawn(Judge, name="judge", hosts=[0]),
         "critic": await system.spawn(WatchedCritic, name="critic", algorithm=ALGORITHM, **EACH, **where["critic"]),
-        "trainer": await system.spawn(Trainer, name="trainer", algorithm=ALGORITHM, **EACH, **where["trainer"]),
+        "trainer": await system.spawn(WatchedTrainer, name="trainer", algorithm=ALGORITHM, **EACH, **where["trainer"]),
     }
 
 

@@ -78,7 +78,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     for name in names:
         settings = {
             "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
-            "logprob_chunk": 5, "algorithm": toys.SPEC, **cases[name],
+            "logprob_chunk": 5, "algorithm": toys.SPEC, "precise": name != "bfloat16", **cases[name],
         }  # fmt: skip
         trainer = await system.spawn(Apprentice, name=name, **settings)
         batch = toys.groups(7)
@@ -98,6 +98,7 @@ async def main(system: rlinf.ActorSystem) -> None:
 
 STILL: dict[str, Any] = {
     "model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.0, "grad_clip": 1e9, "micro_batch_tokens": 30,
+    "precise": True,
 }  # fmt: skip
 """Gradients are looked at, and weights stay."""
 
@@ -142,6 +143,7 @@ async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
 async def resumed(system: rlinf.ActorSystem, checkpoint: Path, begun: str) -> dict[str, Any]:
     """What a second batch makes of a trainer that goes on, and of one that resumes what another job has saved."""
     settings = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
+    settings["precise"] = True
     first, second = toys.groups(7), toys.groups(7, seed=1)
     trainer = await system.spawn(Apprentice, name="continued", **settings)
     await trainer.train(first)

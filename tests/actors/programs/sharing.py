@@ -5,9 +5,10 @@ Usage: sharing.py OUT MEMORY, where each rank's device holds MEMORY bytes; 0 dec
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,11 @@ LEARNING = {
 
 
 class Device:
-    """The storages of one process, as they are: what roles have on its device, all of them together."""
+    """The storages of one process, as they are: what roles have on its device, all of them together.
+
+    It looks only while no role computes: a gradient that is read while autograd replaces it on another thread is read
+    after its memory was freed, and the process dies of that sooner or later.
+    """
 
     def __init__(self) -> None:
         self.limit = 0
@@ -45,6 +50,7 @@ class Device:
         self.moves: list[str] = []
         self._roles: dict[Any, Callable[[], Iterable[torch.Tensor]]] = {}
         self._lock = threading.Lock()
+        self._computing = 0
 
     def watch(self, role: Any, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._roles[role] = tensors
@@ -57,11 +63,25 @@ class Device:
         locals_ = [getattr(tensor, "_local_tensor", tensor) for tensor in self._roles[role]()]
         return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in locals_)}.values())
 
-    def look(self, when: str) -> None:
-        with self._lock:
-            there = {role._cell.name: self.of(role) for role in list(self._roles)}
-            self.looks += 1
-            self.highest = max(self.highest, sum(there.values()))
+    @contextlib.contextmanager
+    def watched(self, name: str) -> Iterator[None]:
+        """In it a role computes; looks before and after, unless others compute."""
+        with self._lock:  # nobody begins to compute during a look
+            if not self._computing:
+                self._look(f"before {name}")
+            self._computing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._computing -= 1
+                if not self._computing:
+                    self._look(f"after {name}")
+
+    def _look(self, when: str) -> None:
+        there = {role._cell.name: self.of(role) for role in list(self._roles)}
+        self.looks += 1
+        self.highest = max(self.highest, sum(there.values()))
         if self.limit and sum(there.values()) > self.limit:
             raise MemoryError(f"{when}: {there} are more than {self.limit}")
 
@@ -87,11 +107,8 @@ class Weighed(Actor):
         name = f"{self._cell.name}.{getattr(fn, '__name__', fn)}"
 
         def weighed() -> Any:
-            device.look(f"before {name}")
-            try:
+            with device.watched(name):
                 return fn(*args, **kwargs)
-            finally:
-                device.look(f"after {name}")
 
         return await super().compute(weighed)
 

@@ -1,8 +1,13 @@
 """Programs that are going to be hurt: `drills.py NAME`. Rank 0 prints "ready" when it is time to."""
 
 import asyncio
+import ctypes
+import os
 import sys
 import time
+
+import torch
+import torch.distributed as dist
 
 import rlinf
 from rlinf import Actor, endpoint
@@ -140,5 +145,64 @@ async def stalls(system):
 stalls_blocked = blocked
 
 
+class Busy(Actor):
+    """Keeps others waiting, though it is alive."""
+
+    async def setup(self):
+        self.seen = []
+
+    @endpoint
+    async def hold_the_interpreter(self, seconds):
+        print("holding", flush=True)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # with the GIL held, and the loop blocked
+
+    @endpoint
+    async def count(self, number):
+        self.seen.append(number)
+        return number
+
+    @endpoint
+    async def counted(self):
+        return self.seen
+
+    @endpoint
+    async def sum_for_ever(self):
+        mesh = await self.system.collectives.mesh("all", self.group.hosts)
+        await self.compute(self._sum_for_ever, mesh.get_group())
+
+    def _sum_for_ever(self, group):
+        print("summing", flush=True)
+        while True:
+            dist.all_reduce(torch.ones(1000), group=group)
+
+
+async def holds(system):
+    busy = await system.spawn(Busy)
+    await busy[1].hold_the_interpreter(float(os.environ["HOLDS"]))
+    print("held", flush=True)
+
+
+async def counts(system):
+    """Calls go on, one after the other."""
+    busy = await system.spawn(Busy)
+    end, number = time.monotonic() + float(os.environ["COUNTS"]), 0
+    print("ready", flush=True)
+    while time.monotonic() < end:
+        assert await busy[1].count(number) == number
+        number += 1
+        await asyncio.sleep(0.001)
+    assert await busy[1].counted() == list(range(number))
+    print("all counted", flush=True)
+
+
+async def sums(system):
+    busy = await system.spawn(Busy)
+    await busy.sum_for_ever()
+
+
 if __name__ == "__main__":
-    rlinf.run(globals()[sys.argv[1]], stall_after=0.4 if "stalls" in sys.argv[1] else None)
+    rlinf.run(
+        globals()[sys.argv[1]],
+        stall_after=0.4 if "stalls" in sys.argv[1] else None,
+        host_timeout=float(os.environ.get("HOST_TIMEOUT", "60")),
+    )

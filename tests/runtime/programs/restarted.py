@@ -17,9 +17,9 @@ class Mortal(Actor):
     @endpoint
     async def meet(self, attempt: str):
         group = await self.system.collectives.group("all", [0, 1])
-        total = torch.ones(1)
-        await group.all_reduce(total)
-        return attempt if total.item() == 2 else "alone"
+        said = torch.tensor([float(attempt) if self.rank == 0 else -1.0])
+        await (group.send(said, dst=1) if self.rank == 0 else group.recv(said, src=0))
+        return attempt if said.item() == float(attempt) else "alone"
 
 
 async def main(system):

@@ -14,6 +14,9 @@ import select
 import signal
 import sys
 
+import rlinf.runtime.system.torchrun
+import rlinf.runtime.transport.torch_rpc  # noqa: F401  # what takes seconds to import is here before the first fork
+
 
 def serve():
     """Fork what is asked for; returns in the child, with what it is to run."""

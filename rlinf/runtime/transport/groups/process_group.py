@@ -1,7 +1,7 @@
-"""A process group as an asyncio citizen: collectives that are awaited, have a deadline and name what went wrong.
+"""A process group as an asyncio citizen: operations that are awaited, have a deadline and name what went wrong.
 
-Flows in: tensors. Flows out: the same tensors, combined or copied. Who wakes whom: the group's own thread hands each
-operation to the backend, in the order of calling; a waiting thread per operation posts its end to the loop.
+Flows in: tensors. Flows out: the same tensors, on another host. Who wakes whom: a waiting thread hands an operation to
+the backend, one at a time and in the order of calling; a waiting thread posts its end to the loop.
 
 Posting and waiting are apart so that an operation under way holds up no other: a member may wait to receive while
 another member needs it to take part in a broadcast first.
@@ -10,23 +10,23 @@ another member needs it to take part in a broadcast first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
-from rlinf.runtime.base.compute_thread import ComputeThread
 from rlinf.runtime.base.errors import RuntimeFault, UserError
-from rlinf.runtime.base.tasks import in_thread, settle
+from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.base.tensor_bytes import flat_bytes
 
-T = TypeVar("T")
-_LEAVE_SECONDS = 5.0
-"""For a group's own threads to end: milliseconds, unless an operation is under way."""
+from .waiting_threads import WaitingThreads
+
+LEAVE_SECONDS = 1.0
+"""For threads inside a backend to leave it: milliseconds, unless an operation hangs."""
 
 
 class CollectiveError(RuntimeFault):
@@ -38,7 +38,7 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
 
 
 class Group:
-    """Collectives over a fixed set of hosts. Made by `Collectives.group`.
+    """Operations over a fixed set of hosts. Made by `Collectives.group`.
 
     All members call the same operations in the same order. A cancelled operation is not undone: the backend goes on
     with it, and uses its tensor, until the others join in or the deadline passes. After a failure in a group of more
@@ -46,19 +46,22 @@ class Group:
 
     Attributes:
         name: its name, the same on every member.
-        ranks: hosts that are members; the order is that of `all_gather`.
+        ranks: hosts that are members.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: Any, deadline: float):
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], rank: int, backend: Any, deadline: float, threads: WaitingThreads
+    ):
         self.name = name
         self.ranks = ranks
         self._rank = rank
         self._backend = backend  # ProcessGroupGloo or ProcessGroupNCCL; None in a group of one
         self._deadline = deadline
         self._limit = timedelta(seconds=deadline)
-        self._thread = ComputeThread(f"group {name}", asyncio.get_running_loop())
-        self._waiting: dict[asyncio.Future[Any], str] = {}
+        self._threads = threads
+        self._order = asyncio.Lock()  # first come, first served: what is posted next
         self._inside: set[asyncio.Future[Any]] = set()
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._broken: CollectiveError | None = None
 
     async def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
@@ -84,49 +87,6 @@ class Group:
 
         await self._run(f"broadcast from host {src}", post)
         return _into(tensor, data)
-
-    async def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Combine `tensor` of all members, in place on every member, and return it.
-
-        Args:
-            tensor: any shape, the same on every member; a dtype that the backend can compute with.
-            op: `torch.distributed.ReduceOp`; gloo has no AVG.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        data = tensor.detach().contiguous()
-
-        def post(backend: Any) -> Any:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
-            options.timeout = self._limit
-            return backend.allreduce([data], options)
-
-        await self._run("all_reduce", post)
-        return _into(tensor, data)
-
-    async def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all members, `[members, *tensor.shape]`, in the order of `ranks`.
-
-        Args:
-            tensor: any shape and dtype, the same on every member.
-
-        Raises:
-            CollectiveTimeout, CollectiveError: see `broadcast`.
-        """
-        gathered = torch.empty((len(self.ranks), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        data = flat_bytes(tensor)
-        if self._backend is None:
-            gathered[0].copy_(tensor.detach())
-
-        def post(backend: Any) -> Any:
-            options = AllgatherOptions()
-            options.timeout = self._limit
-            return backend._allgather_base(flat_bytes(gathered), data, options)
-
-        await self._run("all_gather", post)
-        return gathered
 
     async def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `tensor` to host `dst`, which receives it with the same tag; returns when it may be changed again.
@@ -154,54 +114,38 @@ class Group:
         await self._run(f"recv from host {src} with tag {tag}", lambda backend: backend.recv([data], peer, tag))
         return _into(tensor, data)
 
-    async def barrier(self) -> None:
-        """Wait until every member has called it. Raises as `broadcast` does."""
-        on_cuda = self._backend is not None and self._backend.name() == "nccl"
-        device = f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"  # the group's thread has no device set
-
-        def post(backend: Any) -> Any:
-            options = dist.AllreduceOptions()
-            options.timeout = self._limit
-            return backend.allreduce([torch.zeros(1, device=device)], options)
-
-        await self._run("barrier", post)
-
     async def close(self) -> None:
         """Leave the group. Operations under way here raise `CollectiveError`; the name stays taken."""
         self._broken = CollectiveError(f"{self} is closed")
-        for future, operation in self._waiting.items():
-            if not future.done():
-                future.set_exception(CollectiveError(f"{operation}: {self} was closed meanwhile"))
-        self._waiting.clear()
-        self._thread.close()
+        if not self._closing.done():
+            self._closing.set_result(None)
         if self._backend is not None:
             release = [self._backend]
             self._backend = None
             # Threads that are inside the backend when the interpreter ends would abort the process. They leave as soon
             # as the other members have left too; but an operation may hang, so they are not waited for for ever.
-            await asyncio.wait([in_thread(release.clear), *self._inside], timeout=_LEAVE_SECONDS)
+            await asyncio.wait([self._threads.run(release.clear), *self._inside], timeout=LEAVE_SECONDS)
 
     def __repr__(self) -> str:
         return f"group {self.name!r} of hosts {list(self.ranks)}"
 
     async def _run(self, operation: str, post: Callable[[Any], Any]) -> None:
-        """Post one operation in the group's thread, then wait for its end in one of its own."""
-        if self._broken is not None:
-            raise self._broken
-        if self._backend is None:
-            return
+        """Post one operation when it is its turn, then wait for its end beside all others."""
         begun = time.monotonic()
         try:
-            work = await self._thread.run(post, self._backend)
-            inside = in_thread(lambda: work.wait(self._limit))
-            self._inside.add(inside)
-            inside.add_done_callback(self._inside.discard)
-            done = _following(inside)
-            self._waiting[done] = operation
-            try:
-                await done
-            finally:
-                self._waiting.pop(done, None)
+            async with self._order:
+                if self._broken is not None:
+                    raise self._broken
+                if self._backend is None:
+                    return
+                posting = self._enter(functools.partial(post, self._backend))
+                await finish(posting)  # even if cancelled, or the next one might overtake it
+                work = posting.result()
+            done = self._enter(lambda: work.wait(self._limit))
+            await asyncio.wait([done, self._closing], return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise CollectiveError(f"{operation}: {self} was closed meanwhile")
+            done.result()
         except (RuntimeError, ValueError) as error:
             where = f"{operation} in {self}, on host {self._rank}"
             if time.monotonic() - begun >= self._deadline or "timed out" in str(error).lower():
@@ -213,6 +157,13 @@ class Group:
                 failure = CollectiveError(f"{where}: {error}")
             self._broken = self._broken or failure
             raise failure from error
+
+    def _enter(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Begin a call of the backend, whose thread `close` gives time to leave it."""
+        inside = self._threads.run(function)
+        self._inside.add(inside)
+        inside.add_done_callback(self._inside.discard)
+        return inside
 
     def _position(self, rank: int) -> int:
         if rank not in self.ranks:
@@ -230,15 +181,3 @@ def _into(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if data.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
     return tensor
-
-
-def _following(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """A future that ends as another does, unless it was ended before."""
-    follower: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-    def ended(_: asyncio.Future[T]) -> None:
-        error = future.exception()
-        settle(follower, None if error is not None else future.result(), error)
-
-    future.add_done_callback(ended)
-    return follower

@@ -1,8 +1,7 @@
 """Process groups over any set of hosts, each under an explicit name, and device meshes for FSDP2.
 
 Flows in: a name, a list of hosts, tensors. Flows out: a `Group` with asynchronous collectives, or a `DeviceMesh`.
-Who wakes whom: hosts that make a group wait for each other in the store; an operation is handed to the backend by the
-group's own thread, in the order of calling, and a waiting thread posts its end to the loop.
+Who wakes whom: hosts that make a group wait for each other in the store; `process_group.py` has the operations.
 
 Why names. `torch.distributed.new_group(use_local_synchronization=True)` derives a group's name from how many groups a
 process has made so far, and hangs as soon as two members have made different numbers of them. Here a name is the whole
@@ -20,7 +19,6 @@ Hosts are named everywhere by their rank in the job, never by their position in 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,11 +30,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlinf.runtime.base.calls import current_scope
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
 
 from .default_group import enter_world, leave_world
-from .process_group import CollectiveError, CollectiveTimeout, Group
+from .process_group import LEAVE_SECONDS, CollectiveError, CollectiveTimeout, Group
+from .waiting_threads import WaitingThreads
 
 __all__ = ["CollectiveError", "CollectiveTimeout", "Collectives", "Group", "backend_for"]
 
@@ -74,8 +74,12 @@ class Collectives:
         self._store = store
         self._backend_for = backend_for
         self._deadline = deadline
-        self._made: dict[str, tuple[str, asyncio.Task[Any]]] = {}
-        self._registered: list[Any] = []
+        self._made: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
+        """What stands for a name, and its making; None once it was released."""
+        self._lines: dict[str, list[Any]] = {}
+        """By mesh, the groups that torch knows for it."""
+        self._leaving: set[asyncio.Future[None]] = set()
+        self._threads = WaitingThreads(f"group operations of host {rank}")
         self._in_world = False
 
     async def group(
@@ -101,7 +105,7 @@ class Collectives:
             pg = None
             if len(members) > 1:
                 pg = await in_thread(lambda: self._connect(f"group {name!r}", name, members, backend, limit))
-            return Group(name, members, self.rank, pg, limit)
+            return Group(name, members, self.rank, pg, limit, self._threads)
 
         made: Group = await self._once(name, f"hosts {list(members)} over {backend}", make)
         return made
@@ -116,6 +120,8 @@ class Collectives:
         dims: Sequence[str] = ("shard",),
     ) -> DeviceMesh:
         """A device mesh over any hosts, one device each, for `fully_shard(module, mesh=mesh)`.
+
+        It belongs to the scope in which it is made, such as an actor's, and is released when that ends.
 
         Give its group where torch wants one (`process_group=mesh.get_group()` for checkpoints): there is no default
         group to fall back on. What makes groups of its own (an int for `reshard_after_forward`, flattening a mesh)
@@ -144,7 +150,12 @@ class Collectives:
 
         async def make() -> DeviceMesh:
             self._enter_world()
-            groups = await in_thread(lambda: self._register_lines(name, grid, dims, device_type))
+            making = in_thread(lambda: self._register_lines(name, grid, dims, device_type))
+            try:
+                groups = await asyncio.shield(making)
+            except asyncio.CancelledError:
+                making.add_done_callback(lambda _: self._leave(name))  # a thread cannot be interrupted
+                raise
             return DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0],
                 device_type,
@@ -152,18 +163,41 @@ class Collectives:
                 mesh_dim_names=tuple(f"{name}.{dim}" for dim in dims),
             )
 
+        if name not in self._made and (scope := current_scope.get()) is not None:
+            scope.add(_Held(self, name))
         made: DeviceMesh = await self._once(name, f"a {device_type} mesh {lengths} of hosts {list(members)}", make)
         return made
 
+    async def release(self, name: str) -> None:
+        """Leave the group or mesh of this name, on this host; nothing if there is none. The name stays taken.
+
+        The connections and threads of a mesh go with the last module that was spread over it.
+        """
+        what, task = self._made.get(name, ("", None))
+        if task is None:
+            return
+        self._made[name] = what, None
+        task.cancel()
+        made = task.result() if task.done() and not task.cancelled() and task.exception() is None else None
+        if isinstance(made, Group):
+            await made.close()
+        elif made is not None:
+            made._pg_registry.clear()  # torch's caches may hold the mesh for ever
+        self._leave(name)
+
+    def _leave(self, mesh: str) -> None:
+        """Have torch forget the groups of a mesh. What runs in one, in any thread, has it until it fails or ends."""
+        if lines := self._lines.pop(mesh, None):
+            leaving = in_thread(lambda: _destroy(lines))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
     async def close(self) -> None:
-        """Close all groups and meshes of this host; who waits for one to be made is cancelled."""
-        for _, task in self._made.values():
-            if not task.done():
-                task.cancel()
-            elif not task.cancelled() and task.exception() is None and isinstance(made := task.result(), Group):
-                await made.close()
-        while self._registered:
-            await in_thread(functools.partial(dist.destroy_process_group, self._registered.pop()))
+        """Release all groups and meshes of this host; who waits for one to be made is cancelled."""
+        await asyncio.gather(*(self.release(name) for name in self._made))
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS)
+        self._threads.close()
         if self._in_world:
             self._in_world = False
             leave_world()
@@ -175,6 +209,8 @@ class Collectives:
         if name not in self._made:
             self._made[name] = what, asyncio.create_task(make(), name=f"make {name}")
         before, task = self._made[name]
+        if task is None:
+            raise UserError(f"{name!r} was {before} on host {self.rank} and is closed; take a new name")
         if before != what:
             raise UserError(
                 f"{name!r} is {before} on host {self.rank} already and cannot be {what} too; take a new name"
@@ -248,6 +284,7 @@ class Collectives:
             index[axis] = slice(None)
             line = grid[tuple(index)].tolist()
             groups.append(self._register(f"{name}.{dim}", line, rank, device_type))
+            self._lines.setdefault(name, []).append(groups[-1])
         return groups
 
     def _register(self, name: str, line: list[int], rank: int, device_type: str) -> Any:
@@ -274,7 +311,6 @@ class Collectives:
             timeout=timedelta(seconds=self._deadline),
         )
         c10d._world.pg_group_ranks[pg] = {host: position for position, host in enumerate(line)}
-        self._registered.append(pg)
         return pg
 
     def _own_store(self) -> Store:
@@ -288,3 +324,20 @@ class Collectives:
             rank, size = (self.rank, self.world_size) if self._store is not None else (0, 1)
             enter_world(rank, size)
             self._in_world = True
+
+
+class _Held:
+    """A mesh among the things that a scope ends."""
+
+    def __init__(self, collectives: Collectives, name: str):
+        self._collectives = collectives
+        self._name = name
+
+    async def close(self) -> None:
+        await self._collectives.release(self._name)
+
+
+def _destroy(groups: list[Any]) -> None:
+    """In a thread: the last reference to a group waits for its operations."""
+    while groups:
+        dist.destroy_process_group(groups.pop())

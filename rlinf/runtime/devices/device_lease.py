@@ -1,0 +1,256 @@
+"""The devices of a running call or map stage: held while it works, given away while it waits and others want them.
+
+Flows in: what the call or stage does: work, waits, items. Flows out: acquire and release of its actor's devices. Who
+wakes whom: word that the devices are wanted makes a holder that waits give them, or one that has had its share of items
+or seconds; what it waited for, or enough `items`, makes it take them again (see `lease_policy.py`).
+
+A call uses its devices from its first line to its last, except while it waits for a stream, or its own task for another
+call. A map stage uses them while it works on items. So a consumer never starves its own producer, and a call may await
+another one that needs the same devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlinf.runtime.actor.actor import Cell
+from rlinf.runtime.base.calls import Call, Key, current_task
+from rlinf.runtime.base.errors import ActorDied
+from rlinf.runtime.base.tasks import cancel_all
+
+if TYPE_CHECKING:
+    from .lease_client import LeaseClient
+
+LINGER = 0.01
+"""Seconds for which devices that others want are kept without using them: what is waited for may be a message away,
+and a switch costs more than this."""
+QUANTUM = 0.5
+"""Seconds for which a map with work at hand keeps its devices at least, though others wait."""
+WORTH = 10.0
+"""The same as a multiple of the time that the switch to it took: switching then costs at most a tenth or two."""
+
+
+class DeviceLease:
+    """Whether a call of a device endpoint, or a map stage over one, holds its actor's devices right now.
+
+    Args:
+        gang: with those of its whole group.
+        stage: it is a map's, so work is what is done in `use`; otherwise, all that the call does.
+        wanted: told when others wait for them.
+    """
+
+    def __init__(
+        self,
+        client: LeaseClient,
+        cell: Cell,
+        call: Call,
+        *,
+        gang: bool = False,
+        stage: bool = False,
+        wanted: Callable[[], None] | None = None,
+    ):
+        self._client, self._cell, self._call, self._gang = client, cell, call, gang
+        self.stage = stage
+        self.role = call.role
+        """The endpoint, without the rank."""
+        self.puts = False
+        """Its items are those that it puts out, not those that it takes."""
+        self._tell = wanted
+        self._ticket: Key | None = None
+        self._since = 0.0
+        self._share = math.inf  # seconds that a stage with work at hand may keep them, if others want them
+        self._wanted = False
+        self._over = False
+        self._taking = asyncio.Lock()
+        self._working: set[asyncio.Task[Any] | None] = set() if stage else {current_task()}
+        self._computing = 0
+        self._waiting = 0
+        self._moves = 0  # waits that are over, and work begun
+        self._offering: asyncio.Future[None] | None = None
+        self._items = 0  # done since the devices were taken
+        self._hand = 0  # items of those who wait for more
+        self._more: asyncio.Future[None] | None = None
+        self._worth = False  # there were enough items since the devices were given away
+
+    # Taking and giving -------------------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> bool:
+        """It does not hold the devices, and is not over."""
+        return self._ticket is None and not self._over
+
+    async def ensure(self) -> None:
+        """Hold the devices, waiting for them if they were given away."""
+        if self._ticket is None:
+            async with self._taking:
+                if self._over:
+                    raise ActorDied(f"{self._call.name} is over: what it began can use its devices no more")
+                if self._ticket is None:
+                    self._wanted = False
+                    acquired = self._client.acquire(self._cell, self._call, gang=self._gang, wanted=self._now_wanted)
+                    self._ticket, loading = await acquired
+                    self._since, self._items, self._worth = self._client.now(), 0, False
+                    self._share = max(QUANTUM, WORTH * loading) if self.stage else math.inf
+                if self._over:
+                    self._release()
+
+    def give(self) -> None:
+        """Give the devices back, unless others of the same stage use them."""
+        if len(self._working) < 2:
+            self._release()
+
+    def close(self) -> None:
+        """The call is over: give the devices back for good."""
+        self._over = True
+        self._release()
+        self._call.lease = None
+
+    def _release(self) -> None:
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            self._client.release(ticket)
+            self._client.span(self._cell, self._call, self._since)
+        if self._offering is not None:
+            self._offering.set_result(None)
+            self._offering = None
+
+    def _now_wanted(self) -> None:
+        self._wanted = True
+        if self._tell is not None:
+            self._tell()
+        self._rest()
+
+    # Items -------------------------------------------------------------------------------------------------------
+
+    async def enough(self, items: int, look: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """If the devices were given away, wait until the items at hand are worth taking them again.
+
+        Args:
+            items: that the caller has in hand. Those of all who wait here count together.
+            look: waits until so many more are at hand, or all that will ever be.
+        """
+        self._hand += items
+        self._stir()
+        try:
+            while self.away and not self._worth and (missing := self._cell.granularity.items - self._hand) > 0:
+                self._more = self._more or asyncio.get_running_loop().create_future()
+                looking = asyncio.ensure_future(look(missing))
+                try:
+                    await asyncio.wait([looking, self._more], return_when=asyncio.FIRST_COMPLETED)
+                    if looking.done():
+                        looking.result()
+                        break
+                finally:
+                    await cancel_all([looking])
+            self._worth = self.away
+            self._stir()
+        finally:
+            self._hand -= items
+
+    def _stir(self) -> None:
+        if self._more is not None:
+            self._more.set_result(None)
+            self._more = None
+
+    def done(self, items: int) -> None:
+        """So many items were worked off."""
+        self._items += items
+
+    async def offer(self) -> None:
+        """If others wait and it has had its share, give them the devices: at once, or when what is done beside this
+        is done."""
+        if self._due and self._used:
+            if self._offering is None:
+                self._offering = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._offering)
+        elif self._due:
+            self._release()
+
+    @property
+    def _due(self) -> bool:
+        if not self._wanted or self._ticket is None:
+            return False
+        # Ranks that work in step cannot leave one by one: who stays may need the others to come to its own turn.
+        if self._gang and self._call.gang is not None and self._call.gang[2] > 1:
+            return False
+        most = self._cell.granularity.lease_items
+        return self._client.now() - self._since >= self._share if most is None else self._items >= most
+
+    # Working and waiting -----------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, items: int, look: Callable[[int], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """In it a stage works on so many items, with its devices; see `enough` for `look`."""
+        await self.offer()
+        await self.enough(items, look)
+        await self.ensure()
+        task = current_task()
+        self._working.add(task)
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._working.discard(task)
+            self.done(items)
+            self._rest()
+
+    @asynccontextmanager
+    async def computing(self) -> AsyncIterator[None]:
+        """In it the devices are held, whoever wants them."""
+        await self.ensure()
+        self._computing += 1
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._computing -= 1
+            self._rest()
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """In it the running code waits for others: they may have the devices meanwhile, unless it computes beside."""
+        task = current_task()
+        works = task in self._working
+        if self.stage and not works:  # between items, when it needs no devices
+            yield
+            return
+        self._working.discard(task)
+        self._waiting += 1
+        self._rest()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._moves += 1
+            if works:
+                self._working.add(task)
+        await self.ensure()
+
+    @property
+    def blocked(self) -> bool:
+        """The devices are held for the running code, which is about to wait for something else than a stream."""
+        return self._ticket is not None and current_task() in self._working
+
+    @property
+    def _used(self) -> bool:
+        """Somebody beside the running code works with them."""
+        return self._computing > 0 or (self.stage and len(self._working) > 0)
+
+    def _rest(self) -> None:
+        """Give the devices to those who want them if nobody uses them now, unless the work goes on soon."""
+        if not self._wanted or self._ticket is None or self._used:
+            return
+        idle = self.stage or self._waiting > 0
+        if self._offering is not None or (idle and self._due):
+            self._release()
+        elif idle:
+            moves = self._moves
+            asyncio.get_running_loop().call_later(LINGER, lambda: self._release_if_unmoved(moves))
+
+    def _release_if_unmoved(self, moves: int) -> None:
+        if self._moves == moves and self._wanted and not self._used and (self.stage or self._waiting > 0):
+            self._release()

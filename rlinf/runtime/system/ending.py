@@ -1,0 +1,189 @@
+"""Why a program ends before its time, and what is said about it: a signal, a lost host, a stall.
+
+Flows in: signals; losses that the transport reports, or a heartbeat finds. Flows out: the program's value, or the first
+cause of its end, said in one line. Who wakes whom: the first cause cancels the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlinf.runtime.actor.host import Host
+from rlinf.runtime.base.errors import HostLost
+from rlinf.runtime.transport.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from rlinf.runtime.transport.link import Transport
+
+T = TypeVar("T")
+End = Callable[[BaseException], None]
+"""Says why the program has to end early; the first reason counts."""
+
+GRACE = 0.5
+"""Seconds that `main` gets to fail by itself, with its own error, once a host was lost; and to end when cancelled."""
+OVERTAKEN = 0.2
+"""Seconds by which torchrun's signal, sent to all when one process has died, may be here before word of that death."""
+REPEATED = 1.0
+"""Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
+GO_ON = "The job ends; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself."
+"""What whoever lost a job wants to type."""
+NAMED = 6
+"""Hosts and actors that a message names; a lost machine may have had hundreds."""
+
+
+class Stopped(SystemExit):
+    """The process was told to stop by a signal; exits with 128 + its number, as shells do."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+        self.name = signal.Signals(number).name
+
+
+def ending() -> tuple[asyncio.Future[BaseException], End]:
+    """Why the program has to end early, once that is so; and how to say it."""
+    ending: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def end(reason: BaseException) -> None:
+        if not ending.done():
+            ending.set_result(reason)
+
+    return ending, end
+
+
+async def conduct(program: Coroutine[Any, Any, T], host: Host, ending: asyncio.Future[BaseException]) -> T:
+    """The program's value; unless it has to end early: then, if it has not failed with an error of its own, why.
+
+    Raises:
+        HostLost: after a line that says so; what the program made of it is its cause.
+    """
+    host.flow = task = asyncio.create_task(program)
+    both: set[asyncio.Future[Any]] = {task, ending}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if isinstance(_error(task), Exception) and host.transport.hosts > 1:
+        await asyncio.wait({ending}, timeout=GRACE)  # who computes with a lost host may hear of it before we do
+    reason = ending.result() if ending.done() else None
+    if not task.done() and not isinstance(reason, Stopped):
+        await asyncio.wait({task}, timeout=GRACE)  # what it waits for is failing: its own error says where
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE)
+    error = _error(task)
+    if isinstance(reason, Stopped) and host.transport.hosts > 1:
+        await asyncio.sleep(OVERTAKEN)
+    if host.lost_hosts and (error is None or isinstance(error, Exception)):
+        loss = _hosts_lost(host)  # by now it is known of all hosts of a machine
+        sys.stderr.write(f"error: {loss}\n")
+        raise loss from error
+    if isinstance(reason, Stopped):
+        sys.stderr.write(f"rlinf: stopped by {reason.name}\n")
+        if error is not None:
+            host.complain("while the program was being stopped", error)
+        raise reason
+    if task.done() and not task.cancelled() and (error is not None or reason is None):
+        return task.result()
+    raise reason or asyncio.CancelledError("the program cancelled itself")
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+# Lost hosts ------------------------------------------------------------------------------------------------------
+
+
+def heartbeat(host: Host, transport: Transport, timeout: float | None, end: End, watched: Iterable[int] = ()) -> None:
+    """Notice, until the host closes, which others fall silent; and end the program when one of `watched` is lost.
+
+    Asked are those, and all that a call made here waits for.
+
+    Args:
+        timeout: seconds of silence; None asks nobody.
+    """
+    watched = frozenset(watched)
+
+    def on_lost(number: int, reason: str) -> None:
+        if number in watched:
+            end(HostLost(reason))
+
+    def silent(number: int, reason: str) -> None:
+        _fence(host, number)
+        host.lost(number, reason)
+
+    host.on_lost.append(on_lost)
+    for number in watched:
+        host.link(number)  # from here on its end is noticed
+    if timeout is not None:
+        wanted = lambda: (watched | {sent.target for sent in host.sent.values()}) - host.lost_hosts.keys()  # noqa: E731
+        host.own(Heartbeat(timeout, wanted, transport.probe, silent, host.now).run())
+
+
+def _fence(host: Host, number: int) -> None:
+    """Kill a silent process of this machine: woken up later it would go on, and while it sleeps torchrun waits for it.
+
+    What computes with it in a collective then fails, instead of waiting as well.
+    """
+    place = host.places.get(number)
+    if place is not None and place.machine == host.places[host.rank].machine and place.pid != os.getpid():
+        with contextlib.suppress(OSError):
+            os.kill(place.pid, signal.SIGKILL)
+
+
+def _hosts_lost(host: Host) -> HostLost:
+    """Who was lost, with what, why; and how to go on."""
+    lost = [where(host, number) for number in sorted(host.lost_hosts)]
+    actors = [ref._name for group in host.system.service.groups() for ref in group if ref._host in host.lost_hosts]
+    when = f"{'were' if len(lost) > 1 else 'was'} lost at {time.strftime('%H:%M:%S')}"
+    first = next(iter(host.lost_hosts.values())).rstrip(".")[:200]
+    return HostLost(f"{_listed(lost)} {when}, and with it {_listed(actors) or 'no actor'}: {first}. {GO_ON}")
+
+
+def where(host: Host, number: int) -> str:
+    """A host's number, process and machine."""
+    place = host.places.get(number)
+    return f"host {number}" + (f" (pid {place.pid} on {place.node})" if place is not None else "")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+# Signals ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_signals(end: End) -> Iterator[None]:
+    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect."""
+    loop = asyncio.get_running_loop()
+    first: float | None = None
+    handled: list[int] = []
+
+    def handle(number: int) -> None:
+        nonlocal first
+        if first is None:
+            first = loop.time()
+            end(Stopped(number))
+        elif loop.time() - first > REPEATED:
+            give_up()
+            signal.raise_signal(number)
+
+    def give_up() -> None:
+        while handled:
+            loop.remove_signal_handler(handled.pop())
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
+            loop.add_signal_handler(number, handle, number)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        give_up()

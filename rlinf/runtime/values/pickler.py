@@ -1,0 +1,234 @@
+"""Values as bytes, with all that is big or lives elsewhere taken out; and back.
+
+Flows in: a value, or bytes and what was beside them. Flows out: bytes, references, and what is still to be done before
+they may leave: copies, sends, handles to be made. Nobody waits here; user code runs (its `__reduce__`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlinf.runtime.base.tensor_bytes import flat_bytes
+from rlinf.runtime.shm import copies
+from rlinf.runtime.shm.arena import ArenaFull
+from rlinf.runtime.shm.views import SlotRef
+
+from .parts import GroupRef, IpcRef, Staged, ValueRef
+
+if TYPE_CHECKING:
+    from .codec import Codec
+    from .promise import Promise
+
+INLINE_BYTES = 64 << 10
+"""Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much."""
+BULK_BYTES = 1 << 20
+"""From this size on a process group's start-up cost per transfer is repaid by its bandwidth."""
+COPY_BYTES = 1 << 20
+"""More than this is not copied on the loop: that much takes it some tenths of a millisecond."""
+
+SEALED_BYTES = 32 << 10
+"""A queue item up to this size rides with its queue entry; a bigger one stays at its producer until it is consumed."""
+SEALED, HERE = -1, -2
+"""In place of a host number: encode for whoever will read it; for this host itself."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    codec: Codec
+    values: list[Any]
+    parts: list[Any]
+
+
+_reading = threading.local()
+
+
+def reading_codec() -> Codec | None:
+    """The codec that is decoding right now on this thread, for handles that bind to their host when they arrive."""
+    now = getattr(_reading, "now", None)
+    return None if now is None else now.codec
+
+
+def load(codec: Codec, blob: bytes, values: Iterable[Any], parts: Iterable[Any]) -> Any:
+    """The value that was pickled into `blob`, with the fetched values and the parts that belong to it."""
+    previous = getattr(_reading, "now", None)
+    _reading.now = now = _Reading(codec, list(values), list(parts))
+    try:
+        return pickle.loads(blob)
+    except BaseException:
+        codec.discard((blob, (), now.parts))  # those that it had not come to
+        now.parts.clear()  # the traceback leads here
+        raise
+    finally:
+        _reading.now = previous
+
+
+class Pickler(pickle.Pickler):
+    """Pickles structure; tensors, arrays and promises are replaced by what fetches them at the other end."""
+
+    def __init__(self, file: io.BytesIO, codec: Codec, host: int):
+        super().__init__(file, protocol=5)
+        self.refs: list[ValueRef] = []
+        self.parts: list[Any] = []
+        self.copies: list[copies.Copy] = []
+        """To be made, now or in other threads, once everything has been pickled."""
+        self.sends: list[tuple[torch.Tensor, GroupRef]] = []
+        """To be started after that: what is sent must be received."""
+        self.exports: list[int] = []
+        """Which parts are CUDA tensors whose handles are made after that: what has a handle must be opened."""
+        self._codec = codec
+        self._host = host
+        self._sealed_bytes = 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if isinstance(obj, np.ndarray):
+            return self._array(obj)
+        lent = getattr(type(obj), "__lend__", None)
+        if lent is not None:
+            return lent(obj, self)
+        return NotImplemented
+
+    def lend(self, promise: Promise[Any]) -> Any:
+        """Replace a promise by the place its value will be fetched from."""
+        self.refs.append(self._codec.lend(promise))
+        return _value, (len(self.refs) - 1,)
+
+    def hold(self, stream: Any) -> bool:
+        """Keep a stream alive as long as the receiver may use it; whether the receiver's handle does that itself."""
+        return self._codec.hold(stream)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return NotImplemented
+        tensor = tensor.detach()
+        codec, host = self._codec, self._host
+        if host == SEALED:
+            self._sealed_bytes += tensor.nbytes
+            if self._sealed_bytes > SEALED_BYTES:
+                raise TooBig
+            route = "inline"
+        elif host == HERE:
+            self.parts.append(tensor)
+            return _part, (len(self.parts) - 1,)
+        else:
+            route = codec.route(tensor, host)
+        if route == "inline":
+            codec.record(route, tensor.nbytes)
+            raw = flat_bytes(tensor.resolve_conj().resolve_neg()).cpu().numpy().tobytes()
+            return _from_bytes, (raw, tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+        part: Any = self._in_arena(tensor) if route == "arena" else None
+        if part is None and route == "arena":
+            codec.record("arena full", tensor.nbytes)
+            route = "group" if codec.bulk is not None and tensor.nbytes >= BULK_BYTES else "rpc"
+        codec.record(route, tensor.nbytes)
+        if route == "ipc":
+            part = tensor.resolve_conj().resolve_neg()
+            self.exports.append(len(self.parts))
+        elif route == "group":
+            part = self._by_group(tensor)
+        elif route == "rpc":
+            part = copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.copies.append((copied, tensor))
+            if tensor.is_cuda:
+                part = Staged(copied)
+        self.parts.append(part)
+        return _part, (len(self.parts) - 1,)
+
+    def _in_arena(self, tensor: torch.Tensor) -> SlotRef | None:
+        """The tensor, or the place of its copy, in shared memory; None if that is full."""
+        arena = self._codec.arena
+        assert arena is not None
+        ref = arena.lend(tensor, self._host)
+        if ref is None:
+            try:
+                fresh = arena.empty(tensor.shape, tensor.dtype)
+            except ArenaFull:
+                return None
+            self.copies.append((fresh, tensor))
+            ref = arena.lend(fresh, self._host)
+        return ref
+
+    def _by_group(self, tensor: torch.Tensor) -> GroupRef:
+        codec, bulk = self._codec, self._codec.bulk
+        assert bulk is not None
+        if tensor.is_cuda:
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            lazy = codec.as_it_is(tensor)
+            tensor = tensor.clone() if lazy is None else lazy
+        else:
+            strided, tensor = tensor, torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.copies.append((tensor, strided))
+        ref = bulk.announce(tensor)
+        self.sends.append((tensor, ref))
+        return ref
+
+    def export_devices(self) -> None:
+        """Make the handles of CUDA tensors."""
+        for index in self.exports:
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            self.parts[index] = IpcRef(*reduce_tensor(self.parts[index]))
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        if type(array) is not np.ndarray or array.nbytes < INLINE_BYTES or array.dtype.kind not in "biufc":
+            return NotImplemented
+        plain = np.require(array, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+        rebuild, args = self._tensor(torch.from_numpy(plain))
+        return _to_array, (array.dtype, array.shape, rebuild, args)
+
+
+class TooBig(Exception):
+    """What is being sealed is too big to ride along."""
+
+
+_PLAIN = frozenset({int, float, bool, type(None)})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a call's (args, kwargs) or result is nothing but short atoms, which need no encoding of their own."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is str or kind is bytes:
+        return len(value) <= INLINE_BYTES
+    if kind is tuple and len(value) <= 8:
+        return all(type(each) in _PLAIN or is_plain(each) for each in value)
+    return kind is dict and not value
+
+
+def _value(index: int) -> Any:
+    return _reading.now.values[index]
+
+
+def _part(index: int) -> torch.Tensor:
+    now: _Reading = _reading.now
+    part: torch.Tensor = now.parts[index]
+    now.parts[index] = part = now.codec.open_part(part)
+    return part
+
+
+def _from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], to_device: bool) -> torch.Tensor:
+    if not raw:
+        return _on_device(torch.empty(shape, dtype=dtype), to_device)
+    return _on_device(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape), to_device)
+
+
+def _on_device(tensor: torch.Tensor, to_device: bool) -> torch.Tensor:
+    return tensor.cuda() if to_device and torch.cuda.is_available() else tensor
+
+
+def _to_array(dtype: np.dtype[Any], shape: tuple[int, ...], rebuild: Any, args: Any) -> np.ndarray[Any, Any]:
+    flat: np.ndarray[Any, Any] = rebuild(*args).numpy()
+    return flat.view(dtype).reshape(shape)

@@ -1,0 +1,210 @@
+"""Big values that hosts on other machines want: each machine gets one copy, and hands it on to others, in a tree.
+
+Flows in: fetches of a value that is kept on another machine. Flows out: from the owner the value, or the name of a host
+that has it or is getting it; from there the same value, through shared memory to hosts of its machine. Who wakes whom:
+a copy's arrival wakes all who wait for it on its host, and those who have asked that host for it.
+
+The owner decides. The first host of a machine to ask becomes the keeper there; the first `FAN_OUT` machines get the
+value from the owner, the next ones from the keepers before them. A keeper keeps its copy until the owner drops the
+value. Who is sent to a keeper that has nothing (its fetch failed, it died) asks the owner again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlinf.runtime.base.calls import SERVICE, Key
+
+from .codec import Codec
+from .parts import ValueRef
+
+if TYPE_CHECKING:
+    from rlinf.runtime.base.ports import Host
+
+RELAY_BYTES = 1 << 20
+"""A value with fewer bytes in tensors goes straight from its owner to all: one more question costs about as much."""
+FAN_OUT = 2
+"""Machines that a machine sends a value to. Each waits until it has all of it, so more would take longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an owner says to a host that asked for a value."""
+
+    value: Any = None
+    """The value, unless another host gives it."""
+    host: int | None = None
+    """That host."""
+    keep: bool = False
+    """Others will ask for it: keep it until its owner drops it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What a host says that was asked for a copy and has none."""
+
+
+@dataclass(slots=True)
+class _Tree:
+    """Who has a value, as its owner knows it."""
+
+    machines: list[str] = field(default_factory=list)
+    """In the order in which they first asked."""
+    keepers: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A value of another host, here or on its way."""
+
+    owner: int
+    task: asyncio.Task[Any] | None = None
+    users: int = 0
+    """Who wait for it, or have."""
+    keep: bool = False
+
+
+class Relay:
+    """One host's part: the trees of what it owns, its copies of what others own."""
+
+    def __init__(self, host: Host, codec: Codec):
+        self._host = host
+        self._codec = codec
+        self._trees: dict[Key, _Tree] = {}
+        self.copies: dict[Key, _Copy] = {}
+
+    # At the owner ------------------------------------------------------------------------------------------------
+
+    def answer(self, key: Key, value: Any, asker: int, without: int | None) -> Answer:
+        """Who gives a kept value to `asker`, which is on another machine.
+
+        Args:
+            without: the host that was named before, and had nothing.
+        """
+        places = self._host.places
+        machine = places[asker].machine
+        tree = self._trees.get(key)
+        if tree is None:
+            mine = places[self._host.rank].machine
+            abroad = sum(place.machine != mine for place in places.values())
+            if abroad < 2 or key not in self._host.values.kept or not is_big(value):
+                return Answer(value)
+            tree = self._trees[key] = _Tree()
+        if without is not None and tree.keepers.get(places[without].machine) == without:
+            del tree.keepers[places[without].machine]
+        keeper = tree.keepers.setdefault(machine, asker)
+        if keeper != asker:
+            return Answer(host=keeper)
+        if machine not in tree.machines:
+            tree.machines.append(machine)
+        above = tree.machines.index(machine) // FAN_OUT - 1
+        giver = tree.keepers.get(tree.machines[above]) if above >= 0 else None
+        return Answer(value, keep=True) if giver is None else Answer(host=giver, keep=True)
+
+    def drop(self, key: Key) -> None:
+        """A value is not wanted any more; here is its owner, or a copy."""
+        self.copies.pop(key, None)
+        tree = self._trees.pop(key, None)
+        for keeper in tree.keepers.values() if tree is not None else ():
+            self._host.drop(keeper, key)
+
+    def forget(self, host: int) -> None:
+        """A host is lost: it keeps nothing, and what it owned will not be dropped by it."""
+        for tree in self._trees.values():
+            for machine in [machine for machine, keeper in tree.keepers.items() if keeper == host]:
+                del tree.keepers[machine]
+        for key in [key for key, copy in self.copies.items() if copy.owner == host]:
+            del self.copies[key]
+
+    # At who asks -------------------------------------------------------------------------------------------------
+
+    async def fetch(self, ref: ValueRef) -> Any:
+        """A value that is kept on another machine. Its tensors may be shared with other calls on this machine."""
+        copy = self.copies.get(ref.key)
+        if copy is None:
+            copy = self.copies[ref.key] = _Copy(ref.owner)
+            copy.task = self._host.own(self._get(ref, copy))
+            copy.task.add_done_callback(_seen)
+        assert copy.task is not None
+        copy.users += 1
+        try:
+            value = await asyncio.shield(copy.task)
+        except asyncio.CancelledError:
+            copy.users -= 1
+            if not copy.users and not copy.keep:
+                self._remove(ref.key, copy)
+                copy.task.cancel()
+            raise
+        return self._codec.duplicate(value) if copy.keep or copy.users > 1 else value
+
+    async def copy_of(self, key: Key) -> Any:
+        """The copy that this host was named for, when it is here."""
+        copy = self.copies.get(key)
+        if copy is None or copy.task is None:
+            return Missing()
+        await asyncio.wait([copy.task])
+        failed = copy.task.cancelled() or copy.task.exception() is not None
+        return Missing() if failed else copy.task.result()
+
+    async def _get(self, ref: ValueRef, copy: _Copy) -> Any:
+        try:
+            value = await self._ask(ref, copy)
+            if copy.keep:
+                value = await self._codec.into_arena(value)
+            return value
+        except BaseException:
+            copy.keep = False
+            raise
+        finally:
+            if not copy.keep:
+                self._remove(ref.key, copy)
+
+    async def _ask(self, ref: ValueRef, copy: _Copy) -> Any:
+        without = None
+        while True:
+            answer: Answer = await self._call(ref.owner, "fetch_shared", ref.key, without)
+            copy.keep = answer.keep
+            if answer.host is None:
+                return answer.value
+            try:
+                value = await self._call(answer.host, "copy_of", ref.key)
+            except Exception:  # whatever keeps that host from giving it, the owner can
+                value = Missing()
+            if type(value) is not Missing:
+                return value
+            without = answer.host
+
+    def _call(self, host: int, method: str, *args: Any) -> Any:
+        return self._host.call(host, SERVICE, method, "value", args, {})
+
+    def _remove(self, key: Key, copy: _Copy) -> None:
+        if self.copies.get(key) is copy:
+            del self.copies[key]
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # whoever waits for the copy hears of it; it may be nobody
+
+
+def is_big(value: Any) -> bool:
+    """Whether there are `RELAY_BYTES` in the tensors and arrays of plain containers and dataclasses."""
+    found, rest = 0, [value]
+    while rest and found < RELAY_BYTES:
+        each = rest.pop()
+        if isinstance(each, (torch.Tensor, np.ndarray)):
+            found += each.nbytes
+        elif isinstance(each, Mapping):
+            rest.extend(each.values())
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            rest.extend(each)
+        elif dataclasses.is_dataclass(each):
+            rest.extend(getattr(each, name, None) for name in each.__dataclass_fields__)
+    return found >= RELAY_BYTES

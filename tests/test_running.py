@@ -1,0 +1,44 @@
+"""The front doors look for losses and stalls unless told not to, and tell of them in one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlinf.config import InputError, RunConfig, RunFailure
+from rlinf.config_common import SystemConfig
+from rlinf.running import run_to_end
+from rlinf.runtime.base.errors import TraceError, UserError
+
+
+async def wait_for_ever(system):
+    await (await system.channel("mail")).get()
+
+
+def test_a_run_that_is_stuck_fails_with_the_report():
+    with pytest.raises(RunFailure, match=r"(?s)^stall: flow waits on mail: nothing has moved for .*nobody fills mail"):
+        run_to_end(wait_for_ever, SystemConfig(stall_after=0.2))
+
+
+def test_by_default_both_are_looked_for(monkeypatch):
+    given = {}
+    monkeypatch.setattr("rlinf.runtime.system.torchrun.run", lambda main, **options: given.update(options))
+    run_to_end(wait_for_ever, RunConfig().system)
+    assert 0 < given["host_timeout"] <= 60
+    assert 600 <= given["stall_after"] <= 1800
+
+
+@pytest.mark.parametrize(("raised", "told"), [(UserError, InputError), (TraceError, RunFailure)])
+def test_what_is_not_the_code_s_fault_is_told_without_a_traceback(raised, told):
+    async def fail(system):
+        raise raised("the reason")
+
+    with pytest.raises(told, match=r"^the reason$"):
+        run_to_end(fail, SystemConfig())
+
+
+def test_a_bug_keeps_its_traceback():
+    async def fail(system):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        run_to_end(fail, SystemConfig())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import launch
+from tests.launching import launch, metrics_of
 from tests.nodes.network import PORT, ROOT, SUBNET, Network, Node, Torchrun, why_not
 from tests.nodes.runs import GRPO
 
@@ -55,4 +55,7 @@ def undisturbed(tmp_path_factory) -> Path:
     """The directory of a GRPO run on one machine, with nothing in its way."""
     output = tmp_path_factory.mktemp("undisturbed")
     launch(*GRPO, f"output_dir={output}", processes=2)
+    noted = metrics_of(output / "quickstart")
+    assert len({line["reward/mean"] for line in noted}) > 3, "runs that learn nothing are all equal"
+    assert all(line["grad_norm"] > 0 for line in noted[:3])
     return output / "quickstart"

@@ -105,6 +105,11 @@ class Node:
         """The processes that run on it."""
         return [int(word) for word in ip("netns", "pids", self.space).split()]
 
+    def ranks(self) -> list[int]:
+        """The processes that torchrun has started on it."""
+        command = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.pids()}
+        return [pid for pid, words in command.items() if b"-u" in words[:2]]
+
     def kill(self) -> None:
         """End everything on it at once."""
         for pid in self.pids():

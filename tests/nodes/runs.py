@@ -9,8 +9,13 @@ import torch
 from tests.launching import QUICKSTART, TINY, learned, metrics_of, weights_of
 
 STEPS = 40
-SHARDED = ("--config", QUICKSTART, *TINY, f"steps={STEPS}", "evaluation.every=0", "checkpoint.every=10")
-GRPO = (*SHARDED, "algorithm.epochs=2", "placement.trainer=0-1")
+LEARNING = (
+    "task.digits=2", "sft.steps=80", "sft.batch_size=64", "model.config.hidden_size=64",
+    "model.config.intermediate_size=128", "algorithm.epochs=2",
+)  # fmt: skip
+"""Some answers are right and some wrong from the first step on, so that every step changes the model."""
+SHARDED = ("--config", QUICKSTART, *TINY, *LEARNING, f"steps={STEPS}", "evaluation.every=0", "checkpoint.every=10")
+GRPO = (*SHARDED, "placement.trainer=0-1")
 """Process 0 answers and scores; both train."""
 
 

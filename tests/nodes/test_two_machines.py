@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,7 +111,7 @@ def test_both_sides_of_a_link_that_is_cut_for_ever_end_and_the_run_can_be_resume
 
 
 @needs_host_timeout
-def test_a_machine_that_loses_power_is_replaced_and_the_run_goes_on_by_itself(
+def test_a_run_survives_by_itself_a_killed_process_and_then_the_power_of_a_machine(
     torchrun, undisturbed, two_machines, tmp_path
 ):
     nodes = two_machines.nodes
@@ -118,15 +120,20 @@ def test_a_machine_that_loses_power_is_replaced_and_the_run_goes_on_by_itself(
     def elastic(node):
         # its own name stands for 127.0.0.1, so torchrun cannot know by itself that it is the endpoint
         meet = (f"--rdzv-endpoint={nodes[0].address}:{PORT}", f"--rdzv-conf=is_host={int(node is nodes[0])}")
-        how = ("--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=run", *meet, f"--local-addr={node.address}")
+        how = ("--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=run", *meet, f"--local-addr={node.address}")
         # with torchrun's default, a machine in another's place waits for a MASTER_ADDR that nobody sets
         return torchrun([node], *arguments, how=how, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     jobs = [*elastic(nodes[0]), *elastic(nodes[1])]
     under_way(tmp_path, jobs, steps=12)
+    (rank,) = nodes[1].ranks()
+    os.kill(rank, signal.SIGKILL)
+    said = lambda: "\n".join(job.said for job in jobs)  # noqa: E731
+    until(lambda: "going on after step 10" in jobs[0].said, said, 60)
+    under_way(tmp_path, jobs, steps=22)
     nodes[1].cut()
     nodes[1].kill()
-    until(lambda: "has not answered since" in jobs[0].said, lambda: jobs[0].said, HOST_TIMEOUT + ENDING)
+    until(lambda: "has not answered since" in jobs[0].said, said, HOST_TIMEOUT + ENDING)
     nodes[1].heal()
     succeeded([jobs[0], *elastic(nodes[1])])
     all_steps_once(tmp_path / "quickstart")

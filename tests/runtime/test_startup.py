@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.system.torchrun import _bind_interface
+from rlinf.runtime.system.torchrun import _bind_interface, _join
 from tests.runtime.programs.jobs import listening, until
 
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}
@@ -107,6 +107,21 @@ def test_a_gloo_interface_that_was_chosen_already_is_kept(fresh):
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
     _bind_interface(None, 4)
     assert chosen() == ("lo", "ib0")
+
+
+def test_processes_that_do_not_meet_are_told_in_one_line(fresh):
+    def fails(rank, world):
+        raise RuntimeError("connect() timed out\nException raised from somewhere (most recent call first):\n...")
+
+    fresh.setattr("rlinf.runtime.transport.torch_rpc.RpcTransport", fails)
+    fresh.setenv("MASTER_ADDR", "10.0.0.1")
+    fresh.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UserError) as told:
+        _join(1, 4)
+    assert str(told.value) == (
+        "rank 1 of 4 could not join the others, who meet at 10.0.0.1:29500: connect() timed out. Do all of them run, and "
+        "can they reach each other by the interface of RLINF_INTERFACE?"
+    )
 
 
 def test_a_job_of_one_rank_listens_nowhere(zygote):

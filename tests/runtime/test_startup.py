@@ -119,8 +119,8 @@ def test_processes_that_do_not_meet_are_told_in_one_line(fresh):
     with pytest.raises(UserError) as told:
         _join(1, 4)
     assert str(told.value) == (
-        "rank 1 of 4 could not join the others, who meet at 10.0.0.1:29500: connect() timed out. Do all of them run, and "
-        "can they reach each other by the interface of RLINF_INTERFACE?"
+        "rank 1 of 4 could not join the others, who meet at 10.0.0.1:29500: connect() timed out. Do all of them run, "
+        "and can they reach each other by the interface of RLINF_INTERFACE?"
     )
 
 

@@ -249,7 +249,14 @@ def _pack(frame: Frame) -> Packed:
 
 def _carries_tensors(message: tuple[Any, ...]) -> bool:
     """Whether one of its parts is a payload (bytes, references, tensors) with tensors."""
-    return any(type(part) is tuple and len(part) == 3 and type(part[0]) is bytes and bool(part[2]) for part in message)
+    return any(
+        type(part) is tuple and len(part) == 3 and type(part[0]) is bytes and any(map(_is_tensor, part[2]))
+        for part in message
+    )
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) or isinstance(getattr(part, "tensor", None), torch.Tensor)
 
 
 def _unpack(data: bytes, tensors: list[torch.Tensor]) -> Frame:

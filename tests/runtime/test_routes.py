@@ -24,6 +24,7 @@ from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
 from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
+from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.parts import GroupRef
 from rlinf.runtime.values.pickler import COPY_BYTES
 from tests.runtime.worlds import nothing_left, until
@@ -184,6 +185,63 @@ async def test_tensors_of_a_reply_that_nobody_reads_are_received_in_its_turn() -
         dropped.cancel()
         assert (await wanted).mean() == 1
         assert (await far.make(3.0)).mean() == 3
+
+
+class _Groups:
+    """Process groups that take a while to be made, and note what is posted to them."""
+
+    def __init__(self, order: list[Any]):
+        self.order = order
+        self.made = asyncio.ensure_future(asyncio.sleep(1.0, self))
+
+    async def group(self, *_: Any) -> Any:
+        return await asyncio.shield(self.made)
+
+    async def send(self, tensor: torch.Tensor, host: int, tag: int) -> None:
+        self.order.append(("send", tag))
+
+    async def recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
+        self.order.append(("receive", tag))
+        return tensor
+
+
+def test_what_comes_while_a_process_group_is_made_does_not_overtake_what_waits_for_it() -> None:
+    order: list[Any] = []
+
+    async def main() -> None:
+        async with ActorSystem.local(2, serialize=True) as system:
+            host, groups = system._host, _Groups(order)
+            bulk = GroupBulk(host, groups)  # type: ignore[arg-type]
+
+            def both(_: Any = None) -> None:
+                ref = bulk.announce(torch.ones(2))
+                bulk.send(torch.ones(2), ref, 1, None)
+                bulk.receive(dataclasses.replace(ref, source=1))
+
+            groups.made.add_done_callback(both)
+            both()
+            both()
+            await asyncio.sleep(2.0)
+
+    run_virtual(main())
+    assert [tag for kind, tag in order if kind == "send"] == [0, 1, 2]
+    assert [tag for kind, tag in order if kind == "receive"] == [0, 1, 2]
+
+
+async def test_a_send_waits_for_the_copy_of_its_tensor_and_those_behind_it_wait_too() -> None:
+    order: list[Any] = []
+    async with ActorSystem.local(2, serialize=True) as system:
+        groups = _Groups(order)
+        groups.made.cancel()
+        groups.made = asyncio.ensure_future(asyncio.sleep(0, groups))
+        bulk, copied = GroupBulk(system._host, groups), asyncio.get_running_loop().create_future()  # type: ignore[arg-type]
+        for after in (copied, None):
+            bulk.send(torch.ones(2), bulk.announce(torch.ones(2)), 1, after)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert order == []
+        copied.set_result(None)
+        await until(lambda: order == [("send", 0), ("send", 1)])
 
 
 # Copies are made by other threads -----------------------------------------------------------------------------------

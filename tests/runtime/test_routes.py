@@ -354,7 +354,7 @@ def test_a_copy_holds_nothing_once_it_is_done(gate: threading.Event) -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(["post", "lazily", "hold", "done", "tick", "moment"]), max_size=30))
+@given(st.lists(st.sampled_from(["post", "lazily", "hold", "hold nothing", "done", "tick", "moment"]), max_size=30))
 def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> None:
     arrived: list[int] = []
 
@@ -367,18 +367,23 @@ def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> No
         ends[1].bind(_Receiver(there))
         held: list[tuple[asyncio.Future[None], int]] = []
         numbers = itertools.count()
-        for step in (*steps, *["done"] * steps.count("hold")):
+        for step in steps:
             if step in ("post", "lazily"):
                 (link.post if step == "post" else link.post_lazily)((next(numbers),))
             elif step == "hold":
                 held.append((loop.create_future(), next(numbers)))
                 link.hold_back(held[-1][0])
                 link.post((held[-1][1],))
+            elif step == "hold nothing":
+                held.append((loop.create_future(), -1))
+                link.hold_back(held[-1][0])
             elif step == "done" and held:
                 held.pop(len(held) // 2)[0].set_result(None)
             else:
                 await asyncio.sleep(0 if step == "tick" else 1.0)
             assert not {number for _, number in held} & set(arrived)
+        for ready, _ in held:
+            loop.call_later(1.0, ready.set_result, None)
         await link.drained()
         assert arrived == list(range(next(numbers)))
 

@@ -24,6 +24,7 @@ from rlinf.runtime.base.errors import ActorDied, RuntimeFault, UserError
 from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.transport.link import Frame, Link, LocalTransport, Respond
+from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.parts import GroupRef
 from rlinf.runtime.values.pickler import COPY_BYTES
 from tests.runtime.worlds import nothing_left, until
@@ -186,6 +187,63 @@ async def test_tensors_of_a_reply_that_nobody_reads_are_received_in_its_turn() -
         assert (await far.make(3.0)).mean() == 3
 
 
+class _Groups:
+    """Process groups that take a while to be made, and note what is posted to them."""
+
+    def __init__(self, order: list[Any]):
+        self.order = order
+        self.made = asyncio.ensure_future(asyncio.sleep(1.0, self))
+
+    async def group(self, *_: Any) -> Any:
+        return await asyncio.shield(self.made)
+
+    async def send(self, tensor: torch.Tensor, host: int, tag: int) -> None:
+        self.order.append(("send", tag))
+
+    async def recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
+        self.order.append(("receive", tag))
+        return tensor
+
+
+def test_what_comes_while_a_process_group_is_made_does_not_overtake_what_waits_for_it() -> None:
+    order: list[Any] = []
+
+    async def main() -> None:
+        async with ActorSystem.local(2, serialize=True) as system:
+            host, groups = system._host, _Groups(order)
+            bulk = GroupBulk(host, groups)  # type: ignore[arg-type]
+
+            def both(_: Any = None) -> None:
+                ref = bulk.announce(torch.ones(2))
+                bulk.send(torch.ones(2), ref, 1, None)
+                bulk.receive(dataclasses.replace(ref, source=1))
+
+            groups.made.add_done_callback(both)
+            both()
+            both()
+            await asyncio.sleep(2.0)
+
+    run_virtual(main())
+    assert [tag for kind, tag in order if kind == "send"] == [0, 1, 2]
+    assert [tag for kind, tag in order if kind == "receive"] == [0, 1, 2]
+
+
+async def test_a_send_waits_for_the_copy_of_its_tensor_and_those_behind_it_wait_too() -> None:
+    order: list[Any] = []
+    async with ActorSystem.local(2, serialize=True) as system:
+        groups = _Groups(order)
+        groups.made.cancel()
+        groups.made = asyncio.ensure_future(asyncio.sleep(0, groups))
+        bulk, copied = GroupBulk(system._host, groups), asyncio.get_running_loop().create_future()  # type: ignore[arg-type]
+        for after in (copied, None):
+            bulk.send(torch.ones(2), bulk.announce(torch.ones(2)), 1, after)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert order == []
+        copied.set_result(None)
+        await until(lambda: order == [("send", 0), ("send", 1)])
+
+
 # Copies are made by other threads -----------------------------------------------------------------------------------
 
 
@@ -296,7 +354,7 @@ def test_a_copy_holds_nothing_once_it_is_done(gate: threading.Event) -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(["post", "lazily", "hold", "done", "tick", "moment"]), max_size=30))
+@given(st.lists(st.sampled_from(["post", "lazily", "hold", "hold nothing", "done", "tick", "moment"]), max_size=30))
 def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> None:
     arrived: list[int] = []
 
@@ -309,18 +367,23 @@ def test_messages_keep_their_order_whatever_is_held_back(steps: list[str]) -> No
         ends[1].bind(_Receiver(there))
         held: list[tuple[asyncio.Future[None], int]] = []
         numbers = itertools.count()
-        for step in (*steps, *["done"] * steps.count("hold")):
+        for step in steps:
             if step in ("post", "lazily"):
                 (link.post if step == "post" else link.post_lazily)((next(numbers),))
             elif step == "hold":
                 held.append((loop.create_future(), next(numbers)))
                 link.hold_back(held[-1][0])
                 link.post((held[-1][1],))
+            elif step == "hold nothing":
+                held.append((loop.create_future(), -1))
+                link.hold_back(held[-1][0])
             elif step == "done" and held:
                 held.pop(len(held) // 2)[0].set_result(None)
             else:
                 await asyncio.sleep(0 if step == "tick" else 1.0)
             assert not {number for _, number in held} & set(arrived)
+        for ready, _ in held:
+            loop.call_later(1.0, ready.set_result, None)
         await link.drained()
         assert arrived == list(range(next(numbers)))
 

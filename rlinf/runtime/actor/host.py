@@ -339,7 +339,11 @@ class Host:
             self.soon(lambda: self.link(host).post(message))
 
     def soon(self, fn: Callable[[], object]) -> None:
-        if not self.loop.is_closed():
+        if self.loop.is_closed():
+            return
+        if threading.get_ident() == self.thread:
+            self.loop.call_soon(fn)  # without waking the loop, which is awake
+        else:
             self.loop.call_soon_threadsafe(fn)
 
     def on_loop(self, fn: Callable[[], object]) -> None:

@@ -47,14 +47,23 @@ def start(copies: Iterable[Copy]) -> list[Future[None]]:
 
     A source on a GPU is read once what its current stream has to do by now is done.
     """
-    begun = []
+    begun: list[Future[None]] = []
+    batch: list[Copy] = []  # small ones go together
+    size = 0
     for to, source in copies:
         if source.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(source.device))
             begun.append(_threads().submit(_run, [_from_device, to, source, event]))
-        else:
-            begun += [_threads().submit(_run, [_copy, *piece]) for piece in _pieces(to, source)]
+            continue
+        for piece in _pieces(to, source):
+            batch.append(piece)
+            size += piece[1].nbytes
+            if size >= PIECE // 2:
+                begun.append(_threads().submit(_run, [_copy_all, batch]))
+                batch, size = [], 0
+    if batch:
+        begun.append(_threads().submit(_run, [_copy_all, batch]))
     return begun
 
 
@@ -101,6 +110,11 @@ def _onto_device(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.cuda()
     torch.cuda.current_stream().synchronize()
     return copied
+
+
+def _copy_all(batch: list[Copy]) -> None:
+    while batch:
+        _copy(*batch.pop())
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

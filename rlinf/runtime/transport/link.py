@@ -132,6 +132,7 @@ class Link:
             self._outbox += self._held.popleft()[1]
         if self._outbox:
             self._hurry()
+        self._moved()
 
     def _flush(self) -> None:
         self._scheduled = False

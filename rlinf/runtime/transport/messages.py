@@ -87,8 +87,13 @@ def carries_tensors(messages: list[Message]) -> bool:
     for message in messages:
         for part in message:
             if type(part) is tuple and len(part) == 3 and part[2] and type(part[0]) is bytes:
-                return True
+                if any(map(_is_tensor, part[2])):
+                    return True
     return False
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) or isinstance(getattr(part, "tensor", None), torch.Tensor)
 
 
 class _TensorSplitter(pickle.Pickler):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.system.torchrun import _join
 from rlinf.runtime.transport import interfaces
 from rlinf.runtime.transport.interfaces import addresses, bind_interface
 from rlinf.runtime.transport.rendezvous import job_store
@@ -156,6 +157,21 @@ def test_a_gloo_interface_that_was_chosen_already_is_kept(fresh):
     fresh.setenv("LOCAL_WORLD_SIZE", "4")
     bind_interface(None, 4)
     assert chosen() == ("lo", "ib0", "=lo")
+
+
+def test_processes_that_do_not_meet_are_told_in_one_line(fresh):
+    def fails(rank, world):
+        raise RuntimeError("connect() timed out\nException raised from somewhere (most recent call first):\n...")
+
+    fresh.setattr("rlinf.runtime.transport.torch_rpc.RpcTransport", fails)
+    fresh.setenv("MASTER_ADDR", "10.0.0.1")
+    fresh.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UserError) as told:
+        _join(1, 4)
+    assert str(told.value) == (
+        "rank 1 of 4 could not join the others, who meet at 10.0.0.1:29500: connect() timed out. Do all of them run, "
+        "and can they reach each other by the interface of RLINF_INTERFACE?"
+    )
 
 
 def test_a_job_of_one_rank_listens_nowhere(zygote):

@@ -102,6 +102,12 @@ def _ref_arrived(cls: type[Actor], name: str, host: int, actor: ActorId) -> Acto
     return ActorRef(cast("Host", codec.host), cls, name, host, actor)
 
 
+def _group_arrived(
+    name: str, cls: type[Actor], names: Sequence[str], hosts: Sequence[int], actors: Sequence[ActorId]
+) -> ActorGroup:
+    return ActorGroup(name, [_ref_arrived(cls, *each) for each in zip(names, hosts, actors, strict=True)])
+
+
 class EndpointOf:
     """An endpoint of one actor or of all actors of a group: call it, or `map` it over a stream."""
 
@@ -284,7 +290,11 @@ class ActorGroup:
         return iter(self._refs)
 
     def __reduce__(self) -> Any:
-        return ActorGroup, (self._group_name, self._refs)
+        """As columns: a spawn on n hosts sends n handles to n hosts, and handles one by one would cost n² of a call."""
+        if not self._refs:
+            return ActorGroup, (self._group_name, [])
+        columns = [(ref._name, ref._host, ref._actor) for ref in self._refs]
+        return _group_arrived, (self._group_name, self._refs[0]._cls, *zip(*columns, strict=True))
 
     def __repr__(self) -> str:
         return f"<ActorGroup {self._group_name} of {len(self)} on hosts {self.hosts}>"

@@ -4,8 +4,7 @@ Flows in: frames from `Link`. Flows out: one `rpc_async` per frame, whose respon
 Who wakes whom: RPC threads hand frames and responses to the loop with `call_soon_threadsafe`; they never touch more.
 
 Known about torch RPC, and met here: a peer's death only fails what is in flight to it, so `watch` keeps one call open
-that a living peer answers only when it leaves; `init_rpc` hangs beyond about 18 workers unless there are at least as
-many threads as workers (pytorch#85607); messages may run on any thread, so order is kept by `Link`'s sequence
+that a living peer answers only when it leaves; messages may run on any thread, so order is kept by `Link`'s sequence
 numbers; arguments are pickled, so every peer is trusted (docs/security.md).
 """
 
@@ -34,6 +33,10 @@ from .rendezvous import SCHEME
 NOTHING: Packed = (b"", [])
 PULSE = torch.zeros(())
 """What `probe` sends there and back."""
+THREADS = 16
+"""Of each process's agent, however many hosts there are: handlers only hand over to the loop. Torch's own joining once
+hung beyond 18 workers with fewer threads than workers (pytorch#85607); 40 processes with 4 threads each join and end
+with torch 2.13 (`tests/runtime/test_scale.py`)."""
 FAREWELL = 5.0
 """Seconds that leaving waits for the others to leave as well."""
 BREAKING_OFF = 2.0
@@ -66,7 +69,7 @@ class RpcTransport:
         """Where this host listens for processes of its machine, and the token to say there."""
         _current = self
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=max(8, hosts + 2),
+            num_worker_threads=THREADS,
             rpc_timeout=timeout,
             init_method=f"{SCHEME}://",
             **_transport_options(),

@@ -1,4 +1,4 @@
-"""Runs over several machines are started like this: `torchrun` on each of them, with the product's own entry point."""
+"""Runs over several machines: `torchrun` on each, with the product's own entry point unless a test has another."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def torchrun(tmp_path):
         processes: int = 1,
         master: str = f"{SUBNET}.1",
         how: Sequence[str] = (),
+        program: Path = ROOT / "launch.py",
         **more: str,
     ) -> list[Torchrun]:
         jobs = []
@@ -43,7 +44,7 @@ def torchrun(tmp_path):
             meet = how or (f"--node-rank={node.number}", f"--master-addr={master}", f"--master-port={PORT}")
             line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={processes}"]
             log = tmp_path / f"{node.name}-{len(started)}.log"
-            jobs.append(Torchrun(node, [*line, *meet, str(ROOT / "launch.py"), *arguments], log, more))
+            jobs.append(Torchrun(node, [*line, *meet, str(program), *arguments], log, more))
             started.append(jobs[-1])
         return jobs
 

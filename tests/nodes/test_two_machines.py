@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,14 @@ def test_ppo_with_both_models_sharded_over_two_far_machines_of_two_processes(tor
     all_steps_once(tmp_path / "quickstart", 5)
 
 
+def test_weights_cross_the_link_once_however_many_processes_of_the_other_machine_want_them(torchrun, two_machines):
+    jobs = torchrun(two_machines.nodes, processes=2, program=Path(__file__).with_name("publishing.py"))
+    succeeded(jobs)
+    published = int(re.search(r"published (\d+)", jobs[0].said)[1])
+    crossed = two_machines.nodes[0].sent()
+    assert published <= crossed < 1.1 * published, f"{crossed / published:.2f} times what was published"
+
+
 def test_a_link_that_is_cut_for_twenty_seconds_costs_nothing_but_time(torchrun, undisturbed, two_machines, tmp_path):
     jobs = torchrun(two_machines.nodes, *GRPO, f"output_dir={tmp_path}")
     under_way(tmp_path, jobs)
@@ -80,9 +90,6 @@ def test_a_link_that_is_cut_for_twenty_seconds_costs_nothing_but_time(torchrun, 
 HOST_TIMEOUT = 8.0
 ENDING = 10.0
 """Seconds after `host_timeout` within which nothing is left of a job that lost a machine."""
-needs_host_timeout = pytest.mark.skipif(
-    "host_timeout" not in (ROOT / "docs/config.md").read_text(), reason="this version does not look for lost hosts"
-)
 LOSABLE = (*GRPO, f"system.host_timeout={HOST_TIMEOUT}")
 
 
@@ -90,7 +97,6 @@ def over(node):
     return lambda: not node.pids()
 
 
-@needs_host_timeout
 def test_both_sides_of_a_link_that_is_cut_for_ever_end_and_the_run_can_be_resumed(
     torchrun, undisturbed, two_machines, tmp_path
 ):
@@ -110,7 +116,6 @@ def test_both_sides_of_a_link_that_is_cut_for_ever_end_and_the_run_can_be_resume
     equal(undisturbed, tmp_path / "quickstart")
 
 
-@needs_host_timeout
 def test_a_run_survives_by_itself_a_killed_process_and_then_the_power_of_a_machine(
     torchrun, undisturbed, two_machines, tmp_path
 ):

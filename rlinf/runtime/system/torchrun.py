@@ -73,8 +73,8 @@ def run(
             call began or ended, no item came or went, no computing thread used the processor; default: never.
         host_timeout: seconds of silence after which a host counts as lost, which ends the job; None: never. Busy ones
             are not silent. To be given on every rank.
-        interface: network interface that RPC listens on. Default: `RLINF_INTERFACE`, or the loopback when all hosts
-            are on this machine. See docs/security.md before naming one.
+        interface: network interface to listen on. Default: `RLINF_INTERFACE`, or the loopback when all hosts are on
+            this machine, or the way to MASTER_ADDR. See docs/multi-node.md.
 
     Raises:
         Exception: what `main` raised; `HostLost` when a host was lost; `StallError`; `UserError` when the hosts could

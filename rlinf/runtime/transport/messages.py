@@ -86,9 +86,9 @@ def carries_tensors(messages: list[Message]) -> bool:
     """Whether a payload (bytes, references, parts) among the messages' entries has tensors."""
     for message in messages:
         for part in message:
-            if type(part) is tuple and len(part) == 3 and part[2] and type(part[0]) is bytes:
-                if any(map(_is_tensor, part[2])):
-                    return True
+            is_payload = type(part) is tuple and len(part) == 3 and type(part[0]) is bytes
+            if is_payload and any(map(_is_tensor, part[2])):
+                return True
     return False
 
 

@@ -160,6 +160,16 @@ async def test_a_result_is_what_it_was_at_the_return(route: str, count: int) -> 
 
 
 @each_route
+async def test_a_tensor_that_was_sent_can_be_written_to_where_it_lies(route: str) -> None:
+    async with opened(route) as (_, far):
+        value = torch.ones(BIG)
+        before = torch._C._data_address(value)  # type: ignore[attr-defined]
+        assert await far.total(value) == BIG
+        value.fill_(2)
+        assert torch._C._data_address(value) == before  # type: ignore[attr-defined]
+
+
+@each_route
 async def test_every_shape_of_big_tensor_arrives(route: str) -> None:
     async with opened(route) as (system, far):
         base = torch.arange(4.0 * BIG).reshape(4, BIG)

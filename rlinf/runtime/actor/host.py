@@ -125,7 +125,7 @@ class Host:
             cell = self.cells.get(actor)
             context = self._context.copy() if cell is None else cell.context()
             work = serve_local(self, promise, actor, method, args, kwargs)
-            promise.task = self.loop.create_task(work, context=context)
+            promise.task = asyncio.Task(work, loop=self.loop, name=name, context=context)
             self.running.add(promise)
             return promise
         if host in self.lost_hosts:
@@ -232,7 +232,7 @@ class Host:
             work = serve(self, call, *message[2:6])
             cell = self.cells.get(message[2])
             context = self._context.copy() if cell is None else cell.context()
-            self.serving[key] = self.loop.create_task(work, context=context)
+            self.serving[key] = asyncio.Task(work, loop=self.loop, name=call.name, context=context)
         elif kind == CAST:  # one tick later, as a call's first step: what was sent after a call must not overtake it
             self.loop.call_soon(self._cast_here, *message[1:])
         elif kind == CANCEL:

@@ -57,7 +57,7 @@ def end(host: Host, cell: Cell, call: Call, method: str, kind: Kind = "call") ->
     cell.calls.discard(call)
     call.task = None
     if cell.id is not SERVICE:
-        host.tracer.span(kind, cell.name, method, call.parent, call.since, host.now())
+        host.tracer.record((kind, cell.name, method, call.parent, call.since, host.now(), 0))
 
 
 def name_on(error: BaseException, host: Host, cell: Cell, call: Call) -> None:

@@ -153,6 +153,6 @@ def waiter() -> str:
         name, own = call.label, call.task
     else:
         host = _current_host.get()
-        name, own = FLOW, host.flow if host is not None else None
+        name, own = FLOW, None if host is None else host.flow
     task = None if own is None else current_task()  # in the flow of a test there may be none of its own
     return name if task is own or task is None else f"{name}/{task.get_name()}"

@@ -20,8 +20,14 @@ from .tasks import finish, start_thread
 
 T = TypeVar("T")
 
+_at_work: set[ComputeThread] = set()
 CLOCK_OF_THREAD = "pthread_getcpuclockid"
 """What `time` lacks where threads have no clocks, as on macOS."""
+
+
+def computing() -> bool:
+    """Whether an actor of this process computes at this moment."""
+    return bool(_at_work)
 
 
 class _Work:
@@ -101,10 +107,13 @@ class ComputeThread:
         while (work := self._queue.get()) is not None:
             if not work.claim():
                 continue
+            _at_work.add(self)
             try:
                 result, error = work.context.run(work.fn, *work.args, **work.kwargs), None
             except BaseException as caught:  # it belongs to whoever awaits, whatever it is
                 result, error = None, caught
+            finally:
+                _at_work.discard(self)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(_settle, work.future, result, error)
             del work, result, error

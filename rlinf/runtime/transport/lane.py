@@ -24,6 +24,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -31,6 +32,7 @@ from typing import Any, Protocol, cast
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 
+from .alertness import MOMENT, Alertness
 from .link import Receiver, Respond, Transport
 from .messages import Frame, from_bytes, to_bytes
 
@@ -80,6 +82,7 @@ class LaneTransport:
     def __init__(self, inner: Inner):
         self._inner = inner
         self.host = inner.host
+        self.loop: asyncio.AbstractEventLoop
         self._receiver: Receiver | None = None
         self._lanes: dict[int, Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +98,7 @@ class LaneTransport:
 
     def bind(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self.loop = asyncio.get_running_loop()
         self._listen()
         self._inner.bind(self)
 
@@ -230,6 +234,9 @@ class Lane(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()  # of a message that has not come whole
         self._answered: dict[int, Callable[[Frame | None], None]] = {}
+        self._asking = Alertness(owner.loop)  # after a frame: its answer brings replies
+        self._asked = Alertness(owner.loop)  # after an answer: the next frame comes at once
+        self._said = 0.0
         self._made = self._farewell = False
         self._late: asyncio.TimerHandle | None = None
 
@@ -254,6 +261,7 @@ class Lane(asyncio.Protocol):
             return False
         self._answered[frame.sequence] = answered
         self._write(_FRAME, frame.sequence, data)
+        self._asking.stay()
         return True
 
     def leave(self, *, farewell: bool = False) -> None:
@@ -295,11 +303,15 @@ class Lane(asyncio.Protocol):
 
     def _take(self, kind: int, number: int, data: bytes) -> None:
         if kind == _FRAME:
+            self._asked.was_worth(time.monotonic() - self._said < 3 * MOMENT)  # it may have been asleep
+            self._asked.rest()
             frame = self._read(data)
             if frame is not None:
                 self._owner.receive(self.peer, frame, lambda answer: self._respond(number, answer))
         elif kind == _ANSWER:
             answered = self._answered.pop(number, None)
+            self._asking.was_worth(bool(data))
+            self._asking.rest()
             frame = self._read(data) if data else None
             if answered is not None:
                 answered(frame)
@@ -344,6 +356,8 @@ class Lane(asyncio.Protocol):
                 self._owner.ended(self, False, f"an answer for it could not be pickled: {error!r}")
                 return
         self._write(_ANSWER, number, data)
+        self._said = time.monotonic()
+        self._asked.stay()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._late is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rlinf.runtime.base.calls import Key, lease_here
+from rlinf.runtime.base.calls import Key, current_call, lease_here
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.transport.messages import KEEP, WANT
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _init = asyncio.Future.__init__
+_await = asyncio.Future.__await__
+_add_done_callback = asyncio.Future.add_done_callback
+_del = asyncio.Future.__del__
 
 LOCAL, QUEUED, INLINE, KEPT = range(4)
 """Where the value is: computed on this host; call not sent yet; comes with the reply; stays at the producer."""
@@ -38,7 +41,7 @@ def lending(future: asyncio.Future[T], waits: Generator[Any, None, T]) -> Genera
     """`waits` for the future. Others may have the running call's devices meanwhile: they may be whom it waits for."""
     lease = lease_here()
     if lease is None or future.done() or not lease.blocked:
-        return waits
+        return waits  # as nearly always
 
     async def lent() -> T:
         async with lease.waiting():
@@ -129,14 +132,18 @@ class Promise(asyncio.Future[T]):
             self.release()  # the error came along
 
     def __await__(self) -> Generator[Any, None, T]:
-        self.want()
-        return lending(self, super().__await__())
+        if not self.wanted:
+            self.want()
+        call = current_call.get()
+        waits = _await(self)
+        return waits if call is None or call.lease is None else lending(self, waits)
 
     __iter__ = __await__
 
     def add_done_callback(self, fn: Callable[[Promise[T]], object], *, context: Context | None = None) -> None:
-        self.want()
-        super().add_done_callback(cast(Any, fn), context=context)
+        if not self.wanted:
+            self.want()
+        _add_done_callback(self, cast(Any, fn), context=context)
 
     def cancel(self, msg: Any | None = None) -> bool:
         if self.done():
@@ -151,8 +158,9 @@ class Promise(asyncio.Future[T]):
             self.host.drop(self.target, self.key)
 
     def __del__(self) -> None:
-        self.release()
-        super().__del__()
+        if self.state == KEPT:
+            self.release()
+        _del(self)
 
     def __lend__(self, pickler: Any) -> Any:
         return pickler.lend(self)

@@ -60,7 +60,7 @@ def contestants() -> list[Contestant]:
     peers = "benchmarks.peers"
     bare = f"{peers}.bare_rpc"
     return [
-        Contestant("rlinf", _ours, (*GROUPS, "startup")),
+        Contestant("rlinf", _ours, (*GROUPS, "leases", "startup")),
         Contestant("bare rpc_async", _script(sys.executable, bare), ("calls", "cold", "tensors")),
         Contestant("bare rpc_async, sockets", _script(sys.executable, bare, BENCH_RPC_TRANSPORT="uv"), ("calls",)),
         Contestant("ray", _script(str(PEERS), f"{peers}.ray_peer"), ("calls", "tensors", "queues"), absent),
@@ -72,6 +72,8 @@ def contestants() -> list[Contestant]:
 def _ours(group: str) -> tuple[str, dict[str, float]]:
     if group == "startup":
         return _startup("benchmarks.startup.first_call")
+    if group == "leases":
+        return _result(run([*_torchrun(3), "-m", "benchmarks.runtime_handover"]))
     return _result(run([*_torchrun(), "-m", "benchmarks.runtime_rlinf", "--groups", group]))
 
 
@@ -92,11 +94,19 @@ def _startup(module: str) -> tuple[str, dict[str, float]]:
     return lines[0][3], {"startup": max(float(words[1]) for words in lines) - start}
 
 
-def _torchrun() -> list[str]:
+def _torchrun(processes: int = 2) -> list[str]:
     with socket.socket() as probe:  # a port of its own: other jobs on this machine may hold torchrun's default
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--master-port",
+        str(port),
+    ]
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:

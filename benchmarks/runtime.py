@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.contestants import ROOT, Contestant, TurnFailed, contestants
 from benchmarks.peers.common import GROUPS, SIZES
 
-ALL_GROUPS = (*GROUPS, "startup")
+ALL_GROUPS = (*GROUPS, "leases", "startup")
 PEERS = ("bare rpc_async", "ray", "xoscar")
 SOCKETS = "bare rpc_async, sockets"
 """Torch RPC on the transport that the runtime chooses on shared cores; alone, torch takes one that spins on a core."""
@@ -84,6 +84,7 @@ def rows() -> list[Row]:
         Row("channel put + get across processes, one item", "queue", "s", {"ray": 1 / 10}),
         Row("stream of small items", "stream", "/s", {}, bar=20_000),
         Row("two-stage stream of 10 ms stages, over ideal", "overlap", "%", {}, bar=0.01),
+        Row("lease hand-over, both away from the controller", "lease_handover", "s", {}, bar=0.3e-3),
         Row("CPU of an idle host, of a core", "idle", "%", {}, bar=0.01),
         Row("torchrun to first call answered", "startup", "s", {}, bar=1.5, over="import torch"),
     ]

@@ -16,9 +16,9 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.observe.busy import busy
 from rlinf.runtime.observe.intervals import union, without
 from rlinf.runtime.observe.spans import Tracer
+from rlinf.runtime.observe.tracing import offsets
 from rlinf.runtime.system.host_service import Service
 from rlinf.runtime.system.observer import Watch
-from rlinf.runtime.system.tracing import offsets
 from tests.spans import call, compute, item, payload, step, wait, wait_for_lease
 
 intervals = st.lists(

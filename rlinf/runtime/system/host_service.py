@@ -23,10 +23,10 @@ from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Extract, Outline
 from rlinf.runtime.observe.stalls import HostReport
+from rlinf.runtime.observe.tracing import Exports
 from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
 from rlinf.runtime.system.introspection import ActorState, QueueState, look_at, report_host
-from rlinf.runtime.system.tracing import Exports
 from rlinf.runtime.values.codec import Place
 from rlinf.runtime.values.relay import Answer
 

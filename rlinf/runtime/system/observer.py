@@ -20,10 +20,10 @@ from rlinf.runtime.base.calls import FLOW
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.dataflow import edges
 from rlinf.runtime.observe.intervals import clip
+from rlinf.runtime.observe.tracing import ask, offsets
 
 from .introspection import ActorState, QueueState
 from .system import ActorSystem
-from .tracing import ask, offsets
 
 
 @dataclass(frozen=True, slots=True)

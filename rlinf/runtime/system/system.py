@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,11 +24,11 @@ from rlinf.runtime.devices.lease_client import LeaseClient
 from rlinf.runtime.devices.memory import DeviceMemory, Tenant
 from rlinf.runtime.observe.perfetto import MOST_SPANS
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
+from rlinf.runtime.observe.tracing import SMALL, ask, write_trace
 from rlinf.runtime.streams.channel import Channel, QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.streams.registry import QueueRegistry
 from rlinf.runtime.transport.groups.registry import Collectives
-from rlinf.runtime.transport.link import check_hosts
 from rlinf.runtime.transport.rendezvous import job_store
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.promise import Promise
@@ -38,12 +37,11 @@ from .handles import ActorGroup, ActorRef
 from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
 from .local_network import LocalNetwork
 from .scope import Scope
-from .tracing import SMALL, ask, write_trace
+from .spawning import check_spawn
 
 A = TypeVar("A", bound=Actor)
 K = TypeVar("K")
 
-RESERVED = frozenset({"each", "any", "names", "hosts"})
 KILL_DEADLINE = 3 * CLOSE_DEADLINE
 """Seconds until a host that should end an actor is taken for hung: its calls, its own actors and its `close` may each
 take their time."""
@@ -200,7 +198,7 @@ class ActorSystem:
         granularity = Granularity(items, lease_items)
         name = name or getattr(cls, "__name__", "actor").lower()
         hosts = list(hosts) if hosts is not None else list(range(self.hosts))
-        self._check_spawn(cls, hosts, name, devices, kwargs)
+        check_spawn(self, cls, hosts, name, devices, kwargs)
         ids = [host.number() for _ in hosts]
         names = [f"{name}[{rank}]" for rank in range(len(hosts))]
         group = ActorGroup(name, [ActorRef(host, cls, n, h, i) for n, h, i in zip(names, hosts, ids, strict=True)])
@@ -238,34 +236,6 @@ class ActorSystem:
         finally:
             if gang is not None and host in self._host.lost_hosts:
                 self.leases.gone(gang, name)  # it cannot say so itself
-
-    def _check_spawn(
-        self, cls: Any, hosts: Sequence[int], name: str, devices: Sequence[Any] | None, kwargs: dict[str, Any]
-    ) -> None:
-        if not (isinstance(cls, type) and issubclass(cls, Actor)):
-            raise UserError(f"spawn needs a subclass of rlinf.Actor, got {cls!r}")
-        if not hosts:
-            raise UserError(f"{name}: hosts is empty; name at least one host")
-        complaint = self._network.want(hosts) if self._network else check_hosts(hosts, self.hosts)
-        if complaint:
-            fix = "" if self._network else f"; start more processes (torchrun --nproc-per-node {max(hosts) + 1})"
-            raise UserError(f"{name}: {complaint}{fix}")
-        if devices is not None and len(devices) != len(hosts):
-            raise UserError(f"{name}: devices has {len(devices)} entries for {len(hosts)} ranks; give one per rank")
-        if bad := RESERVED & set(cls.endpoints):
-            raise UserError(f"{cls.__name__}: an endpoint cannot be called {sorted(bad)[0]!r}, groups use that name")
-        abroad = [h for h in hosts if not self._host.codec.by_reference(h)]
-        if abroad and "<locals>" in cls.__qualname__:
-            raise UserError(
-                f"{cls.__qualname__} is defined inside a function, so host {abroad[0]} cannot import it: "
-                "move the class to the top level of a module"
-            )
-        try:
-            inspect.signature(cls.setup).bind(None, **kwargs)
-        except TypeError as error:
-            raise UserError(
-                f"{cls.__name__}.setup{inspect.signature(cls.setup)} does not fit spawn's arguments: {error}"
-            ) from None
 
     def _control(self, method: str, *args: Any) -> Any:
         return self._host.call(CONTROLLER, SERVICE, method, f"system.{method}", args, {})

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.calls import SERVICE, Key
 from rlinf.runtime.base.tasks import few_at_once
-from rlinf.runtime.observe.clocks import best_offset
-from rlinf.runtime.observe.perfetto import Extract, Outline, TraceFile, extracts, outline, pieces
+
+from .clocks import best_offset
+from .perfetto import Extract, Outline, TraceFile, extracts, outline, pieces
 
 if TYPE_CHECKING:
-    from rlinf.runtime.actor.host import Host
+    from rlinf.runtime.base.ports import Host
 
 SMALL = 64
 """Hosts that are asked at once for something small: round trips overlap, and the controller does not choke."""

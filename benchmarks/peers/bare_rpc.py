@@ -79,7 +79,8 @@ async def _send(tensor: torch.Tensor) -> float:
 
 def main() -> None:
     is_peer = os.environ.get("RANK") == "1"
-    if not is_peer:
+    starts_peer = "MASTER_ADDR" not in os.environ
+    if starts_peer:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         peer = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.peers.bare_rpc", *sys.argv[1:]], env=os.environ | {"RANK": "1"}
@@ -93,7 +94,8 @@ def main() -> None:
         return
     rows = uvloop.run(measure(groups))
     rpc.shutdown()
-    peer.wait()
+    if starts_peer:
+        peer.wait()
     common.report("bare rpc_async", torch.__version__, rows)
 
 

@@ -366,7 +366,7 @@ class Lane(asyncio.Protocol):
             answered(None)  # it left in order, and so it had what was sent
         self._answered.clear()
         if self._made:
-            self._owner.ended(self, self._farewell, str(error) if error else "its end of the lane was closed")
+            self._owner.ended(self, self._farewell, str(error) if error else "its process has ended")
 
 
 def lanes_over(inner: Inner) -> Transport:

@@ -25,7 +25,7 @@ class Trainer(Actor):
     @endpoint
     async def sent(self) -> list[int]:
         spans = self._cell.host.tracer.dump()
-        return [args["bytes"] for track, name, *_, args in spans if (track, name) == ("payload", "group")]
+        return [span.bytes for span in spans if (span.kind, span.what) == ("payload", "group")]
 
 
 class Where(Toy):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlinf.runtime.base.calls import FLOW, SERVICE, Call, current_call, current_task, enter, host_here
+from rlinf.runtime.base.calls import FLOW, SERVICE, Call, current_call, current_scope, current_task, enter, host_here
 from rlinf.runtime.base.errors import ActorDied
 
 from .actor import Cell
@@ -48,7 +48,8 @@ def begin(host: Host, cell: Cell, call: Call) -> None:
     if call.task is None:
         call.task = current_task()
     current_call.set(call)
-    enter(host, cell.scope)
+    if host_here() is not host or current_scope.get() is not cell.scope:  # else the task began in the cell's context
+        enter(host, cell.scope)
     cell.calls.add(call)
 
 

@@ -120,9 +120,8 @@ def enter_host(host: Host) -> None:
     _last_host = weakref.ref(host)
 
 
-def host_here() -> Host | None:
-    """The host that this context was entered for, if any."""
-    return _current_host.get()
+host_here = _current_host.get
+"""The host that this context was entered for, if any."""
 
 
 def current_host() -> Host:
@@ -141,9 +140,8 @@ def current_host() -> Host:
 
 def enter(host: Host, scope: Scope | None) -> None:
     """Code that runs in this context from now on is on `host`, and what it spawns belongs to `scope`."""
-    if _current_host.get() is not host or current_scope.get() is not scope:
-        current_scope.set(scope)
-        _current_host.set(host)
+    current_scope.set(scope)
+    _current_host.set(host)
 
 
 def waiter() -> str:

@@ -14,9 +14,10 @@ import time
 from rlinf.runtime.base.compute_thread import computing
 
 MOMENT = 80e-6
-"""Seconds. About what waking a sleeping core takes on virtual machines (40-60 us measured); a call between two hosts
-that are awake takes less."""
+"""Seconds. An awaited call between two hosts that stay awake took 30 us where one between hosts that sleep took 128 (a
+virtual machine with two cores, nothing else running)."""
 HALF = 0.5
+"""Share of frames from which on it is worth it."""
 WEIGHT = 0.2
 """Of the newest frame in the share of frames that were worth staying awake for."""
 

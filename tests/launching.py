@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 QUICKSTART = "configs/quickstart.yaml"
 TINY = (
@@ -63,3 +65,12 @@ def weights_of(run: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(run / "checkpoints" / "latest" / "hf" / "model.safetensors")
+
+
+def equal(one: Path, other: Path) -> None:
+    """Two runs answered, were rewarded and learned the same, bit for bit."""
+    assert learned(one) == learned(other)
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name

@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlinf.config import InputError
 from rlinf.launch import _begun
-from tests.launching import QUICKSTART, TINY, command, environment, launch, learned, metrics_of, weights_of
+from tests.launching import QUICKSTART, TINY, command, environment, equal, launch, learned, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 8
@@ -26,15 +25,6 @@ def uninterrupted(tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("uninterrupted")
     launch(*RUN, f"output_dir={output}")
     return output / "quickstart"
-
-
-def equal(one: Path, other: Path) -> None:
-    """Both learned the same, bit for bit."""
-    assert learned(one) == learned(other)
-    ours, theirs = weights_of(one), weights_of(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
 
 
 def killed(output: Path, after: int, processes: int = 0) -> Path:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from tests.launching import QUICKSTART, TINY, learned, metrics_of, weights_of
+from tests.launching import QUICKSTART, TINY, metrics_of
 
 STEPS = 40
 LEARNING = (
@@ -28,12 +26,3 @@ def steps_noted(output: Path) -> int:
 def all_steps_once(run: Path, steps: int = STEPS) -> None:
     """No step was lost or taken twice."""
     assert [line["step"] for line in metrics_of(run)] == list(range(1, steps + 1))
-
-
-def equal(one: Path, other: Path) -> None:
-    """Two runs answered, were rewarded and learned the same, bit for bit."""
-    assert learned(one) == learned(other)
-    ours, theirs = weights_of(one), weights_of(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name

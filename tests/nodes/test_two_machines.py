@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import equal
 from tests.nodes.network import PORT, ROOT, Network
-from tests.nodes.runs import GRPO, SHARDED, STEPS, all_steps_once, equal, steps_noted
+from tests.nodes.runs import GRPO, SHARDED, STEPS, all_steps_once, steps_noted
 from tests.runtime.programs.jobs import until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]

@@ -88,11 +88,7 @@ async def serve_local(
     call.promise = promise
     call.task = promise.task
     try:
-        if kwargs or not ATOMS.issuperset(map(type, args)):
-            held = holds_promise(args) or holds_promise(kwargs)
-        else:
-            held = False  # as nearly always
-        if held:
+        if (args and holds_promise(args)) or (kwargs and holds_promise(kwargs)):
             current_call.set(call)
             args, kwargs = await resolve((args, kwargs), shared=True)
             call.since = host.now()

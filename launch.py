@@ -2,7 +2,7 @@
 
 import sys
 
-from rlinf.launch import main
+from rlinf.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

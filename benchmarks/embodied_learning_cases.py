@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.actors.trajectory import Seen
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import REACH, Reach
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.training.embodied.trajectory import Seen
 
 
 class SparseReach(Reach):

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
-from rlinf.actors.control_lesson import summary
-from rlinf.actors.deciding import Decider
-from rlinf.actors.imitating import ImitatingTrainer
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ImitatingTrainer
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.flows.imitate import imitate
+from rlinf.flows.policy_evaluation import trials
 from rlinf.flows.record import record
-from rlinf.flows.trials import trials
-from rlinf.models.building import build_policy_model, fitted
+from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory_batch import summary
 
 _SHOWN, _TRIED = 1 << 20, 1 << 21
 """What seeds of demonstrations and of trials begin at, so that starts are others than those that are learned from."""

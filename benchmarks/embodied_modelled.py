@@ -17,8 +17,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem

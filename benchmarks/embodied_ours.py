@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.peers.grpo_job import Result, Stopwatch
 from rlinf import __version__
+from rlinf.cli.main import main
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.launch import main
 
 FLOW, ASYNC_FLOW = "benchmarks.embodied_ours.timed", "benchmarks.embodied_ours.timed_async"
 

@@ -16,17 +16,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
-from rlinf.actors.trajectory import Trajectory
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.data.step import EmbodiedStep
 from rlinf.data.weights import Weights
 from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.models.base import Drawn, Evaluated, Policy, PolicyConfig, Stored
-from rlinf.models.building import build_policy_model
+from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, Stored
+from rlinf.models.policy.build import build_policy_model
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory import Trajectory
 
 HORIZON = 50
 STATE, ACTION = 35, 4

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.grpo_job import Result, Stopwatch
-from rlinf.data.seeds import mix, permutation
-from rlinf.models.base import Policy
-from rlinf.models.building import build_policy_model
+from rlinf.data.rng import mix, permutation
+from rlinf.models.policy.base import Policy
+from rlinf.models.policy.build import build_policy_model
 
 CLIP, VALUE_COEF = 0.2, 0.5
 
@@ -38,7 +38,7 @@ class Job:
     options: dict[str, Any]
     """Of `rlinf.envs.maniskill.ManiSkill`."""
     policy: dict[str, Any]
-    """For `models.building`, complete."""
+    """For `models.policy.build`, complete."""
     seed: int
     """Of starts, noise and the order of minibatches."""
     steps: int
@@ -110,7 +110,7 @@ class _Ours:
     """Our adapter."""
 
     def __init__(self, options: dict[str, Any], count: int, horizon: int) -> None:
-        from rlinf.envs.maniskill import ManiSkill
+        from rlinf.envs.maniskill.cpu import ManiSkill
 
         self._simulator = ManiSkill(count, **options)
         self._all, self._active = torch.arange(count), torch.ones(count, dtype=torch.bool)
@@ -132,7 +132,7 @@ class _Theirs:
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-        from rlinf.envs import maniskill_headless
+        from rlinf.envs.maniskill import headless as maniskill_headless
 
         if not maniskill_headless.can_draw():
             maniskill_headless.stand_in()

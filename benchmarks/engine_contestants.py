@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.transformers import TransformersEngine
+from rlinf.engines.transformers.engine import TransformersEngine
 
 SIZES = {
     "1M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 512},

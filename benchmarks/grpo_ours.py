@@ -19,9 +19,9 @@ import yaml
 
 from benchmarks.peers.grpo_job import Result, Stopwatch, peak_memory
 from rlinf import __version__
+from rlinf.cli.main import main
+from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
-from rlinf.flows.step import Step
-from rlinf.launch import main
 
 FLOW = "benchmarks.grpo_ours.timed"
 WARM_UP = 5

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.peers.grpo_job import Job
-from rlinf.actors.modeling import build_model
-from rlinf.algorithm_choice import algorithm_of
-from rlinf.config import RunConfig
-from rlinf.data.tasks import PromptStream, Task, examples, make_task
+from rlinf.config.text import RunConfig
+from rlinf.data.datasets.toy_tasks import PromptStream, Task, examples, make_task
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.job.algorithm import algorithm_of
+from rlinf.models.language.load import build_model
 
 
 def task_of(config: RunConfig, seed: int) -> Task:

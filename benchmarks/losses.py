@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rlinf.algos import losses
-from rlinf.algos.sums import LossSum
+from rlinf.algos.tensor.loss_sum import LossSum
 
 SHAPE = (64, 4096)
 BAR = 3.0

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.placement_planned import GRPO, TAIL, Row
-from rlinf.choosing import choose_for, stand_in
 from rlinf.flows.grpo import grpo
-from rlinf.placement.composition import to_plan
-from rlinf.placement.planner import best_of_each_mode
-from rlinf.placement.profile import Release
-from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
-from rlinf.rehearsal import Cast, rehearse, trial
+from rlinf.placement.auto.choose import choose_for, stand_in
+from rlinf.placement.planner.plan_tree import to_plan
+from rlinf.placement.planner.planner import best_of_each_mode
+from rlinf.placement.profiling.profile import Release
+from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.simulator.simulate import Cast, rehearse, trial
 
 ITEMS = 8192
 """Groups of a step; of 16 answers each that is 131,072 samples."""

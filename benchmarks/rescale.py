@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rescale_modelled import Lengths, ModelledRollout, expected
-from rlinf.actors import consolidating
+from rlinf.actors.base import tail_migration as consolidating
 from rlinf.data.sample import Prompt
-from rlinf.placement.rescale import Bundle, Law, Load, consolidate
+from rlinf.placement.tail_migration import Bundle, Law, Load, consolidate
 from rlinf.runtime.base.clock import virtual
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem

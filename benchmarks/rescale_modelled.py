@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from rlinf.actors.rollout import Rollout
-from rlinf.data.iterate import each
+from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Sample
-from rlinf.data.seeds import mix
 from rlinf.engines.base import Begun, Completion, Request, Sampling
-from rlinf.engines.pace import Pace
-from rlinf.placement.rescale import Law
+from rlinf.engines.transformers.step_stats import Pace
+from rlinf.placement.tail_migration import Law
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.streams.stream import each
 
 
 @dataclass(frozen=True, slots=True)

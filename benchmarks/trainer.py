@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf import ActorSystem, Stream
-from rlinf.actors.modeling import build_model
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = {"characters": "0123456789>"}

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import rlinf
 from rlinf import Actor, endpoint
-from rlinf.actors.publishing import pack_model, publish
-from rlinf.actors.receiving import Receiver
 from rlinf.data.weights import Weights
+from rlinf.weights.publish import pack_model, publish
+from rlinf.weights.receive import Receiver
 
 ROOT = Path(__file__).parents[1]
 LAYER = {"q": (896, 896), "k": (128, 896), "v": (128, 896), "o": (896, 896), "up": (2, 4864, 896), "down": (896, 4864)}

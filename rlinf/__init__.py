@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import load_config
+    from rlinf.cli.validate import load_config
+
     from .runtime.actor.actor import Actor, endpoint
     from .runtime.streams.channel import Channel
     from .runtime.streams.stream import Stream
@@ -25,7 +26,7 @@ _HOME = {
     "Stream": "runtime.streams.stream",
     "Channel": "runtime.streams.channel",
     "run": "runtime.system.torchrun",
-    "load_config": "config",
+    "load_config": "cli.validate",
 }
 
 __all__ = ["Actor", "ActorGroup", "ActorSystem", "Channel", "Promise", "Stream", "endpoint", "load_config", "run"]

@@ -1,8 +1,8 @@
-"""`python -m rlinf`: see `rlinf.cli`."""
+"""`python -m rlinf`: see `rlinf.cli.commands`."""
 
 import sys
 
-from rlinf.cli import main
+from rlinf.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

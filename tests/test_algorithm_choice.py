@@ -2,11 +2,12 @@
 
 import pytest
 
-from rlinf.algorithm_choice import algorithm_of, flow_of, roles_of
 from rlinf.algos import spec
 from rlinf.algos.recipes import NAMES
-from rlinf.config import ConfigError, load_config
-from rlinf.preparation import prepare
+from rlinf.cli.validate import load_config
+from rlinf.config.loading import ConfigError
+from rlinf.job.algorithm import algorithm_of, flow_of, roles_of
+from rlinf.job.prepare import prepare
 
 
 def chosen(*overrides):

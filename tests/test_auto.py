@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf import auto
-from rlinf.auto import WINDOW, AutoPlacement
-from rlinf.choosing import Chosen, Row
 from rlinf.flows.grpo import grpo
-from rlinf.placement.bound import Bound
+from rlinf.placement.auto import auto
+from rlinf.placement.auto.auto import WINDOW, AutoPlacement
+from rlinf.placement.auto.choose import Chosen, Row
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placement.profile import BESIDE, Profile, Release, StageProfile, Timing
+from rlinf.placement.profiling.bound import Bound
+from rlinf.placement.profiling.profile import BESIDE, Profile, Release, StageProfile, Timing
 
 TOGETHER = Plan({"rollout": RolePlan((0, 1)), "trainer": RolePlan((0, 1))})
 APART = Plan({"rollout": RolePlan((0,)), "trainer": RolePlan((1,))})

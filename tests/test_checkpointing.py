@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from rlinf.checkpointing import Checkpoints
-from rlinf.config import RunFailure
-from rlinf.run_directory import RunDirectory, find_checkpoint
+from rlinf.config.loading import RunFailure
+from rlinf.job.checkpoints import Checkpoints
+from rlinf.metrics.run_directory import RunDirectory, find_checkpoint
 
 
 class Model:

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.config import ConfigError, InputError, RunConfig, dump, load_config
-from rlinf.config_docs import as_markdown, as_text
-from rlinf.config_embodied import EmbodiedConfig, is_embodied, load_embodied
-from rlinf.config_loading import load
-from rlinf.dotted import mistake_in, resolve
-from rlinf.schema import leaves, nearest, number
+from rlinf.cli.validate import is_embodied, load_config, load_embodied
+from rlinf.config.docs import as_markdown, as_text
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.loading import ConfigError, InputError, dump, load
+from rlinf.config.schema import leaves, nearest, number
+from rlinf.config.text import RunConfig
 
 ROOT = Path(__file__).parent.parent
 

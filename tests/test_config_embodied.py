@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from rlinf.config import ConfigError, InputError
-from rlinf.config_embodied import is_embodied, load_embodied
-from rlinf.dry_run import describe
-from rlinf.launch import main
+from rlinf.cli.dry_run import describe
+from rlinf.cli.main import main
+from rlinf.cli.validate import is_embodied, load_embodied
+from rlinf.config.loading import ConfigError, InputError
 from tests.launching import QUICKSTART, ROOT
 
 TOY = ROOT / "configs/embodied/toy.yaml"
@@ -101,7 +101,7 @@ def test_help_about_such_a_file_lists_its_keys(capsys):
 
 def test_help_is_given_without_importing_torch():
     code = (
-        f"import sys; from rlinf.launch import main; main(['--config', {str(TOY)!r}, '--help']); "
+        f"import sys; from rlinf.cli.main import main; main(['--config', {str(TOY)!r}, '--help']); "
         "sys.exit([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules] or 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlinf.config import dump, load_config
-from rlinf.launch import main
-from rlinf.metrics.environment import machine
-from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
-from rlinf.preparation import prepare
+from rlinf.cli.main import main
+from rlinf.cli.validate import load_config
+from rlinf.config.loading import dump
+from rlinf.job.prepare import prepare
+from rlinf.metrics.machine import machine
+from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 from tests.launching import QUICKSTART, ROOT, TINY
 
 TOY = "configs/embodied/toy.yaml"

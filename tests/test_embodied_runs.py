@@ -22,8 +22,8 @@ SMALL = ("steps=6", "log_every=1", "trials.episodes=8", "checkpoint.every=2", "p
 STEPS = 6
 PROGRAM = """
 import json, sys
-from rlinf.config_embodied import load_embodied
-from rlinf.launch import train
+from rlinf.cli.validate import load_embodied
+from rlinf.cli.main import train
 for line in sys.stdin:
     resume, *overrides = json.loads(line)
     train(load_embodied(sys.argv[1], overrides), resume=resume)
@@ -194,7 +194,7 @@ class Broken(Reach):
 """
 FRONT_DOOR = """
 import contextlib, io, json, os, subprocess, sys
-from rlinf.launch import main
+from rlinf.cli.main import main
 for line in sys.stdin:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = main(json.loads(line))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config import RunFailure
-from rlinf.config_embodied import load_embodied
-from rlinf.embodied import MOST_SKIPPED
+from rlinf.cli.main import train
+from rlinf.cli.validate import load_embodied
+from rlinf.config.loading import RunFailure
 from rlinf.envs.episodes import NothingHappened
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.launch import train
+from rlinf.flows.parts.interact import act
+from rlinf.job.embodied import MOST_SKIPPED
 from tests.launching import ROOT, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -19,7 +20,7 @@ SMALL = ("log_every=1", "trials.episodes=0", "policy.horizon=5", "env.max_steps=
 async def unlucky(step, env, policy, trainer):
     """Acts ahead, and now and then loses everything."""
     if step.index in LOST:
-        await step.ahead.trajectories(step, env, policy)
+        await step.ahead.trajectories(step, lambda step: act(step, env, policy), policy)
         raise NothingHappened("all was lost")
     return await embodied_async(step, env, policy, trainer)
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config import InputError, RunConfig, load_config
-from rlinf.dry_run import describe
-from rlinf.launch import main, parse
+from rlinf.cli.dry_run import describe
+from rlinf.cli.main import main, parse
+from rlinf.cli.validate import load_config
+from rlinf.config.loading import InputError
+from rlinf.config.text import RunConfig
 from rlinf.metrics import MetricsFile, ProgressTable
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of
 from tests.runtime.programs.jobs import descendants, until
@@ -82,7 +84,7 @@ def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_ru
 @pytest.mark.parametrize("arguments", ["--help", f"--config {QUICKSTART} x=1"])
 def test_help_and_mistakes_are_answered_without_importing_torch(arguments):
     code = (
-        "import sys; from rlinf.launch import main; main(sys.argv[1:]); "
+        "import sys; from rlinf.cli.main import main; main(sys.argv[1:]); "
         f"sys.exit([name for name in {NEVER_NEEDED} if name in sys.modules] or 0)"
     )
     subprocess.run(
@@ -234,7 +236,7 @@ def test_the_example_of_a_flow_of_ones_own_runs(tmp_path):
 
 def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path):
     (tmp_path / "file").write_text("")
-    from rlinf.launch import _make_directory
+    from rlinf.cli.main import _make_directory
 
     with pytest.raises(InputError, match="output_dir: the run directory"):
         _make_directory(tmp_path / "file" / "run", RunConfig(), None)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.config import load_config
-from rlinf.data.batch import Row, pack
-from rlinf.data.parking import bytes_of
-from rlinf.memory import complaints, control_footprints, footprints
-from rlinf.models.building import build_policy_model
-from rlinf.placing import TEXT, place
+from rlinf.cli.validate import load_config
+from rlinf.data.offload import bytes_of
+from rlinf.data.packing import Row, pack
+from rlinf.job.memory import complaints, control_footprints, footprints
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.policy.build import build_policy_model
+from rlinf.placement.seats import TEXT, place
 from tests.actors.programs.control import MLP
 
 SHAPE = {

@@ -12,15 +12,15 @@ import math
 import pytest
 import torch
 
-from rlinf.actors.control_trainer import ControlTrainer
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
-from rlinf.data.seeds import mix
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.data.rng import mix
+from rlinf.data.step import EmbodiedStep
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, Transition
-from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.flows.interaction import interactions
-from rlinf.flows.trials import trials
-from rlinf.models.building import build_policy_model, save_policy
+from rlinf.flows.parts.interact import interactions
+from rlinf.flows.policy_evaluation import trials
+from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
 
 SKILL, REACHED, STEPS = 0.5, 0.9, 3

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from rlinf.config import load_config
+from rlinf.cli.validate import load_config
+from rlinf.job.prepare import prepare
+from rlinf.metrics.console.report import fullest
+from rlinf.metrics.run_directory import find_checkpoint
 from rlinf.metrics.verdict import PARTS
 from rlinf.placement.plan_file import load as load_plan
-from rlinf.placement.profile import load as load_profile
-from rlinf.preparation import prepare
-from rlinf.report import fullest
-from rlinf.run_directory import find_checkpoint
+from rlinf.placement.profiling.profile import load as load_profile
 from rlinf.runtime.devices.memory import DeviceMemory
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, weights_of
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config_placement import EmbodiedPlacementConfig, PlacementConfig
+from rlinf.config.placement import EmbodiedPlacementConfig, PlacementConfig
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placement.plan_file import save
-from rlinf.placing import CONTROL, TEXT, place, placed_by
+from rlinf.placement.seats import CONTROL, TEXT, place, placed_by
 
 GRPO = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
 PPO = [kind for kind in TEXT if kind.name != "teacher"]

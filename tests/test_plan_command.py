@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from rlinf.cli import main
+from rlinf.cli.commands import main
 from rlinf.placement.plan_file import load as load_plan
-from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 
 
 def stage(work, fixed, *, counts=(1, 2, 4, 8), held=20e9, release=None):

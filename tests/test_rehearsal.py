@@ -5,26 +5,26 @@ import inspect
 
 import pytest
 
-from rlinf.actors.control_trainer import ControlTrainer
 from rlinf.actors.critic import Critic
-from rlinf.actors.deciding import Decider
+from rlinf.actors.env import Simulation
 from rlinf.actors.judge import Judge
-from rlinf.actors.off_policy_trainer import OffPolicyTrainer
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ControlTrainer
 from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.sac_trainer import OffPolicyTrainer
 from rlinf.actors.trainer import Trainer
-from rlinf.choosing import choose_for, stand_in
 from rlinf.flows.embodied import embodied
 from rlinf.flows.grpo import grpo
 from rlinf.flows.ppo import ppo
 from rlinf.flows.sac import sac
+from rlinf.placement.auto.choose import choose_for, stand_in
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import EdgePlan, Plan, RolePlan
-from rlinf.placement.profile import Release
-from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
-from rlinf.rehearsal import rehearse
-from rlinf.rehearsed.endpoints import endpoints_of
+from rlinf.placement.profiling.profile import Release
+from rlinf.placement.profiling.workload import Edge, Option, Stage, Sync, Workload
+from rlinf.placement.simulator.endpoints import endpoints_of
+from rlinf.placement.simulator.simulate import rehearse
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 CHAIN = (Edge("rollout", "judge"), Edge("judge", "trainer"))

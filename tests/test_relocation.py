@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
+from rlinf.job.placement_manager import ASIDE, moved, relocate
+from rlinf.job.text_roles import restore_roles
 from rlinf.placement.plan import Plan, RolePlan
-from rlinf.placing import Placed, RoleKind, Seat, placed_by
-from rlinf.relocation import ASIDE, moved, relocate
-from rlinf.role_states import restore_roles
+from rlinf.placement.seats import Placed, RoleKind, Seat, placed_by
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.flows.evaluate import Evaluation
-from rlinf.held_out import compared, in_words, rows
-from rlinf.report import LOOK_SECONDS, Report
-from rlinf.run_directory import RunDirectory
+from rlinf.data.sample import Evaluation, Group, Prompt, Sample
+from rlinf.metrics.console.answers import compared, in_words, rows
+from rlinf.metrics.console.report import LOOK_SECONDS, Report
+from rlinf.metrics.run_directory import RunDirectory
 from rlinf.runtime.system.observer import Watch
 from tests.metrics.terminal import Terminal, plain
 
@@ -190,7 +189,7 @@ def test_held_out_problems_are_the_same_ones_each_time():
 
 
 def test_paths_are_shown_as_one_would_type_them(monkeypatch, tmp_path):
-    from rlinf.report import _shown
+    from rlinf.metrics.console.report import _shown
 
     monkeypatch.chdir(tmp_path)
     assert _shown(tmp_path / "a" / "b") == os.path.join("a", "b")

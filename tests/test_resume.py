@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.config import InputError
-from rlinf.launch import _begun
+from rlinf.cli.main import _begun
+from rlinf.config.loading import InputError
 from tests.launching import QUICKSTART, TINY, command, environment, equal, launch, learned, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

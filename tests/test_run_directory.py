@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rlinf.run_directory import RunDirectory, changes, find_checkpoint
+from rlinf.metrics.run_directory import RunDirectory, changes, find_checkpoint
 
 
 def checkpoint(directory, step, content="weights", keep=0):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.config import InputError, RunConfig, RunFailure
-from rlinf.config_common import SystemConfig
-from rlinf.running import run_to_end
+from rlinf.cli.run_to_end import run_to_end
+from rlinf.config.common import SystemConfig
+from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.text import RunConfig
 from rlinf.runtime.base.errors import TraceError, UserError
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlinf import ActorSystem, Stream, endpoint
-from rlinf.actors.joint import JointActor
+from rlinf.actors.base.spmd import JointActor
+from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
-from rlinf.flows.step import Step
-from rlinf.html_report.trace_lanes import device_lanes
-from rlinf.html_report.trace_lanes_svg import device_lanes_svg
+from rlinf.metrics.html.device_lanes import device_lanes
+from rlinf.metrics.html.device_lanes_svg import device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
 

@@ -2,7 +2,7 @@
 
 Consumes judged groups, twice: `values` tells them what it expects, on micro-batches as groups come; `train`, once a
 batch has ended, learns from the returns of that batch. The ranks compute together and answer as one; how they do is
-`learning_actor.py`'s business. `train` takes its turn after it has read its batch, so a `values` that makes this batch,
+`base_trainer.py`'s business. `train` takes its turn after it has read its batch, so a `values` that makes this batch,
 and is on its way still, goes first whichever of the two calls arrives first.
 """
 
@@ -16,23 +16,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.actors.asking import VALUES, Algorithm, algorithm_of
-from rlinf.actors.learner import Learner
-from rlinf.actors.learning_actor import LearningActor, Place
-from rlinf.actors.modeling import ModelSource
-from rlinf.actors.orders import Learn, Order, Score
-from rlinf.actors.policy_building import Build, place
-from rlinf.actors.publishing import reshard
-from rlinf.actors.value_building import build_values
-from rlinf.actors.value_model import HEAD, ValueModel
-from rlinf.actors.value_orders import RETURNS, ValueOrders
+from rlinf.actors.base.base_trainer import LearningActor, Place
 from rlinf.algos.apply import value_loss_of
-from rlinf.data.iterate import each
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
+from rlinf.models.language.build import Build, place
+from rlinf.models.language.load import ModelSource
+from rlinf.models.language.value_building import build_values
+from rlinf.models.language.value_model import HEAD, ValueModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import Call, current_call, lease_here
+from rlinf.runtime.streams.stream import each
+from rlinf.training.learner import Learner
+from rlinf.training.text.commands import Learn, Order, Score
+from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
+from rlinf.training.text.value_schedule import RETURNS, ValueOrders
+from rlinf.weights.publish import reshard
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 

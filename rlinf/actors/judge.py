@@ -15,7 +15,7 @@ from rlinf.data.sample import Group, Outcome, Sample
 from rlinf.rewards.base import OFFERED, ON_REQUEST, Reward, RewardSource
 from rlinf.rewards.exact import exact
 from rlinf.rewards.pool import RewardPool
-from rlinf.rewards.scoring import Arguments, Scorer, Verdict
+from rlinf.rewards.scorer import Arguments, Scorer, Verdict
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 _HOPELESS = 64

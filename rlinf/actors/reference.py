@@ -20,21 +20,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.actors.receiving import DEADLINE, Receiver
-from rlinf.actors.sharding import dtype_of
-from rlinf.actors.state_tensors import held
-from rlinf.actors.tensor_files import make_room, write_tensors
-from rlinf.data.batch import Row, cut, pack
-from rlinf.data.iterate import each
-from rlinf.data.parking import Parking
+from rlinf.data.offload import Parking
+from rlinf.data.packing import Row, cut, pack
+from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
-from rlinf.engines.transformers import InThreads
+from rlinf.engines.transformers.engine import InThreads
+from rlinf.models.language.fsdp import dtype_of
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.streams.stream import each
+from rlinf.weights.receive import DEADLINE, Receiver
+from rlinf.weights.state_tensors import held
 
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""
@@ -199,7 +199,10 @@ class Reference(Receiver):
             raise FileNotFoundError(f"{file} is not there: no reference was saved, or its writing was not finished")
         try:
             with safe_open(file, framework="pt") as stored:
-                self._check({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, str(file))  # noqa: SIM118  # it is no mapping
+                self._check(
+                    {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()},  # noqa: SIM118  # it is no mapping
+                    str(file),
+                )
                 self._move_towards({name: stored.get_tensor(name) for name in stored.keys()}, 1.0)  # noqa: SIM118
                 return int(stored.metadata()["version"])
         except SafetensorError as error:

@@ -2,7 +2,7 @@
 
 Consumes prompts, as a list or a stream; produces groups, each as soon as its last sample is finished; unblocked by the
 engine. New weights arrive through `load`, also while answers are being generated. Towards the end ranks may hand what
-they have left over to each other (`consolidating.py`).
+they have left over to each other (`tail_migration.py`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.actors.answering import Answering, Asked
-from rlinf.actors.consolidating import Consolidating
-from rlinf.actors.modeling import ONE_AT_A_TIME, ModelSource, build_model
-from rlinf.actors.receiving import Receiver
-from rlinf.data.iterate import each
+from rlinf.actors.base.in_flight import Answering, Asked
+from rlinf.actors.base.tail_migration import Consolidating
+from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.data.seeds import mix
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Request, Sampling
-from rlinf.engines.transformers import TransformersEngine
+from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.streams.stream import each
+from rlinf.weights.receive import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

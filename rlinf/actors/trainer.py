@@ -2,7 +2,7 @@
 
 Consumes groups, or worked examples, as they come; computes on each micro-batch as soon as it is full, so training
 overlaps with the generation of the rest. Produces metrics, versioned weights, and checkpoints. The ranks answer as one:
-a flow calls the group and reads one answer; how they work together is `learning_actor.py`'s business.
+a flow calls the group and reads one answer; how they work together is `base_trainer.py`'s business.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rlinf.actors.asking import REFERENCE, Algorithm, algorithm_of, asked_beside
-from rlinf.actors.batch_report import describe, rescue, show_samples
-from rlinf.actors.learner import Learner, Schedule
-from rlinf.actors.learning_actor import LearningActor, Place
-from rlinf.actors.modeling import ModelSource
-from rlinf.actors.orders import Learn, Score
-from rlinf.actors.policy_building import Build, build_policy
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.actors.policy_orders import PolicyOrders, answer_orders
-from rlinf.actors.publishing import publish
-from rlinf.data.batch import Packed
+from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
+from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.load import ModelSource
+from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.learner import Learner, Schedule
+from rlinf.training.text.batch_metrics import describe, rescue, show_samples
+from rlinf.training.text.commands import Learn, Score
+from rlinf.training.text.policy_schedule import PolicyOrders, answer_orders
+from rlinf.training.text.requirements import REFERENCE, Algorithm, algorithm_of, asked_beside
+from rlinf.weights.publish import publish
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos.masks import LOG_RATIO, keep, wide
-from rlinf.algos.naming import one_of, same_shape
+from rlinf.algos.tensor.masks import LOG_RATIO, keep, wide
+from rlinf.algos.validation import one_of, same_shape
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a tensor of sums up over ranks and returns it."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.algos import filters, importance, losses, shaping
-from rlinf.algos import kl as divergence
+from rlinf.algos import filters, losses, shaping
 from rlinf.algos.advantages import Reduce
-from rlinf.algos.naming import same_shape
+from rlinf.algos.losses import divergence, importance
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.algos.sums import LossSum
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.validation import same_shape
 
 
 @dataclass(frozen=True, slots=True)

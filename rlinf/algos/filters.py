@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlinf.algos.naming import same_shape
+from rlinf.algos.validation import same_shape
 
 
 def uneven(rewards: Tensor, groups: Tensor) -> Tensor:

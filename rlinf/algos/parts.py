@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from rlinf.algos import advantages, importance, losses
-from rlinf.algos.aggregate import HOWS, How
-from rlinf.algos.importance import LEVELS, Level, Outside
-from rlinf.algos.kl import KINDS, Kind
-from rlinf.algos.losses.ground import check_clip
-from rlinf.algos.losses.surrogate import RATIOS, Ratio
-from rlinf.algos.losses.values import ERRORS, Error
-from rlinf.algos.naming import one_of, within
+from rlinf.algos import advantages, losses
+from rlinf.algos.losses import importance
+from rlinf.algos.losses.aggregate import HOWS, How
+from rlinf.algos.losses.base import check_clip
+from rlinf.algos.losses.clipped import RATIOS, Ratio
+from rlinf.algos.losses.divergence import KINDS, Kind
+from rlinf.algos.losses.importance import LEVELS, Level, Outside
+from rlinf.algos.losses.value import ERRORS, Error
 from rlinf.algos.shaping import at_end, less_kl
+from rlinf.algos.validation import one_of, within
 
 if TYPE_CHECKING:
     from rlinf.algos.apply import Answers, MicroBatch
-    from rlinf.algos.sums import LossSum
+    from rlinf.algos.tensor.loss_sum import LossSum
 
 # Advantages ----------------------------------------------------------------------------------------------------------
 

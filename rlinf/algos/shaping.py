@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos.masks import keep, wide
-from rlinf.algos.naming import one_of, same_shape
+from rlinf.algos.tensor.masks import keep, wide
+from rlinf.algos.validation import one_of, same_shape
 
 
 def overlong(lengths: Tensor, *, longest: int, cache: int) -> Tensor:

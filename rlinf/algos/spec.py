@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlinf.algos.naming import one_of, within
 from rlinf.algos.parts import (
     ADVANTAGES,
     LOSSES,
@@ -33,6 +32,7 @@ from rlinf.algos.parts import (
     Overlong,
     ReinforcePP,
 )
+from rlinf.algos.validation import one_of, within
 
 Resolve = Callable[[str], Any]
 """Turns a dotted path into what it names."""

@@ -217,3 +217,16 @@ def _group_arrived(
 
 def _of(parts: Mapping[str, Sequence[np.ndarray]], number: int) -> dict[str, np.ndarray]:
     return {name: part[number] for name, part in parts.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """The outcome."""
+
+    accuracy: float
+    """Mean reward of the answers that were scored; with rewards of 0 and 1, the share of right ones."""
+    groups: tuple[Group, ...]
+    """The judged answers, one sample each unless asked for more, in the order of their prompts' ids."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`accuracy`, `failed` (share of answers that could not be scored), `truncated`, `response_length/mean`, and with
+    several answers each `pass@k` and `maj@k`."""

@@ -2,7 +2,7 @@
 
 In: seeds and actions. Out: observations, rewards, and how episodes end. Nobody is woken: whoever calls waits. All the
 rest is written once, in `environment.py`: action chunks, time limits, resets, groups, seeds, success and returns,
-videos; `workers.py` runs it in child processes.
+videos; `pool.py` runs it in child processes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.data.seeds import mix
+from rlinf.data.rng import mix
 from rlinf.envs import observations
 from rlinf.envs.base import Observation, Simulator, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start
@@ -52,7 +52,7 @@ class Rules:
 
 
 class Environment:
-    """N environments that are acted on in chunks. Its calls block; `workers.py` makes them awaitable.
+    """N environments that are acted on in chunks. Its calls block; `pool.py` makes them awaitable.
 
     Args:
         simulator: what is acted on; the environment owns it from now on.

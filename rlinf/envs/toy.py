@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlinf.data.seeds import mix
+from rlinf.data.rng import mix
 from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
 
 REACH = 0.25

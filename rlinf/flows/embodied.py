@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf.flows.embodied_step import EmbodiedStep
-from rlinf.flows.interaction import interactions
+from rlinf.data.step import EmbodiedStep
+from rlinf.flows.parts.interact import interactions
 
 
 async def embodied(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.data.step import EmbodiedStep
+from rlinf.flows.parts.interact import act
 
 
 async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
@@ -21,7 +22,7 @@ async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any
     Returns:
         The trainer's metrics; `staleness/mean` says how many versions old the weights were that acted.
     """
-    trajectories = await step.ahead.trajectories(step, env, policy)
+    trajectories = await step.ahead.trajectories(step, lambda step: act(step, env, policy), policy)
     metrics: dict[str, float] = await trainer.train(trajectories)
     await step.ahead.publish(policy, trainer.weights())
     return metrics

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
-from rlinf.data.sample import Group, Prompt, Sample
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
-    """The outcome."""
-
-    accuracy: float
-    """Mean reward of the answers that were scored; with rewards of 0 and 1, the share of right ones."""
-    groups: tuple[Group, ...]
-    """The judged answers, one sample each unless asked for more, in the order of their prompts' ids."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """`accuracy`, `failed` (share of answers that could not be scored), `truncated`, `response_length/mean`, and with
-    several answers each `pass@k` and `maj@k`."""
+from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 
 
 async def evaluate(

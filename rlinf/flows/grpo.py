@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.flows.refill import filled
-from rlinf.flows.step import Step
+from rlinf.data.step import Step
+from rlinf.flows.parts.dynamic_sampling import filled
 
 
 async def grpo(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.actors.trajectory import Seen
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
+from rlinf.training.embodied.trajectory import Seen
 
 
 async def record(

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlinf.metrics.environment import environment
 from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
+from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import timing
 from rlinf.metrics.tracking import Tracking
 from rlinf.runtime.system.observer import Lap, Watch
@@ -23,7 +23,7 @@ METRICS, SAMPLES, ENVIRONMENT = "metrics.jsonl", "samples.jsonl", "environment.j
 
 
 class Ledger(Protocol):
-    """Keeps account of what steps cost: `rlinf.placement.ledger.Ledger`, which stands above this package."""
+    """Keeps account of what steps cost: `rlinf.placement.profiling.ledger.Ledger`, which stands above this package."""
 
     def step(self, lap: Lap) -> Mapping[str, float]:
         """Take a step; its metrics."""

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlinf.dotted import resolve
+from rlinf.config.importing import resolve
 
 Rows = Sequence[Mapping[str, Any]]
 """Sampled answers, as `SamplesFile` writes them."""

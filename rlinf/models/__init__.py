@@ -1,1 +1,1 @@
-"""Policies that act in environments: networks behind one protocol, from two layers on a state to a small VLA."""
+"""Models: language models as we train them (`language`), and policies that act (`policy`)."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlinf.dotted import resolve
+from rlinf.config.importing import resolve
 from rlinf.rewards.adapters import adapted
 from rlinf.rewards.score import Score
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf.rewards.base import RewardSource
-from rlinf.rewards.scoring import Arguments, Verdict
+from rlinf.rewards.scorer import Arguments, Verdict
 from rlinf.runtime.base.errors import RemoteError, again
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout, Worker
@@ -88,7 +88,7 @@ class RewardPool:
         self._lost: ChildDied | None = None
         self.workers = tuple(
             Worker(
-                "rlinf.rewards.scoring:Scorer",
+                "rlinf.rewards.scorer:Scorer",
                 {"source": source, "args": args},
                 name=f"{name}.{number}",
                 answers="json",

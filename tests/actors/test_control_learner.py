@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.actors.control_learner import ControlLearner, Lesson
 from rlinf.algos import spec
-from rlinf.models.building import build_policy_model
+from rlinf.models.policy.build import build_policy_model
+from rlinf.training.embodied.policy_step import ControlLearner, Lesson
 from tests.actors.programs.control import MLP
 
 PPO = spec.get("ppo")

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.control_lesson import check, counted, described, lesson, summary
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
 from rlinf.algos import spec
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory_batch import check, counted, described, lesson, summary
 from tests.actors.programs.control import COUNTING, Played
 
 PPO = spec.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})

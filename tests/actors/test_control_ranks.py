@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlinf.data.seeds import permutation
+from rlinf.data.rng import permutation
 from tests.actors.programs.control import CASES, LEARNING, policy_of
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]

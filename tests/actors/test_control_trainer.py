@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.control_trainer import ControlTrainer
-from rlinf.models.building import load_policy
+from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.models.policy.build import load_policy
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, collected
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForTokenClassification
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
-from rlinf.actors.value_orders import ValueOrders, value_rows
 from rlinf.algos import spec
 from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.training.text.value_schedule import ValueOrders, value_rows
 from tests.actors import toys
 from tests.actors.programs import critics
 from tests.actors.watched import PRECISELY

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rlinf.actors.deciding import Decider
-from rlinf.actors.receiving import LoadError
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
 from rlinf.data.weights import Weights
-from rlinf.models.building import build_policy_model, save_policy
+from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights.receive import LoadError
 from tests.actors.programs.control import COUNTING, MLP, REACH, Played
 
 GO, END = (1.0, False, False), (4.0, True, True)

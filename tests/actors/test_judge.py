@@ -8,7 +8,8 @@ import pytest
 
 from rlinf.actors.judge import Judge, RewardError
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.rewards.base import Score, trusted
+from rlinf.rewards.base import trusted
+from rlinf.rewards.score import Score
 from rlinf.runtime.system.system import ActorSystem
 from tests.rewards.own_rewards import failing, graded, slowly
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.actors.learner import Learner, lr_factor
-from rlinf.actors.lesson import lesson_of
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.data.batch import Row, cut, pack
+from rlinf.data.packing import Row, cut, pack
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.training.learner import Learner, lr_factor
+from rlinf.training.text.advantage_rows import lesson_of
 from tests.actors.toys import (
     ALGORITHMS,
     CLIP,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.actors.lesson import lesson_of
-from rlinf.actors.micro_batches import InOrder, Rounds
-from rlinf.actors.orders import Again, Learn, Step
-from rlinf.actors.policy_orders import PolicyOrders
-from rlinf.data.batch import Row
+from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Prompt
+from rlinf.training.text.advantage_rows import lesson_of
+from rlinf.training.text.commands import Again, Learn, Step
+from rlinf.training.text.micro_batches import InOrder, Rounds
+from rlinf.training.text.policy_schedule import PolicyOrders
 from tests.actors import toys
 
 

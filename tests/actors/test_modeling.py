@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlinf.actors.modeling import build_model
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
 from tests.actors import toys
 
 MODEL = toys.configuration()

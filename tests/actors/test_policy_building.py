@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
-from rlinf.actors.learner import Learner
-from rlinf.actors.lora import merged_named_parameters
-from rlinf.actors.policy_building import Build, build_policy
-from rlinf.data.batch import Row, pack
+from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.lora import merged_named_parameters
+from rlinf.training.learner import Learner
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)

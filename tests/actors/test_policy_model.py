@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.actors.attention import ARGUMENT, Layout, packed_attention
-from rlinf.actors.head import logprobs_of_logits, token_logprobs
-from rlinf.actors.lora import add_adapters, start_adapters
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.data.batch import Row, pack
+from rlinf.data.packing import Row, pack
+from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.lora import add_adapters, start_adapters
+from rlinf.models.language.packed_attention import ARGUMENT, Layout, packed_attention
+from rlinf.models.language.policy_model import PolicyModel
 from tests.actors.toys import VOCABULARY, furthest, gradients, model
 
 RNG = np.random.default_rng(3)

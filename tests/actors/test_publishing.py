@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlinf.actors.lora import add_adapters, start_adapters
-from rlinf.actors.modeling import build_model
-from rlinf.actors.publishing import gathered, pack_model, publish
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
+from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights.publish import gathered, pack_model, publish
 from tests.runtime.programs.jobs import torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_to_pack_still_takes_part_for_the_others(monkeypatch):
     def full(shape, dtype):
         raise MemoryError("full")
 
-    monkeypatch.setattr("rlinf.actors.publishing.gathered", watched)
+    monkeypatch.setattr("rlinf.weights.publish.gathered", watched)
     with pytest.raises(MemoryError):
         pack_model(model, 0, lead=True, bucket_bytes=100, empty=full)
     assert seen == [name for name, _ in model.named_parameters()]

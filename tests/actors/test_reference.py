@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from rlinf import ActorSystem, Stream
-from rlinf.actors.modeling import build_model
-from rlinf.actors.policy_building import Build, build_policy
-from rlinf.actors.receiving import LoadRefused, LoadTimeout
 from rlinf.actors.reference import FILE, Reference, _Arrivals
-from rlinf.data.batch import Row, pack
+from rlinf.data.packing import Row, pack
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.load import build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.clock import run_virtual
+from rlinf.weights.receive import LoadRefused, LoadTimeout
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.actors.replay import Replay
+from rlinf.training.embodied.replay_buffer import Replay
 
 
 def rows(first, count):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlinf import ActorSystem, Stream
-from rlinf.actors.modeling import build_model
 from rlinf.actors.rollout import Rollout
-from rlinf.data.tasks import PromptStream, make_task
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.models.language.load import build_model
 from rlinf.runtime.actor.actor import endpoint
 
 MODEL = {

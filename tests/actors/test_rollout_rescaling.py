@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlinf import Actor, ActorSystem, Stream
-from rlinf.actors import consolidating
+from rlinf.actors.base import tail_migration as consolidating
 from rlinf.actors.rollout import Rollout
-from rlinf.placement.rescale import Law
+from rlinf.placement.tail_migration import Law
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.test_rollout import SHARED, asked, collected, weights
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.actors.micro_batches import InOrder
-from rlinf.actors.scoring import Scoring
+from rlinf.training.text.logprob_pass import Scoring
+from rlinf.training.text.micro_batches import InOrder
 from tests.actors import toys
 
 

@@ -4,18 +4,17 @@ import pytest
 import torch
 
 from rlinf import ActorSystem
-from rlinf.actors.deciding import Decider
-from rlinf.actors.experience import OffPolicyDecider
-from rlinf.actors.imitating import ImitatingTrainer
-from rlinf.actors.off_policy_trainer import OffPolicyTrainer
-from rlinf.actors.simulation import Simulation
-from rlinf.data.parking import Parking, bytes_of
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider, OffPolicyDecider
+from rlinf.actors.policy_trainer import ImitatingTrainer
+from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.data.offload import Parking, bytes_of
+from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.flows.sac import sac
-from rlinf.memory import control_footprints
-from rlinf.models.building import build_policy_model
+from rlinf.job.memory import control_footprints
+from rlinf.models.policy.build import build_policy_model
 from tests.actors.programs.control import MLP
 from tests.actors.programs.sharing import of_module
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import REACH
 

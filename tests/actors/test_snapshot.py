@@ -16,15 +16,16 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlinf.actors import snapshot, tensor_files
-from rlinf.actors.export import copy_model
-from rlinf.actors.lora import add_adapters, start_adapters
-from rlinf.actors.modeling import build_model
-from rlinf.actors.snapshot import copy_state, load_state, save_checkpoint
-from rlinf.actors.tensor_files import DTYPES, WritingStopped, write_tensors
+from rlinf.data import safetensors_io as tensor_files
+from rlinf.data.safetensors_io import DTYPES, WritingStopped, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
+from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights import train_state as snapshot
+from rlinf.weights.hf_export import copy_model
+from rlinf.weights.train_state import copy_state, load_state, save_checkpoint
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

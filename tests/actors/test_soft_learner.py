@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from rlinf.actors.soft_learner import SoftLearner, SoftSettings
-from rlinf.models.building import build_policy_model
+from rlinf.models.policy.build import build_policy_model
+from rlinf.training.embodied.sac_step import SoftLearner, SoftSettings
 
-SOFT = {"type": "rlinf.models.soft.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
+SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
 
 
 def learner(policy=None, **settings):

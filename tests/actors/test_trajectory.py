@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.trajectory import joined
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory import joined
 from tests.actors.programs.control import MLP, collected
 
 

@@ -6,12 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
-from rlinf.actors.policy_building import Build
-from rlinf.actors.sharding import local
-from rlinf.actors.value_building import build_values
-from rlinf.actors.value_model import ValueModel
-from rlinf.data.batch import Row, pack
+from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.build import Build
+from rlinf.models.language.fsdp import local
+from rlinf.models.language.value_building import build_values
+from rlinf.models.language.value_model import ValueModel
 from tests.actors.toys import ALPHABET, VOCABULARY, configuration, furthest, gradients, model
 
 RNG = np.random.default_rng(3)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlinf.algos import recipes, spec
 from rlinf.algos.apply import Answers, MicroBatch, advantages_of, loss_of
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.algos.sums import LossSum
+from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from rlinf import endpoint
-from rlinf.actors.learning_actor import LearningActor, Place
-from rlinf.actors.lora import merged_named_parameters
-from rlinf.actors.modeling import ONE_AT_A_TIME
-from rlinf.actors.policy_model import PolicyModel
-from rlinf.actors.sharding import local
+from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.models.language.fsdp import local
+from rlinf.models.language.load import ONE_AT_A_TIME
+from rlinf.models.language.lora import merged_named_parameters
+from rlinf.models.language.policy_model import PolicyModel
 
 PRECISELY = 1e-9
 """How far two ways of learning in float64 may be apart, relative to what was learned. Sums are rounded at 1e-16; Adam's

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rlinf.algos import losses
-from rlinf.algos.aggregate import HOWS
+from rlinf.algos.losses.aggregate import HOWS
 from tests.algos import references
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

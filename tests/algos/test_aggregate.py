@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rlinf.algos import aggregate
-from rlinf.algos.sequences import ids_of_lengths
+from rlinf.algos.losses import aggregate
+from rlinf.algos.tensor.sequences import ids_of_lengths
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [5.0, 5.0, 5.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])  # sums 3 over two tokens, 10 over one, nothing over none

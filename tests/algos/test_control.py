@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from rlinf.algos import control
+from rlinf.algos.losses import sac as control
 
 EVERY = torch.ones(3)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.algos import apply, spec
-from rlinf.algos.episodes import (
+from rlinf.algos.chunk_advantages import (
     Chunks,
     advantages_of_chunks,
     episode_ids,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlinf.algos import importance
+from rlinf.algos.losses import importance
 
 # ratios 2, 1/2 and 3 of one answer, 1 of another; the last token is hidden
 NEW = torch.tensor([[math.log(2.0), math.log(0.5), math.log(3.0)], [0.0, 0.0, math.nan]])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlinf.algos import kl
+from rlinf.algos.losses import divergence as kl
 from tests.algos import references
 
 

@@ -13,13 +13,13 @@ from benchmarks.embodied_modelled import Case
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
 from benchmarks.peers.grpo_job import Result
-from rlinf.actors.control_trainer import ControlTrainer
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
-from rlinf.config_embodied import load_embodied
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.cli.validate import load_embodied
+from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.runtime.system.system import ActorSystem
 
 JOB = Job(

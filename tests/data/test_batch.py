@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.batch import Row, cut, pack
+from rlinf.data.packing import Row, cut, pack
 from rlinf.data.sample import Prompt, Sample
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlinf.data.choices import lettered
-from rlinf.data.rows import DataError
+from rlinf.data.datasets.multiple_choice import lettered
+from rlinf.data.datasets.rows import DataError
 
 OPTIONS = ["red", "green", "blue"]
 LINES = "A) red\nB) green\nC) blue"

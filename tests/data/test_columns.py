@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlinf.data.columns import Columns, fields, fill, lookup
-from rlinf.data.rows import DataError
+from rlinf.data.datasets.columns import Columns, fields, fill, lookup
+from rlinf.data.datasets.rows import DataError
 
 VERL = {
     "data_source": "openai/gsm8k",

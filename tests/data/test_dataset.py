@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf.data.dataset import load_data, load_prompts
-from rlinf.data.rows import DataError
-from rlinf.data.seeds import permutation
-from rlinf.data.tasks import make_task, prompts
+from rlinf.data.datasets.load import load_data, load_prompts
+from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.toy_tasks import make_task, prompts
+from rlinf.data.rng import permutation
 from rlinf.data.tokenizer import character_tokenizer, load_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()#'\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.columns import Columns
-from rlinf.data.iterated import IteratedStream, ShuffleBuffer
-from rlinf.data.making import PromptMaker
-from rlinf.data.rows import DataError
-from rlinf.data.source import open_rows
+from rlinf.data.datasets.columns import Columns
+from rlinf.data.datasets.prompt_maker import PromptMaker
+from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.sources import open_rows
+from rlinf.data.datasets.streaming import IteratedStream, ShuffleBuffer
 from rlinf.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("0123456789x")
@@ -123,7 +123,7 @@ def test_long_prompts_are_left_out_and_counted(monkeypatch):
     source = stream(lambda: iter(rows), buffer=0)
     assert seen(source.take(2)) == [(1, "1"), (3, "1")]
     assert source.dropped == 2
-    monkeypatch.setattr("rlinf.data.iterated._MOST_FRUITLESS", 10)
+    monkeypatch.setattr("rlinf.data.datasets.streaming._MOST_FRUITLESS", 10)
     with pytest.raises(DataError, match="every prompt is longer"):
         stream(lambda: iter(rows[:1])).take(1)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlinf.data.columns import Columns
-from rlinf.data.making import Drawn, PromptMaker
-from rlinf.data.rows import DataError
+from rlinf.data.datasets.columns import Columns
+from rlinf.data.datasets.prompt_maker import Drawn, PromptMaker
+from rlinf.data.datasets.rows import DataError
 from rlinf.data.tokenizer import character_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()\n"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.columns import Columns
-from rlinf.data.making import PromptMaker
-from rlinf.data.prompts import PromptStream
-from rlinf.data.rows import DataError, ListRows
+from rlinf.data.datasets.columns import Columns
+from rlinf.data.datasets.prompt_maker import PromptMaker
+from rlinf.data.datasets.prompt_stream import PromptStream
+from rlinf.data.datasets.rows import DataError, ListRows
 from rlinf.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("0123456789x")
@@ -111,7 +111,7 @@ def test_what_is_kept_changes_nothing(monkeypatch):
     expected = stream(20, {3, 4}, seed=2)
     found = stream(20, {3, 4}, seed=2)
     texts = [seen(expected.take(7)) for _ in range(20)]
-    monkeypatch.setattr("rlinf.data.prompts._KEPT", 5)
+    monkeypatch.setattr("rlinf.data.datasets.prompt_stream._KEPT", 5)
     assert [seen(found.take(7)) for _ in range(20)] == texts
     assert found.dropped == expected.dropped > 10
 

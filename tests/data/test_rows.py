@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.rows import DataError, JoinedRows, JsonLines, ListRows, fingerprint, read_csv, read_json, read_parquet
+from rlinf.data.datasets.rows import (
+    DataError,
+    JoinedRows,
+    JsonLines,
+    ListRows,
+    fingerprint,
+    read_csv,
+    read_json,
+    read_parquet,
+)
 
 ROWS = [{"question": f"{i} + 1, or so?\nSay", "answer": str(i + 1), "extra": {"level": i % 3}} for i in range(10)]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.seeds import mix, permutation
+from rlinf.data.rng import mix, permutation
 
 
 def test_the_key_decides():

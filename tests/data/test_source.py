@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf.data.rows import DataError
-from rlinf.data.source import Iterated, open_rows
+from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.sources import Iterated, open_rows
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(6)]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlinf.data.making import Drawn
-from rlinf.data.tasks import make_task, prompts, rows_of, task_maker
+from rlinf.data.datasets.prompt_maker import Drawn
+from rlinf.data.datasets.toy_tasks import make_task, prompts, rows_of, task_maker
 from rlinf.data.tokenizer import load_tokenizer
 
 

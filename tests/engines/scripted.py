@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rlinf.engines import transformers
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.forward import positions_of
-from rlinf.engines.transformers import TransformersEngine
+from rlinf.engines.transformers import engine as transformers
+from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.engines.transformers.model_forward import positions_of
 
 VOCABULARY = 11
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.engines import batch, cache, rectangles
 from rlinf.engines.base import Sampling
+from rlinf.engines.transformers import decode_batch as batch
+from rlinf.engines.transformers import kv_cache as cache
+from rlinf.engines.transformers import padding as rectangles
 from tests.engines.scripted import VOCABULARY, answers, ragged, request, right, scripted
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.engines import batch
 from rlinf.engines.base import Sampling
+from rlinf.engines.transformers import decode_batch as batch
 from rlinf.runtime.base import clock
 from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
 

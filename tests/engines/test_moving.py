@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.engines import batch
 from rlinf.engines.base import Begun, Request, Sampling
-from rlinf.engines.transformers import TransformersEngine
+from rlinf.engines.transformers import decode_batch as batch
+from rlinf.engines.transformers.engine import TransformersEngine
 from tests.engines.scripted import VOCABULARY, Weights, answers, ragged, request, right, scripted, ticks
 from tests.engines.test_calls import direct
 from tests.engines.test_transformers import ragged as drawn

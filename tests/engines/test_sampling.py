@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlinf.engines.sampling import DRAWS, Rules, choose, uniforms
+from rlinf.engines.transformers.sampling import DRAWS, Rules, choose, uniforms
 
 WORD = (1 << 64) - 1
 

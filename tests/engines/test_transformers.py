@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlinf.data.parking import bytes_of
+from rlinf.data.offload import bytes_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
-from rlinf.engines.forward import ModelForward
-from rlinf.engines.lean import LeanForward
-from rlinf.engines.lean_check import fastest
-from rlinf.engines.transformers import TransformersEngine
+from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.engines.transformers.llama_forward import LeanForward, fastest
+from rlinf.engines.transformers.model_forward import ModelForward
 
 VOCABULARY = 23
 SHAPES = {

@@ -9,8 +9,8 @@ import torch
 from gymnasium import spaces
 
 from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.gymnasium import Gymnasium
-from rlinf.envs.spaces import actions_of, observations_of
+from rlinf.envs.gymnasium.single import Gymnasium
+from rlinf.envs.gymnasium.spaces import actions_of, observations_of
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
 

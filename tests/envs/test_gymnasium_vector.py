@@ -9,8 +9,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.gymnasium import Gymnasium
-from rlinf.envs.gymnasium_vector import GymnasiumVector
+from rlinf.envs.gymnasium.single import Gymnasium
+from rlinf.envs.gymnasium.vector import GymnasiumVector
 from tests.envs import test_gymnasium  # registers Noisy-v0
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled
 

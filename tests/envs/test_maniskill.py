@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
-from rlinf.envs import maniskill_headless
 from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.maniskill import ManiSkill
-from rlinf.envs.maniskill_tasks import MissingAssets, Task, find
+from rlinf.envs.maniskill import headless as maniskill_headless
+from rlinf.envs.maniskill.cpu import ManiSkill
+from rlinf.envs.maniskill.tasks import MissingAssets, Task, find
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled, told
 
 if importlib.util.find_spec("mani_skill") is None:

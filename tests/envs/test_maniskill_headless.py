@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from rlinf.envs import maniskill_headless
-from rlinf.envs.maniskill_headless import _Description
+from rlinf.envs.maniskill import headless as maniskill_headless
+from rlinf.envs.maniskill.headless import _Description
 
 
 def test_a_stand_in_takes_everything_and_knows_what_it_was_told():

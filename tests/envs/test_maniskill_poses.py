@@ -8,8 +8,8 @@ import torch
 if importlib.util.find_spec("mani_skill") is None:
     pytest.skip("ManiSkill is not installed: pip install 'rlinf[maniskill]'", allow_module_level=True)
 
-from rlinf.envs import maniskill_poses
-from rlinf.envs.maniskill import ManiSkill
+from rlinf.envs.maniskill import fast_poses as maniskill_poses
+from rlinf.envs.maniskill.cpu import ManiSkill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mani_skill.*")
 

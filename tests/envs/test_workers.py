@@ -12,10 +12,10 @@ import torch
 
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.episodes import kept
-from rlinf.envs.seat import EnvironmentLost
+from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
-from rlinf.envs.worker_program import Program
-from rlinf.envs.workers import EnvironmentPool
+from rlinf.envs.worker import Program
+from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -36,7 +36,7 @@ def breaking(directory, **settings):
 )
 async def test_workers_and_slices_do_not_change_what_happens(workers, slices, real, monkeypatch):
     if not real:
-        monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
+        monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
     rules = Rules(seed=5, group_size=2)
     options = {"dims": 2, "pixels": 6, "wind": True, "words": True}
     environment = Environment(Reach(8, **options), rules)
@@ -97,7 +97,7 @@ async def test_a_hang_costs_its_worker_the_process_and_its_episodes(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_a_saved_slice_goes_on_bit_for_bit_in_another_pool(workers, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
     rules = Rules(seed=2, max_steps=5)
     settings = {"num_envs": 4, "workers": workers, "rules": rules}
     options = {"dims": 2, "wind": True}
@@ -121,7 +121,7 @@ class Mortal:
     """A worker whose program lives here, and dies when a call is made that is in `fates`."""
 
     def __init__(self, target, arguments, *, name, **supervision):
-        assert target == "rlinf.envs.worker_program:Program"
+        assert target == "rlinf.envs.worker:Program"
         self.name = name
         self.lives = 0
         self.fates = []  # (method, ChildDied or CallTimeout), in order
@@ -144,7 +144,7 @@ class Mortal:
 @pytest.fixture
 def mortal(monkeypatch):
     """Makes started pools of `Mortal`s; what they are: (pool, their only slice or slices, the first worker)."""
-    monkeypatch.setattr("rlinf.envs.workers.Worker", Mortal)
+    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
 
     async def made(num_envs=2, **settings):
         pool = EnvironmentPool(Reach, num_envs=num_envs, workers=1, **settings)
@@ -231,7 +231,7 @@ async def test_an_ended_episode_is_not_lost_with_its_worker(mortal):
 
 
 async def test_what_cannot_finish_an_episode_is_given_up(mortal, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.seat.MOST_LOSSES", 1)
+    monkeypatch.setattr("rlinf.envs.worker_slice.MOST_LOSSES", 1)
     whole, worker = await mortal()
     await whole.reset()
     worker.fates = [("step", ChildDied), ("step", CallTimeout)]
@@ -242,7 +242,7 @@ async def test_what_cannot_finish_an_episode_is_given_up(mortal, monkeypatch):
 
 
 async def test_a_finished_episode_makes_losses_forgotten(mortal, monkeypatch):
-    monkeypatch.setattr("rlinf.envs.seat.MOST_LOSSES", 1)
+    monkeypatch.setattr("rlinf.envs.worker_slice.MOST_LOSSES", 1)
     whole, worker = await mortal(rules=Rules(max_steps=2))
     await whole.reset()
     for _ in range(2):

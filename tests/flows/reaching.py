@@ -2,16 +2,16 @@
 
 import torch
 
-from rlinf.actors.experience import OffPolicyDecider
-from rlinf.actors.off_policy_trainer import OffPolicyTrainer
-from rlinf.actors.simulation import Simulation
-from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import OffPolicyDecider
+from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.sac import sac
-from rlinf.models.building import fitted
+from rlinf.models.policy.build import fitted
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 TOY = {"simulator": "rlinf.envs.toy.Reach", "workers": 0}
-SOFT = {"type": "rlinf.models.soft.SoftPolicy", "hidden": [32, 32]}
+SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "hidden": [32, 32]}
 LEARNING = {"batch": 32, "warmup": 32, "lr": 3e-3, "gamma": 0.8, "tau": 0.02, "alpha": 0.2, "seed": 5}
 
 

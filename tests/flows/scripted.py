@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from rlinf.data.iterate import each
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.streams.stream import each
 
 
 def prompt(number: int) -> Prompt:

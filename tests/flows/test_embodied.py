@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from rlinf.actors.control_trainer import ControlTrainer
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.flows.ahead import Ahead
+from rlinf.data.ahead import Ahead
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.flows.embodied_step import EmbodiedStep
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem

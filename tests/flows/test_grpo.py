@@ -11,11 +11,11 @@ import pytest
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
 from rlinf.algos.parts import DynamicSampling
-from rlinf.data.tasks import PromptStream, make_task
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
+from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.grpo import grpo
-from rlinf.flows.refill import filled
-from rlinf.flows.step import Step
+from rlinf.flows.parts.dynamic_sampling import filled
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from tests.actors import toys

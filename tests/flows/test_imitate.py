@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from rlinf.actors.deciding import Decider
-from rlinf.actors.imitating import ImitatingTrainer
-from rlinf.actors.off_policy_trainer import OffPolicyTrainer
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ImitatingTrainer
+from rlinf.actors.sac_trainer import OffPolicyTrainer
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.flows.imitate import imitate
+from rlinf.flows.policy_evaluation import trials
 from rlinf.flows.record import record
-from rlinf.flows.trials import trials
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps

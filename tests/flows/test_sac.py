@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rlinf.actors.deciding import Decider
-from rlinf.actors.experience import OffPolicyDecider, transitions
+from rlinf.actors.policy import Decider, OffPolicyDecider
 from rlinf.flows.embodied import embodied
-from rlinf.flows.trials import trials
+from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.transitions import transitions
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 

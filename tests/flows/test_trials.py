@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
 from rlinf.envs.episodes import Episode
-from rlinf.flows.trials import trials
+from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH

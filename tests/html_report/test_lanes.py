@@ -10,9 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.html_report import lanes_svg
-from rlinf.html_report.lanes import Trace, side_by_side
-from rlinf.html_report.lanes_svg import MOST_LANES
+from rlinf.metrics.html.actor_lanes import Trace, side_by_side
+from rlinf.metrics.html.actor_lanes_svg import MOST_LANES, lanes_svg
 from rlinf.metrics.timing import timing
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from docs.pictures.make import MODES, run
-from rlinf.html_report.lanes_svg import MOST_LANES
-from rlinf.html_report.trace_lanes import DeviceLanes, device_lanes
-from rlinf.html_report.trace_lanes_svg import device_lanes_svg
+from rlinf.metrics.html.actor_lanes_svg import MOST_LANES
+from rlinf.metrics.html.device_lanes import DeviceLanes, device_lanes
+from rlinf.metrics.html.device_lanes_svg import device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from tests.spans import call, lease, move, step, wait, wait_for_lease, write_trace
 

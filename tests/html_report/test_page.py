@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.html_report import write_report
-from rlinf.html_report.run_data import MOST_POINTS, MOST_TEXT, curves, read_run
+from rlinf.metrics.html.report import write_report
+from rlinf.metrics.html.run_data import MOST_POINTS, MOST_TEXT, curves, read_run
 from tests.spans import call, write_trace
 from tests.spans import step as step_of
 

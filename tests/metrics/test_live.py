@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rlinf.metrics import live
-from rlinf.metrics.live import LiveView
-from rlinf.metrics.live_picture import BARS, Shown, clock, curve, picture
+from rlinf.metrics.console import live
+from rlinf.metrics.console.live import LiveView
+from rlinf.metrics.console.live_picture import BARS, Shown, clock, curve, picture
 from rlinf.runtime.system.introspection import ActorState, QueueState
 from rlinf.runtime.system.observer import Moment
 from tests.metrics.terminal import Terminal, plain

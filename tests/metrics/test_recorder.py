@@ -11,8 +11,8 @@ from rlinf import Actor, ActorSystem, endpoint
 from rlinf.metrics.files import read_lines
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.tracking import Tracked, Tracking
-from rlinf.placement.ledger import Ledger
-from rlinf.placement.profile import load
+from rlinf.placement.profiling.ledger import Ledger
+from rlinf.placement.profiling.profile import load
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from rlinf.models.denoising import noisy_step, sde_step, step_logprob
+from rlinf.models.policy.vla.flow_matching import noisy_step, sde_step, step_logprob
 
 MEAN, STD = 0.7, 0.3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from rlinf.models.building import build_policy_model
+from rlinf.models.policy.build import build_policy_model
 from tests.models.cases import CNN, MLP, observed, rough
 
 

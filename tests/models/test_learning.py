@@ -3,8 +3,8 @@
 import torch
 
 from rlinf.algos import apply, spec
-from rlinf.algos.episodes import Chunks, advantages_of_chunks, rows
-from rlinf.models.building import build_policy_model
+from rlinf.algos.chunk_advantages import Chunks, advantages_of_chunks, rows
+from rlinf.models.policy.build import build_policy_model
 from tests.models.cases import VLA
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.seeds import mix
-from rlinf.models.noise import normals, uniforms
+from rlinf.data.rng import mix
+from rlinf.models.policy.noise import normals, uniforms
 
 CPU = torch.device("cpu")
 

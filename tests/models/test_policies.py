@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from rlinf.models.base import Policy, at_level
-from rlinf.models.building import build_policy_model, described, load_policy, save_policy
+from rlinf.models.policy.base import Policy, at_level
+from rlinf.models.policy.build import build_policy_model, described, load_policy, save_policy
 from tests.models.cases import CONFIGS, instructed, observed, rough
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rlinf.models.building import build_policy_model, described, load_policy, save_policy
-from rlinf.models.soft import Ensemble
+from rlinf.models.policy.build import build_policy_model, described, load_policy, save_policy
+from rlinf.models.policy.sac import Ensemble
 
-SOFT = {"type": "rlinf.models.soft.SoftPolicy", "state_size": 3, "action_size": 2, "chunk": 2, "hidden": [8, 8]}
+SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "state_size": 3, "action_size": 2, "chunk": 2, "hidden": [8, 8]}
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.efficiency import efficiency
-from rlinf.placement.observed import observed, see
-from rlinf.placement.profile import Profile, StageProfile, Timing
+from rlinf.placement.profiling.ledger import efficiency
+from rlinf.placement.profiling.profile import Profile, StageProfile, Timing
+from rlinf.placement.profiling.step_costs import observed, see
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 

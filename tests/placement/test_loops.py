@@ -6,12 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.placement.composition import leaves
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.loops import Member, condense, inner_plans, loop_seconds, loop_stage, loops, measured_loop
-from rlinf.placement.planner import plan
-from rlinf.placement.profile import Footprint, StageProfile, Timing
-from rlinf.placement.workload import Edge, Option, Stage, Workload
+from rlinf.placement.planner.plan_tree import leaves
+from rlinf.placement.planner.planner import plan
+from rlinf.placement.profiling.flow_graph import (
+    Member,
+    condense,
+    inner_plans,
+    loop_seconds,
+    loop_stage,
+    loops,
+    measured_loop,
+)
+from rlinf.placement.profiling.profile import Footprint, StageProfile, Timing
+from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
 
 
 def replayed(seconds, slices, turns):

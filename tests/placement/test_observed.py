@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import rlinf.actors
 from rlinf import Actor
 from rlinf.metrics.timing import activity_of
-from rlinf.placement.observed import ASIDE, PUBLISHING, observed, see
-from rlinf.placement.profile import BESIDE, Footprint, Timing, load, save
+from rlinf.placement.profiling.profile import BESIDE, Footprint, Timing, load, save
+from rlinf.placement.profiling.step_costs import ASIDE, PUBLISHING, observed, see
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlinf.placement.bound import bound
-from rlinf.placement.overview import overview, reason
-from rlinf.placement.planner import best_of_each_mode
-from rlinf.placement.workload import Edge, Option, Stage, Workload
+from rlinf.placement.auto.choose import overview, reason
+from rlinf.placement.planner.planner import best_of_each_mode
+from rlinf.placement.profiling.bound import bound
+from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
 
 
 def halves(chunks, switch=0.0):

@@ -9,9 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlinf.config import load_config
-from rlinf.config_embodied import is_embodied, load_embodied
-from rlinf.launch import _main_of, _make_directory
+from rlinf.cli.main import _main_of, _make_directory
+from rlinf.cli.validate import is_embodied, load_config, load_embodied
 from rlinf.runtime.system.torchrun import run
 
 

@@ -6,8 +6,8 @@ Each line of standard input is a JSON list: `resume`, then overrides of the quic
 import json
 import sys
 
-from rlinf.config import load_config
-from rlinf.launch import train
+from rlinf.cli.main import train
+from rlinf.cli.validate import load_config
 
 if __name__ == "__main__":
     for line in sys.stdin:

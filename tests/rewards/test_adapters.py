@@ -3,7 +3,8 @@
 import pytest
 
 from rlinf.rewards import adapters
-from rlinf.rewards.base import OFFERED, Reward, Score
+from rlinf.rewards.base import OFFERED, Reward
+from rlinf.rewards.score import Score
 
 ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": False, "response_ids": [7, 8]}
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.rewards.base import OFFERED, Reward, Score, checked, load_reward, trusted
+from rlinf.rewards.base import OFFERED, Reward, checked, load_reward, trusted
 from rlinf.rewards.exact import exact
+from rlinf.rewards.score import Score
 
 ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": True, "response_ids": [7, 8]}
 

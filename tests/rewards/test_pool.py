@@ -47,7 +47,7 @@ REWARDS = """
 
     def quietly_seizing(response):
         # from the next call on, the child answers with something else than verdicts
-        from rlinf.rewards.scoring import Scorer
+        from rlinf.rewards.scorer import Scorer
         word, _, path = response.partition(" ")
         answers = {"object": [Harmful(path)], "none": [], "number": 7, "verdict": [{"outcome": "ok", "value": "1.0"}]}
         Scorer.told = lambda *_: answers[word]
@@ -67,7 +67,7 @@ REWARDS = """
             return 1.0
 
     def missing(response):
-        import no_such_module
+        import no_such_module  # noqa: F401
 
     together = 0
     async def waiting(response):

@@ -5,12 +5,12 @@ nothing, whatever stands there: NaN and inf included. Each function takes [rows,
 sequence of each token, and any of the aggregations of `aggregate`.
 """
 
+from rlinf.algos.losses.clipped import decoupled, distill, policy
+from rlinf.algos.losses.diagnostics import mismatch, staleness
 from rlinf.algos.losses.likelihood import entropy_bonus, kl, supervised
-from rlinf.algos.losses.surrogate import decoupled, distill, policy
-from rlinf.algos.losses.values import value
-from rlinf.algos.losses.watching import mismatch, staleness
-from rlinf.algos.losses.weighted import aipo, cispo, sapo
-from rlinf.algos.sums import Explained, LossSum, Max, Mean, Metric
+from rlinf.algos.losses.soft_clipped import aipo, cispo, sapo
+from rlinf.algos.losses.value import value
+from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
 
 __all__ = [
     "Explained",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlinf.algos.aggregate import How
-from rlinf.algos.importance import exponential
-from rlinf.algos.kl import KINDS, Kind, parts
-from rlinf.algos.losses.ground import Ground, Part, log_ratio
-from rlinf.algos.masks import Kept
-from rlinf.algos.naming import one_of
-from rlinf.algos.sums import LossSum
+from rlinf.algos.losses.aggregate import How
+from rlinf.algos.losses.base import Ground, Part, log_ratio
+from rlinf.algos.losses.divergence import KINDS, Kind, parts
+from rlinf.algos.losses.importance import exponential
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.masks import Kept
+from rlinf.algos.validation import one_of
 
 
 def supervised(

@@ -9,7 +9,7 @@ of whoever got it as a result), or any is closed, the stages that feed the strea
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rlinf.runtime.base.calls import current_call, current_host, here
@@ -234,3 +234,16 @@ class Stream(Generic[T]):
 
 def _arrived(handle: QueueHandle, holds: bool) -> Stream[Any]:
     return Stream(handle, holds=holds)
+
+
+def each(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """The items of a list, a generator or a stream, as they come, for `async for`.
+
+    A stream is handed out as itself: whoever stops half way lets go of it at once.
+    """
+    return aiter(items) if isinstance(items, AsyncIterable) else _plain(items)
+
+
+async def _plain(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item

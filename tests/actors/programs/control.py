@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import rlinf
-from rlinf.actors.control_learner import Lesson
-from rlinf.actors.control_lesson import lesson
-from rlinf.actors.control_trainer import ControlTrainer
-from rlinf.actors.deciding import Decider
-from rlinf.actors.simulation import Simulation
-from rlinf.actors.trajectory import Trajectory, joined
+from rlinf.actors.env import Simulation
+from rlinf.actors.policy import Decider
+from rlinf.actors.policy_trainer import ControlTrainer
 from rlinf.algos import spec
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import Reach
-from rlinf.models.building import build_policy_model
-from rlinf.models.mlp import MlpConfig, MlpPolicy
+from rlinf.models.policy.build import build_policy_model
+from rlinf.models.policy.mlp import MlpConfig, MlpPolicy
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.embodied.policy_step import Lesson
+from rlinf.training.embodied.trajectory import Trajectory, joined
+from rlinf.training.embodied.trajectory_batch import lesson
 from tests.envs.scripted import Scripted
 
 REACH = "rlinf.envs.toy.Reach"

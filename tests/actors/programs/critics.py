@@ -16,9 +16,9 @@ from rlinf import Actor, Stream, endpoint
 from rlinf.actors.critic import Critic
 from rlinf.actors.trainer import Trainer
 from rlinf.data.sample import Group, Prompt
+from rlinf.data.step import Step
 from rlinf.data.weights import Weights
 from rlinf.flows.ppo import ppo
-from rlinf.flows.step import Step
 from tests.actors import toys
 from tests.actors.watched import Watched
 
@@ -188,7 +188,7 @@ def placed(hosts: Sequence[int]) -> dict[str, Any]:
 
 
 def alike(where: dict[str, Any]) -> dict[str, Any]:
-    return {role: where for role in ("rollout", "critic", "trainer")}  # noqa: C420  # shared and never changed
+    return dict.fromkeys(("rollout", "critic", "trainer"), where)  # shared and never changed
 
 
 async def spawned(system: rlinf.ActorSystem, where: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 
 import rlinf
 from rlinf import Stream, endpoint
-from rlinf.actors import consolidating
+from rlinf.actors.base import tail_migration as consolidating
 from rlinf.actors.rollout import Rollout
-from rlinf.data.tasks import PromptStream, make_task
+from rlinf.data.datasets.toy_tasks import PromptStream, make_task
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.placement.rescale import Law
+from rlinf.placement.tail_migration import Law
 from tests.actors import toys
 
 TASK = make_task("copy", digits=2)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import rlinf
-from rlinf.actors.experience import OffPolicyDecider
-from rlinf.actors.off_policy_trainer import OffPolicyTrainer
-from rlinf.flows.embodied_step import EmbodiedStep
+from rlinf.actors.policy import OffPolicyDecider
+from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.data.step import EmbodiedStep
 from rlinf.flows.record import record
 from rlinf.flows.sac import sac
 from tests.flows.reaching import SOFT, Expert, environments, policy_for

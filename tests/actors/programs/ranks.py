@@ -12,13 +12,13 @@ import torch
 
 import rlinf
 from rlinf import Stream, endpoint
-from rlinf.actors.asking import asked_beside
-from rlinf.actors.modeling import build_model
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import spec
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
+from rlinf.training.text.requirements import asked_beside
 from tests.actors import toys
 from tests.actors.watched import Watched
 

@@ -9,9 +9,9 @@ import torch
 
 import rlinf
 from rlinf import endpoint
-from rlinf.actors.receiving import LoadRefused, Receiver
 from rlinf.data.weights import Weights
 from rlinf.runtime.system import torchrun as running
+from rlinf.weights.receive import LoadRefused, Receiver
 
 
 class Toy(Receiver):

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 
 import rlinf
 from rlinf import Actor, endpoint
-from rlinf.actors.lora import add_adapters, start_adapters
-from rlinf.actors.modeling import build_model
-from rlinf.actors.publishing import publish
-from rlinf.actors.receiving import Receiver
-from rlinf.actors.snapshot import load_state, save_checkpoint
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.models.language.load import build_model
+from rlinf.models.language.lora import add_adapters, start_adapters
+from rlinf.weights.publish import publish
+from rlinf.weights.receive import Receiver
+from rlinf.weights.train_state import load_state, save_checkpoint
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5,

@@ -21,10 +21,10 @@ from rlinf.actors.critic import Critic
 from rlinf.actors.reference import Reference
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import spec
-from rlinf.data.iterate import each
 from rlinf.data.sample import Group, Prompt
+from rlinf.data.step import Step
 from rlinf.flows.ppo import ppo
-from rlinf.flows.step import Step
+from rlinf.runtime.streams.stream import each
 from tests.actors import toys
 
 STEPS = 2

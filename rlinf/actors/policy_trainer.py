@@ -1,0 +1,310 @@
+"""The trainer of policies that act: turns trajectories into a better policy, on one rank or on many.
+
+Consumes the trajectories of a step, produces metrics, versioned weights and checkpoints; unblocked by the last
+trajectory. Every rank has the whole policy and all trajectories, and computes on its share of each minibatch; all of
+them take the same optimizer steps (`policy_step.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.policy import made
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.offload import Parking
+from rlinf.data.rng import permutation
+from rlinf.data.weights import Weights
+from rlinf.envs.episodes import NothingHappened
+from rlinf.models.policy.base import Policy
+from rlinf.models.policy.build import save_policy
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.embodied.behavior_cloning import imitate
+from rlinf.training.embodied.policy_step import ControlLearner, Lesson
+from rlinf.training.embodied.trajectory import Trajectory, joined
+from rlinf.training.embodied.trajectory_batch import check, described, lesson
+from rlinf.training.text.requirements import Algorithm, algorithm_of
+from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import STATE, copy_state, load_state
+
+R = TypeVar("R")
+
+POLICY = "policy"
+"""Directory of a checkpoint with the policy for everybody else."""
+
+
+class ControlTrainer(JointActor):
+    """Owns the weights of a policy that learns by acting."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        algorithm: Algorithm = "ppo",
+        seed: int = 0,
+        lr: float = 3e-4,
+        critic_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        grad_clip: float = 0.5,
+        value_coef: float = 0.5,
+        epochs: int = 8,
+        minibatch: int = 100,
+        kl_stop: float | None = None,
+        group_size: int = 1,
+    ) -> None:
+        """Make the policy and its optimizer.
+
+        Args:
+            policy: its configuration, see `models.policy.build`.
+            path: directory of a saved one that is taken instead.
+            algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
+                critic, grpo and its like without.
+            seed: of the order of decisions.
+            lr, critic_lr, betas, weight_decay, grad_clip, value_coef: see `ControlLearner`.
+            epochs: passes over each step's decisions.
+            minibatch: decisions per optimizer step, over all ranks.
+            kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
+                token, is larger; None never stops.
+            group_size: neighbouring environments that began their episodes alike.
+
+        Raises:
+            ValueError: a policy or an algorithm that cannot be had, or two ranks on a host.
+        """
+        self._spec = algorithm_of(algorithm)
+        for name, count in (("epochs", epochs), ("minibatch", minibatch)):
+            if count < 1:
+                raise ValueError(f"trainer: {name}={count} must be at least 1")
+        await self._open_mesh()
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.policy: Policy = await self.compute(made, policy, path, self.device)
+        check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
+        self._learner = ControlLearner(
+            self.policy,
+            mesh=self.mesh,
+            lr=lr,
+            critic_lr=critic_lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            grad_clip=grad_clip,
+            value_coef=value_coef,
+        )
+        self._parking = Parking(lambda: held(self.policy, self._learner.optimizer))
+        self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
+        self._kl_stop, self._group_size = kl_stop, group_size
+        self.version = 0
+
+    @endpoint(device=True, joint=True)
+    async def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Learn from the trajectories of one step: `epochs` x minibatches optimizer steps.
+
+        Args:
+            trajectories: of all slices of all environments, in any order.
+
+        Returns:
+            Metrics; the weights' version has gone up by one. No optimizer step was taken if no group of episodes had
+            both good and bad ones.
+
+        Raises:
+            NothingHappened: no action was done in an episode that was kept.
+            ValueError: the trajectories do not fit together.
+            FloatingPointError: a reward, the loss or its gradient is not finite; that step was not taken.
+        """
+
+        async def learn(_: None) -> dict[str, float]:
+            return await self.computed(self._learn, list(trajectories))
+
+        return await self.jointly(learn)
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        whole = joined(trajectories)
+        batch = lesson(whole, self._spec, self._group_size)
+        if not bool(whole.chunks.valid.any()):
+            raise NothingHappened("there is nothing to learn from: no action was done in an episode that was kept")
+        if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
+            raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
+        gathered, steps, stopped = self._update(batch)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
+        self.version += 1
+        return {
+            **described(trajectories, whole, batch),
+            **gathered,
+            "optimizer_steps": float(steps),
+            "stopped_early": float(stopped),
+            "staleness/mean": float(self.version - 1 - whole.version),
+        }
+
+    def _update(self, batch: Lesson) -> tuple[dict[str, float], int, bool]:
+        """All steps on a batch: what gathered and the last one's numbers, how many, whether `kl_stop` ended them."""
+        parts: list[LossSum] = []
+        last: dict[str, float] = {}
+        stopped = False
+        for order in self._minibatches(batch):
+            share = order if self.world_size == 1 else order[self._dealt(batch, order) == self.rank]
+            mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
+            gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
+            if not numbers:  # a minibatch of decisions that count for nothing
+                continue
+            parts.append(gathered)
+            last = numbers
+            moved = gathered.metrics.get("approx_kl")
+            if self._kl_stop is not None and moved is not None and moved.value > self._kl_stop:
+                stopped = True
+                break
+        whole = sum(parts[1:], parts[0]).values() if parts else {}
+        return {**whole, **last}, len(parts), stopped
+
+    def _minibatches(self, batch: Lesson) -> Iterator[torch.Tensor]:
+        """Rows of each optimizer step, int64."""
+        for epoch in range(self._epochs):
+            order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
+            yield from order.split(self._minibatch)
+
+    def _dealt(self, batch: Lesson, chosen: torch.Tensor) -> torch.Tensor:
+        """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
+        if batch.sequences is None:
+            return torch.arange(len(chosen)) % self.world_size
+        return batch.sequences[chosen, 0] % self.world_size
+
+    @endpoint(device=True, joint=True)
+    async def weights(self) -> Weights | None:
+        """The weights as they are between two batches, with running statistics; a copy. None but on rank 0."""
+
+        async def published(_: None) -> Weights | None:
+            if self.rank:
+                return None
+            named = self.policy.state_dict().items()
+            # a device that is shared has no room for copies beside whoever comes next
+            in_host = self.device.type == "cpu" or self._cell.leased
+            return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if in_host else None)
+
+        return await self.jointly(published)
+
+    @endpoint(device=True, joint=True)
+    async def save(self, path: str | Path) -> str:
+        """Write a checkpoint: `path`/state to go on from, `path`/policy for `models.policy.build.load_policy`.
+
+        Raises:
+            OSError: it cannot be written; the text says what is missing.
+        """
+
+        async def written(_: None) -> None:
+            await self.computed(self._write, Path(path))
+
+        await self.jointly(written)
+        return str(path)
+
+    def _write(self, path: Path) -> None:
+        state = copy_state(
+            self.policy, self._learner.optimizer, None, self.version, rank=self.rank, ranks=self.world_size
+        )
+        state.write(path / STATE)
+        if self.rank == 0:
+            save_policy(self.policy, path / POLICY)
+
+    @endpoint(device=True, joint=True)
+    async def restore(self, path: str | Path) -> int:
+        """Go on from a checkpoint; returns the weights' version.
+
+        Args:
+            path: as given to `save`, or its `state`.
+
+        Raises:
+            FileNotFoundError: there is no complete state.
+            ValueError: it does not fit this policy, or is damaged.
+        """
+        state = Path(path) if Path(path).name == STATE else Path(path) / STATE
+
+        async def read(_: None) -> int:
+            found = await self.computed(load_state, self.policy, self._learner.optimizer, None, state, rank=self.rank)
+            self.version = found.version
+            return found.version
+
+        return await self.jointly(read)
+
+    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`compute` for work on weights, of all ranks together."""
+        return await super().computed(self._parking.needed(fn), *args, **kwargs)
+
+    async def offload(self) -> None:
+        """Keep the policy, gradients and what the optimizer remembers in host memory until `onload`."""
+        await self.compute(self._parking.park)
+
+    async def onload(self) -> None:
+        """Bring back what `offload` moved."""
+        await self.compute(self._parking.unpark)
+
+
+def _on(batch: Lesson, device: torch.device) -> Lesson:
+    if device.type == "cpu":
+        return batch
+
+    def of(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device)
+
+    return Lesson(
+        {name: rows.to(device) for name, rows in batch.stored.items()},
+        *(of(getattr(batch, name)) for name in Lesson.__slots__[1:]),
+    )
+
+
+class ImitatingTrainer(ControlTrainer):
+    """A trainer that can begin with demonstrations."""
+
+    @endpoint(device=True, joint=True)
+    async def imitate(
+        self,
+        path: str | Path,
+        *,
+        steps: int,
+        batch: int = 64,
+        lr: float = 1e-3,
+        fixed: Sequence[str] = ("log_std",),
+    ) -> dict[str, float]:
+        """Learn to act as in demonstrations, with an optimizer of its own.
+
+        Args:
+            path: directory of demonstrations, where every rank can read it.
+            steps: optimizer steps.
+            batch: decisions in each, over all ranks.
+            lr: learning rate of AdamW.
+            fixed: parameters that stay as they are. A standard deviation that imitates an expert goes to 0, and leaves
+                nothing to explore with.
+
+        Returns:
+            Metrics: `imitation/loss`, the mean over all steps, nats per number; `imitation/last`, over the last epoch's
+            worth of them. The weights' version has gone up by one.
+
+        Raises:
+            FileNotFoundError: the directory holds no demonstrations.
+            ValueError: they do not fit the policy.
+            FloatingPointError: the loss or its gradient is not finite; that step was not taken.
+        """
+
+        async def learned(_: None) -> dict[str, float]:
+            return await self.computed(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
+
+        return await self.jointly(learned)
+
+    def _imitate(self, path: Path, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
+        shown = decisions(read_demonstrations(path.expanduser()), self.policy.config.chunk)
+        found = imitate(
+            self.policy,
+            shown,
+            self.device,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            fixed=fixed,
+            seed=self._seed,
+            mesh=self.mesh,
+        )
+        self.version += 1
+        return found

@@ -1,0 +1,220 @@
+"""The trainer that learns from what it remembers: soft actor-critic, REDQ, RLPD.
+
+Consumes experience as it comes, produces metrics, versioned weights and checkpoints; unblocked by its owner's calls.
+Every rank remembers everything, draws the same batches and computes on its share of each, so all take the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.actors.policy import made
+from rlinf.actors.policy_trainer import POLICY, ImitatingTrainer
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.demonstrations import read_demonstrations
+from rlinf.data.offload import Parking
+from rlinf.data.rng import mix
+from rlinf.models.policy.build import save_policy
+from rlinf.models.policy.sac import SoftPolicy
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.embodied.behavior_cloning import remembered
+from rlinf.training.embodied.replay_buffer import Replay, Rows
+from rlinf.training.embodied.sac_step import SoftLearner, SoftSettings
+from rlinf.training.embodied.trajectory import Trajectory
+from rlinf.training.embodied.trajectory_batch import summary
+from rlinf.training.embodied.transitions import transitions
+from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import STATE, copy_state, load_state
+
+REPLAY = "replay"
+"""Directory of a checkpoint with what is remembered."""
+
+
+class OffPolicyTrainer(ImitatingTrainer):
+    """Owns the weights of a policy, its critics, and what was lived through."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        seed: int = 0,
+        batch: int = 256,
+        capacity: int = 1_000_000,
+        warmup: int = 1_000,
+        utd: float = 1.0,
+        actor_every: int = 1,
+        demonstrations: str | None = None,
+        demo_share: float = 0.5,
+        **settings: Any,
+    ) -> None:
+        """Make the policy and its optimizer.
+
+        Args:
+            policy: its configuration, see `models.policy.build`; a `SoftPolicy`.
+            path: directory of a saved one that is taken instead.
+            seed: of batches and of what is drawn in learning.
+            batch: transitions per optimizer step, over all ranks.
+            capacity: transitions that are remembered.
+            warmup: transitions that are collected before the first step.
+            utd: optimizer steps of the critics per transition that came after the warm-up.
+            actor_every: steps of the critics for each of the actor.
+            demonstrations: directory of demonstrations that a part of each batch is drawn from (RLPD); None for none.
+            demo_share: that part, 0 to 1.
+            settings: of `SoftSettings`.
+
+        Raises:
+            ValueError: a policy or settings that cannot be had, or two ranks on a host.
+            FileNotFoundError: the directory holds no demonstrations.
+        """
+        known = {field.name for field in fields(SoftSettings)}
+        if unknown := sorted({*settings} - known):
+            raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        for name, count in (("batch", batch), ("actor_every", actor_every)):
+            if count < 1:
+                raise ValueError(f"trainer: {name}={count} must be at least 1")
+        if not 0.0 <= demo_share <= 1.0 or utd <= 0.0 or warmup < 0:
+            raise ValueError(
+                f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
+            )
+        await self._open_mesh()
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.policy = await self.compute(made, policy, path, self.device)
+        if not isinstance(self.policy, SoftPolicy):
+            raise ValueError(
+                f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="
+                "rlinf.models.policy.sac.SoftPolicy, or a class derived from it"
+            )
+        self._soft = SoftLearner(self.policy, SoftSettings(**settings), self.mesh)
+        self._parking = Parking(lambda: held(self._soft.learned, self._soft.optimizer))  # the replay is in host memory
+        self._replay = Replay(capacity)
+        self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
+        self._actor_every, self._updates, self.version = actor_every, 0, 0
+        self._demos: Replay | None = None
+        self._from_demos = 0
+        if demonstrations is not None:
+            self._demos = await self.compute(self._read_demos, Path(demonstrations))
+            self._from_demos = round(demo_share * batch)
+
+    @endpoint(device=True, joint=True)
+    async def remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Take experience in, without learning from it yet.
+
+        Args:
+            trajectories: of all slices of all environments, in any order, all of them `Experience`.
+
+        Returns:
+            Metrics of what was lived through.
+
+        Raises:
+            ValueError: there is none, or it does not fit what was remembered before.
+        """
+
+        async def taken(_: None) -> dict[str, float]:
+            return await self.computed(self._remember, list(trajectories))
+
+        return await self.jointly(taken)
+
+    @endpoint(device=True, joint=True)
+    async def learn(self) -> dict[str, float]:
+        """Take the optimizer steps that are due for what is remembered; none during the warm-up.
+
+        Returns:
+            Metrics; the weights' version has gone up by one.
+
+        Raises:
+            FloatingPointError: a loss or its gradient is not finite; that step was not taken.
+        """
+
+        async def learned(_: None) -> dict[str, float]:
+            return await self.computed(self._catch_up)
+
+        return await self.jointly(learned)
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """What `train` does: both."""
+        return {**self._remember(trajectories), **self._catch_up()}
+
+    def _remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        whole, rows = transitions(trajectories)
+        self._replay.add(rows)
+        steps = float(rows["steps"].sum())
+        return {
+            "env_steps": steps,
+            "decisions": float(len(rows["steps"])),
+            "reward/step": float(rows["rewards"].sum()) / max(steps, 1.0),
+            "episodes/lost": float(whole.lost),
+            "staleness/mean": float(self.version - whole.version),
+            "replay/rows": float(len(self._replay)),
+            **summary(whole.episodes),
+        }
+
+    def _catch_up(self) -> dict[str, float]:
+        due = int(self._utd * max(0, self._replay.added - self._warmup)) - self._updates
+        parts: list[LossSum] = []
+        for _ in range(max(0, due)):
+            seed = mix(self._seed, self._updates)
+            self._updates += 1
+            parts.append(self._soft.learn(self._drawn(seed), seed, actor=self._updates % self._actor_every == 0))
+        self.version += 1
+        found = sum(parts[1:], parts[0]).values() if parts else {}
+        return {**found, "optimizer_steps": float(len(parts)), "alpha": float(self._soft.alpha)}
+
+    def _drawn(self, seed: int) -> Rows:
+        """A batch, the demonstrations' part last."""
+        lived = self._batch - self._from_demos
+        parts = [self._replay.draw(lived, seed, 0)] if lived else []
+        if self._demos is not None and self._from_demos:
+            parts.append(self._demos.draw(self._from_demos, seed, 1))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _read_demos(self, directory: Path) -> Replay:
+        rows = remembered(self.policy, read_demonstrations(directory.expanduser()), self.device)
+        demos = Replay(len(rows["steps"]))
+        demos.add(rows)
+        return demos
+
+    def _write(self, path: Path) -> None:
+        state = copy_state(
+            self._soft.learned,
+            self._soft.optimizer,
+            None,
+            self.version,
+            rank=self.rank,
+            ranks=self.world_size,
+            extra={"updates": self._updates},
+        )
+        state.write(path / STATE)
+        if self.rank == 0:
+            save_policy(self.policy, path / POLICY)
+            self._replay.write(path / REPLAY)
+
+    @endpoint(device=True, joint=True)
+    async def restore(self, path: str | Path) -> int:
+        """Go on from a checkpoint, with all that was remembered; returns the weights' version.
+
+        Args:
+            path: as given to `save`, or its `state`.
+
+        Raises:
+            FileNotFoundError: there is no complete state, or no replay buffer beside it.
+            ValueError: it does not fit this policy, or is damaged.
+        """
+        directory = Path(path).parent if Path(path).name == STATE else Path(path)
+
+        async def read(_: None) -> int:
+            return await self.computed(self._read, directory)
+
+        return await self.jointly(read)
+
+    def _read(self, directory: Path) -> int:
+        found = load_state(self._soft.learned, self._soft.optimizer, None, directory / STATE, rank=self.rank)
+        self._replay.read(directory / REPLAY)
+        self.version, self._updates = found.version, int(found.extra["updates"])
+        return found.version

@@ -1,0 +1,94 @@
+"""What a run would do, without doing it: the resolved configuration, where each role would be, and whether it fits.
+
+In: a checked configuration and the number of processes. Out: YAML that loads as the same configuration, with the rest
+as comments below. Code that the configuration names is imported; no process is started and no device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.loading import dump
+from rlinf.config.text import RunConfig
+from rlinf.job.embodied_roles import prepared as control_prepared
+from rlinf.job.prepare import prepare
+from rlinf.placement.auto.choose import Chosen
+from rlinf.placement.plan import GB
+from rlinf.placement.seats import CONTROL, TEXT, Placed
+
+
+def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
+    """The resolved configuration, and what a job of `hosts` processes would make of it.
+
+    Raises:
+        ConfigError: it could not run; the text says what does not fit, and what would.
+    """
+    if isinstance(config, RunConfig):
+        text = prepare(config, hosts)
+        placed, chosen, held = text.placed, text.chosen, text.held
+    else:  # how large the policy is, only the simulator tells
+        control = control_prepared(config, hosts)
+        placed, chosen, held = control.placed, control.chosen, {}
+    lines = [*_roles(config, placed), *_memory(placed, held), *_prediction(chosen, placed)]
+    return "\n".join([dump(config), *(f"# {line}" for line in lines)])
+
+
+def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
+    if placed.devices == 1:
+        named = _named_devices(config)
+        yield "Roles: one process, which all roles share" + (
+            f"; torchrun --nproc-per-node {named} would place them" if named > 1 else ""
+        )
+    else:
+        shared = ", taking turns" if placed.turns else ""
+        yield f"Roles: {placed.devices} processes, a device each; {placed.plan.mode}{shared}"
+    for role, seat in placed.seats.items():
+        where = ("device" if any(seat.devices) else "host") + ("s" if len(set(seat.hosts)) > 1 else "")
+        yield f"  {role:<10} {where} {listed(seat.hosts)}"
+
+
+def _memory(placed: Placed, held: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """What each role takes on a device by its model's shape; what cannot fit was refused before."""
+    if not held:
+        return
+    limit = "no limit" if placed.memory is None else f"of {placed.memory / GB:.3g}"
+    parts = ", ".join(f"{role} {active / GB:.2g}" for role, (active, _) in held.items() if active)
+    turns = "; roles of a device take turns, and are parked where they do not fit" if placed.turns else ""
+    yield f"Memory of a device, GB, at least: {parts} ({limit}{turns})"
+
+
+def _prediction(chosen: Chosen | None, placed: Placed) -> Iterator[str]:
+    if chosen is None:
+        yield "Time: not known without a profile; every run leaves a profile.json, for placement.profile"
+        return
+    predicted = placed.plan.predicted
+    assert predicted is not None  # of every plan that was chosen
+    yield (
+        f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
+        f"is possible ({predicted.bound_seconds:.3g} s, {chosen.bound.binding})"
+    )
+    for row in chosen.best_of_modes:
+        sizes = ", ".join(f"{name} {len(role.devices)}" for name, role in row.plan.roles.items() if role.devices)
+        yield f"  {row.mode:<13} {row.seconds:.3g} s  ({sizes})"
+    yield f"  {chosen.reason}"
+
+
+def _named_devices(config: RunConfig | EmbodiedConfig) -> int:
+    """How many devices the placement counts on, as far as plain numbers tell."""
+    roles = [kind.name for kind in (*TEXT, *CONTROL)]
+    given = (value for name, value in vars(config.placement).items() if name in roles)
+    texts = [str(value) for value in given if isinstance(value, str | int)]
+    numbers = [int(part) for text in texts for part in text.replace("-", ",").split(",") if part.isdigit()]
+    return 1 + max(numbers, default=0)
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    """Numbers as people write them: `0-3, 6`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

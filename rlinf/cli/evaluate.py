@@ -1,0 +1,72 @@
+"""Evaluating a saved model: the same engine, prompts and rewards as in training, without a trainer.
+
+In: a configuration whose `model.path` is the model. Out: a table, and every answer as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rlinf.config.loading import InputError
+from rlinf.config.text import RunConfig
+from rlinf.data.sample import Evaluation
+from rlinf.flows.evaluate import evaluate
+from rlinf.job.text_data import answers_of, evaluation_settings, load_problems
+from rlinf.job.text_roles import spawn_roles
+from rlinf.placement.seats import TEXT, place
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.system import ActorSystem
+
+
+async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | None) -> Evaluation:
+    """Answer the evaluation's problems with the model of a configuration, print how good it is, and note the answers.
+
+    Args:
+        system: where.
+        config: what.
+        output: file for the answers, one JSON object per line; None writes none.
+
+    Raises:
+        InputError: there is no problem to answer.
+    """
+    problems = load_problems(config)
+    if not problems.held_out:
+        raise InputError("evaluation.data: name problems to evaluate on")
+    # a mode or a plan is for training: here nobody else is on a device
+    as_written = replace(config.placement, mode=None, plan=None)
+    placed = place(as_written, [kind for kind in TEXT if kind.name in ("rollout", "judge")], system.hosts)
+    roles = await spawn_roles(system, config, problems, placed)
+    start = time.perf_counter()
+    outcome = await evaluate(
+        Stream.of(problems.held_out), roles["rollout"], roles["judge"], **evaluation_settings(config)
+    )
+    _print(config, outcome, time.perf_counter() - start)
+    if output is not None:
+        saved = answers_of(outcome)
+        assert saved is not None
+        lines = [json.dumps(answer) + "\n" for answer in saved["answers"]]
+        await asyncio.to_thread(output.write_text, "".join(lines), encoding="utf-8")
+        print(f"answers: {output}")
+    return outcome
+
+
+def _print(config: RunConfig, outcome: Evaluation, seconds: float) -> None:
+    evaluation = config.evaluation
+    how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
+    several = f", {evaluation.samples} answers each" if evaluation.samples > 1 else ""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{config.model.path}: {len(outcome.groups)} problems, {how}{several}, {seconds:.1f} s")
+    table = Table()
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in outcome.metrics.items():
+        table.add_row(name, f"{value:.1f}" if name == "response_length/mean" else f"{value:.1%}")
+    console.print(table)

@@ -1,0 +1,220 @@
+"""`python -m rlinf plan`: the best placement of a profiled flow, on devices that one need not have.
+
+    python -m rlinf plan --profile profile.json --devices 1024 --per-node 8 --memory-gb 80 -o plan.yaml
+
+In: a profile.json, as every run leaves one. Out: a table of the best plan of each mode, one sentence of why, and a
+plan.yaml, which `placement.plan` follows. Nothing is started. All seconds are simulated from the profile, none is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlinf.config.importing import mistake_in, resolve
+from rlinf.placement.auto.choose import FINALISTS, Chosen, Row, choose
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.plan import GB
+from rlinf.placement.plan_file import save
+from rlinf.placement.profiling.profile import BESIDE, Profile, load
+from rlinf.placement.simulator.simulate import Flow
+from rlinf.runtime.actor.actor import Actor
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned; the text says what to change."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code: 2, with one message, for what cannot be planned.
+
+    Args:
+        arguments: what follows `plan` on the command line.
+    """
+    options = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:  # a flow may lie in the directory from which this is started
+        sys.path.append(os.getcwd())
+    try:
+        _run(options)
+    except (PlanError, PlacementError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlinf plan", description="Plan a profiled flow for devices that one need not have."
+    )
+    parser.add_argument("--profile", required=True, metavar="FILE", help="profile.json of a run of the flow")
+    parser.add_argument(
+        "--devices", required=True, metavar="N", help="how many; of several kinds, h100=512,l40s=64 (as profiled)"
+    )
+    parser.add_argument("--per-node", type=int, default=1, metavar="N", help="roles take whole nodes of so many")
+    parser.add_argument(
+        "--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes; left out: no limit"
+    )
+    parser.add_argument("--items", type=int, metavar="N", help="items (prompts) of a step; as many as were profiled")
+    parser.add_argument("--flow", metavar="PATH", help="dotted path of the flow function; the profiled one if left out")
+    parser.add_argument(
+        "--actor",
+        action="append",
+        default=[],
+        metavar="ROLE=PATH",
+        help="class of a role of your own, whose endpoints the flow calls; may be repeated",
+    )
+    parser.add_argument(
+        "--extrapolate", action="store_true", help="use numbers of devices and items that were not measured: a guess"
+    )
+    parser.add_argument(
+        "--rehearse",
+        type=int,
+        default=FINALISTS,
+        metavar="K",
+        help=f"plans of each mode that are rehearsed with the real flow ({FINALISTS}); 0: rank by formula alone",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there, such as plan.yaml")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    profile = _profile(options.profile)
+    devices = _devices(options.devices, profile)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise PlanError(f"--output {output}: there is no directory {output.absolute().parent}")
+    for name in ("per_node", "items", "memory_gb"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise PlanError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
+    memory = None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
+    flow = _flow(options.flow, profile) if options.rehearse > 0 else None
+    try:
+        chosen = choose(
+            profile,
+            devices,
+            memory,
+            flow,
+            options.items,
+            extrapolate=options.extrapolate,
+            per_mode=max(0, options.rehearse),
+            quantum=options.per_node,
+            actors=_actors(options.actor),
+        )
+    except PlacementError as error:
+        text = "; ".join(str(complaint) for complaint in error.complaints)
+        raise PlanError(text.replace("allow extrapolation,", "add --extrapolate,")) from None
+    _show(chosen, profile, devices, options)
+    if output is not None:
+        save(chosen.plan, output)
+        _tell(f"plan: {output}")
+
+
+def _profile(path: str) -> Profile:
+    try:
+        return load(Path(path))
+    except OSError as error:
+        raise PlanError(f"--profile {path} cannot be read: {error.strerror or error}; a run leaves one") from None
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def _devices(text: str, profile: Profile) -> dict[str, int]:
+    """How many of each kind: a number where the profile knows one kind, else kind=number pairs."""
+    kinds = sorted({stage.kind for stage in profile.stages.values()} - {BESIDE}) or ["gpu"]
+    parts = [part.partition("=") for part in text.split(",")]
+    if len(parts) == 1 and not parts[0][1]:
+        if len(kinds) > 1:
+            raise PlanError(
+                f"--devices {text}: the profile knows {' and '.join(kinds)}: write how many of each, as in "
+                f"{','.join(f'{kind}={text}' for kind in kinds)}"
+            )
+        parts = [(kinds[0], "=", text)]
+    found: dict[str, int] = {}
+    for kind, _, number in parts:
+        if not number.strip().isdigit() or int(number) < 1:
+            raise PlanError(f"--devices {text}: {number or kind!r} is no number of devices; write one of at least 1")
+        found[kind.strip()] = int(number)
+    if unknown := [kind for kind in found if kind not in kinds]:
+        raise PlanError(f"--devices {text}: nothing was profiled on {unknown[0]!r}; there is: {', '.join(kinds)}")
+    return found
+
+
+def _flow(given: str | None, profile: Profile) -> Flow:
+    path = given or profile.flow
+    if not path:
+        raise PlanError("the profile does not name its flow: add --flow rlinf.flows.grpo, or --rehearse 0")
+    if mistake := mistake_in(path, must_be_async=True):
+        raise PlanError(f"--flow {path}: {mistake}")
+    flow: Flow = _resolved("--flow", path)
+    return flow
+
+
+def _actors(given: Sequence[str]) -> dict[str, type[Actor]]:
+    found: dict[str, type[Actor]] = {}
+    for entry in given:
+        role, _, path = entry.partition("=")
+        cls = _resolved("--actor", path) if path else None
+        if not (inspect.isclass(cls) and issubclass(cls, Actor)):
+            raise PlanError(f"--actor {entry}: write ROLE=package.module.Class, a subclass of rlinf.Actor")
+        found[role] = cls
+    return found
+
+
+def _resolved(key: str, path: str) -> Any:
+    try:
+        return resolve(path)
+    except Exception as error:  # it is the user's own code that is imported
+        raise PlanError(f"{key} {path}: importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
+    count = sum(devices.values())
+    items = options.items or profile.items
+    title = (
+        f"{profile.flow or options.flow}: a step of {items:,} items on {count:,} devices, SIMULATED from the profile"
+    )
+    table = Table(title=title)
+    for name in ("mode", "devices per role", "calculated s", "rehearsed s", "of bound", "bubble", "peak GB", "chunks"):
+        table.add_column(name, justify="left" if name in ("mode", "devices per role") else "right")
+    for row in chosen.best_of_modes:
+        table.add_row(*_cells(row, chosen))
+    Console(width=max(120, Console().width)).print(table)
+    _tell(f"bound: {chosen.bound.seconds:,.3f} s, set by {chosen.bound.binding}")
+    _tell(chosen.reason)
+    used = len(chosen.plan.devices)
+    if used < count and not options.extrapolate:
+        most = max((timing.devices for stage in profile.stages.values() for timing in stage.timings), default=0)
+        if most < count:
+            _tell(f"{count - used} devices stay idle: nothing was measured on more than {most}; --extrapolate guesses")
+    if options.extrapolate:
+        _tell("Extrapolated: sizes that were not measured are a guess, at scale a bold one.")
+    _tell(
+        f"All seconds are simulated from {profile.machine}, not measured on {count:,} devices "
+        f"(took {chosen.took:.1f} s here)."
+    )
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def _cells(row: Row, chosen: Chosen) -> list[str]:
+    sizes = ", ".join(f"{name} {_place(role.devices)}" for name, role in row.plan.roles.items())
+    rehearsed = "-" if row.rehearsed is None else f"{row.rehearsed:,.3f}"
+    peak = f"{row.peak_bytes / GB:.1f}" if row.peak_bytes else "-"
+    shares = (f"{chosen.bound.efficiency(row.seconds):.0%}", f"{row.bubble:.0%}")
+    return [row.mode, sizes, f"{row.calculated:,.3f}", rehearsed, *shares, peak, str(row.chunks)]
+
+
+def _place(devices: Sequence[int]) -> str:
+    return str(len(devices)) if devices else "beside"

@@ -1,0 +1,162 @@
+"""Reading a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with every mistake in it.
+
+The keys themselves are in `text.py`. Here is what types and limits of single keys cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from rlinf.config.common import common_mistakes
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import mistake_in
+from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
+from rlinf.config.placement import PlacementConfig
+from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
+from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, place
+
+__all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
+
+ROLES = ("rollout", "trainer", "judge")
+"""Keys of `placement` that name hosts."""
+BESIDE_THE_TRAINER = ("critic", "reference", "teacher")
+"""Further ones, of roles that only some algorithms have; they share the trainer's hosts unless they name some."""
+_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None) -> RunConfig:
+    """Read a configuration.
+
+    Args:
+        path: YAML file; None takes the defaults alone.
+        overrides: `a.b=value`; they win over the file, later ones over earlier ones.
+        hosts: number of processes of this job; given, the placement is checked against it too.
+
+    Raises:
+        ConfigError: with every mistake, before anything is started.
+        InputError: if the file cannot be read as YAML at all.
+    """
+    return load(RunConfig, path, overrides, lambda config: _mistakes(config, hosts))
+
+
+def roles_to_hosts(placement: PlacementConfig, hosts: int, roles: Sequence[str] = ROLES) -> dict[str, list[int]]:
+    """Where each role runs."""
+    placed = place(placement, [kind for kind in TEXT if kind.name in roles], hosts)
+    return {role: list(placed.seats[role].hosts) for role in roles}
+
+
+def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
+    """(key, advice) for what the type and the limits of a single key cannot say."""
+    yield from common_mistakes(config)
+    yield from _reward_mistakes(config.reward)
+    yield from _reference_mistakes(config)
+    for key, directory in (
+        ("model.path", config.model.path),
+        ("model.tokenizer", config.model.tokenizer),
+        ("critic.model", config.critic.model),
+        ("reference.model", config.reference.model),
+        ("teacher.model", config.teacher.model),
+    ):
+        if directory is not None and _is_local(directory) and not Path(directory).expanduser().is_dir():
+            advice = "there is no such directory; name one that save_pretrained wrote, or owner/name on the hub"
+            yield key, advice
+    if config.model.path is None and "model_type" not in config.model.config:
+        yield "model.config", "a new model needs its model_type, such as qwen2; or set model.path to a saved model"
+    if config.data.train is not None and config.model.path is None and config.model.tokenizer is None:
+        yield "model.tokenizer", "a new model that learns from data of yours needs a tokenizer: name a saved one"
+    yield from _data_mistakes("data.train", config.data.train)
+    yield from _data_mistakes("evaluation.data", config.evaluation.data)
+    yield from _evaluation_mistakes(config.evaluation, config.data)
+    yield from mistakes_in(config.placement, TEXT, hosts)
+
+
+def _reference_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.reference.kind == "adapters_off" and config.model.lora.r == 0:
+        yield "reference.kind", "there are no adapters to switch off; set model.lora.r, or take frozen"
+    if config.reference.kind != "frozen" and config.reference.model is not None:
+        yield "reference.model", f"a reference of kind {config.reference.kind} is made of the policy itself; remove it"
+
+
+def _reward_mistakes(reward: RewardConfig) -> Iterator[tuple[str, str]]:
+    if reward.parts and reward.args:
+        yield "reward.args", "with several functions, the arguments of each stand in reward.parts: {function, args}"
+    for name, part in reward.parts.items():
+        path = part.get("function") if isinstance(part, dict) else part
+        if not isinstance(path, str):
+            yield "reward.parts", f"{name} needs the dotted path of a function, or {{function: PATH, weight: 1.0}}"
+        elif (advice := mistake_in(path)) is not None:
+            yield "reward.parts", f"{name}: {advice}"
+    if not reward.parts and (advice := mistake_in(reward.function)) is not None:
+        yield "reward.function", advice
+
+
+def _data_mistakes(key: str, source: str | None) -> Iterator[tuple[str, str]]:
+    if source is not None and (_is_local(source) or source.endswith(_FILES)) and not Path(source).expanduser().exists():
+        yield key, f"there is no such file or directory; it is looked for from {Path.cwd()}"
+
+
+def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tuple[str, str]]:
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield "evaluation.samples", "at temperature 0 all answers to a problem are equal; set evaluation.temperature"
+    if any(k > evaluation.samples for k in evaluation.k):
+        yield "evaluation.k", f"more than the {evaluation.samples} answers per problem; raise evaluation.samples"
+    if data.train is not None and evaluation.data is None and evaluation.every:
+        yield "evaluation.every", "there is nothing to evaluate on: data.train is yours, so name evaluation.data too"
+
+
+def _is_local(path: str) -> bool:
+    return path.startswith((".", "/", "~"))
+
+
+def is_embodied(path: str | Path | None) -> bool:
+    """Whether a file is a configuration of this kind; one that cannot be read is not."""
+    if path is None:
+        return False
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # reading it as any configuration tells what is wrong
+    return isinstance(content, dict) and "env" in content
+
+
+def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None) -> EmbodiedConfig:
+    """Read a configuration.
+
+    Args:
+        path: YAML file; None takes the defaults alone.
+        overrides: `a.b=value`; they win over the file, later ones over earlier ones.
+        hosts: number of processes of this job; given, the placement is checked against it too.
+
+    Raises:
+        ConfigError: with every mistake, before anything is started.
+        InputError: if the file cannot be read as YAML at all.
+    """
+    return load(EmbodiedConfig, path, overrides, lambda config: _embodied_mistakes(config, hosts))
+
+
+def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
+    yield from common_mistakes(config)
+    if (simulator := mistake_in(config.env.simulator)) is not None:
+        yield "env.simulator", simulator
+    env = config.env
+    parts = max(env.workers, 1) * env.slices * env.group_size
+    if env.num_envs % parts:
+        yield (
+            "env.num_envs",
+            f"it must be a multiple of workers x slices x group_size = {parts}, so that shares are equal; take "
+            f"{max(parts, env.num_envs // parts * parts)}, or fewer workers or slices",
+        )
+    if config.policy.path is not None and not Path(config.policy.path).expanduser().is_dir():
+        yield "policy.path", "there is no such directory; name the `policy` directory of a checkpoint"
+    for key, directory in (
+        ("imitation.path", config.imitation.path),
+        ("off_policy.demonstrations", config.off_policy.demonstrations),
+    ):
+        if directory is not None and not Path(directory).expanduser().is_dir():
+            yield key, "there is no such directory; name one with demonstrations"
+    if config.trials.videos > config.trials.episodes:
+        yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
+    yield from mistakes_in(config.placement, CONTROL, hosts)

@@ -1,0 +1,52 @@
+"""The keys that every kind of run has, and what may not stand in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rlinf.config.importing import mistake_in
+from rlinf.config.schema import number
+
+
+@dataclass
+class SystemConfig:
+    """Processes that die, fall silent or wait for each other."""
+
+    host_timeout: float | None = number(60.0, above=0)
+    """Seconds of silence after which a process counts as lost, which ends the job: its machine has lost power, the
+    network is cut, or it was stopped. One that computes is not silent, however long it does. A network's failure that
+    lasts half as long is survived. null waits for ever."""
+    stall_after: float | None = number(1800.0, above=0)
+    """Seconds after which a job ends, with a report of who waits on whom, if nothing that the flow waits for has moved
+    meanwhile: no call began or ended, no item came or went, no computing thread used the processor. So a single
+    computation may last longer; waiting for something outside, such as a server, may not. null waits for ever."""
+
+
+@dataclass
+class CommonConfig:
+    """One run of any kind."""
+
+    name: str = "run"
+    """Names the run directory, `<output_dir>/<name>`."""
+    output_dir: str = "outputs"
+    """Where run directories are made."""
+    seed: int = number(0, low=0)
+    """Seed of new weights, of what is drawn to learn from, and of the sampling."""
+    steps: int = number(100, low=0)
+    """Steps of the flow; 0 only does what comes before and after them."""
+    log_every: int = number(10, low=1)
+    """A progress line is printed every this many steps; metrics.jsonl has every step."""
+    trace: bool = True
+    """Write trace.json: what every role did when, for ui.perfetto.dev and the lanes in report.html."""
+    flow: str | None = None
+    """Dotted path of the async function that is one step."""
+    system: SystemConfig = field(default_factory=SystemConfig)
+
+
+def common_mistakes(config: CommonConfig) -> Iterator[tuple[str, str]]:
+    """(key, advice) for every mistake in these keys."""
+    if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
+        yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
+    if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
+        yield "flow", flow

@@ -1,0 +1,176 @@
+"""What a configuration may hold, read off dataclasses: keys, types, defaults, limits and docs.
+
+A schema is a dataclass whose fields are values or further dataclasses ("sections"). The string literal under a field
+is its documentation: `--help` and docs/config.md print it. A section with `__shorthand__ = "key"` may be given as a
+single text, which is that key's; one with `__together__` takes several keys with commas between; a field of type Any
+takes a mapping, null, or a text that is short for {name: text}. Knows no key of ours (those are in `text.py`)
+and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_CLOSE_ENOUGH = 0.6  # difflib's own cutoff: below it a suggestion is more often wrong than right
+_LIMITS = {
+    "low": (lambda value, limit: value >= limit, "at least"),
+    "above": (lambda value, limit: value > limit, "more than"),
+    "high": (lambda value, limit: value <= limit, "at most"),
+    "below": (lambda value, limit: value < limit, "less than"),
+}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "dict[str, Any]": "a mapping",
+    "Any": "a mapping, a name or null",
+    "list[int]": "a list of whole numbers, such as [0, 1]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One key that can be set: a field that is not a section itself."""
+
+    key: str
+    """Dotted key from the root, such as `optimizer.lr`."""
+    type: Any
+    """The annotation, resolved."""
+    default: Any
+    """The value that holds when nobody sets it."""
+    doc: str
+    """The text under the field."""
+    limits: Mapping[str, float]
+    """What `number(...)` was given: any of `low`, `above`, `high`, `below`."""
+
+    @property
+    def expectation(self) -> str:
+        """What a value must be, in words: `a whole number (int), at least 1`."""
+        return ", ".join([_in_words(self.type), *self.limits_in_words])
+
+    @property
+    def limits_in_words(self) -> list[str]:
+        """The limits of the value: `["at least 1"]`."""
+        return [f"{_LIMITS[name][1]} {limit:g}" for name, limit in self.limits.items()]
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the key holds a free mapping, or may hold one, into which dotted keys may reach."""
+        return get_origin(self.type) is dict or self.type is Any
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the right type is within the limits; each element of a list must be."""
+        if value is None:
+            return True
+        values = value if isinstance(value, list | tuple) else [value]
+        return all(_LIMITS[name][0](each, limit) for each in values for name, limit in self.limits.items())
+
+
+def number(default: Any, **limits: float) -> Any:
+    """A field of numbers with limits: `low` and `high` are allowed themselves, `above` and `below` are not.
+
+    Args:
+        default: value when nobody sets the key; a list or tuple has every element limited.
+        **limits: any of `low`, `above`, `high`, `below`.
+    """
+    unknown = sorted(set(limits) - set(_LIMITS))
+    if unknown:
+        raise TypeError(f"number() knows the limits {', '.join(_LIMITS)}; not {', '.join(unknown)}")
+    metadata = {"limits": limits}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
+    """Every key of a schema, sections flattened, in the order in which they are written."""
+    docs, annotations = field_docs(schema), get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        key, annotation = f"{prefix}{field.name}", annotations[field.name]
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            yield from leaves(annotation, f"{key}.")
+        else:
+            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), field.metadata.get("limits", {}))
+
+
+def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Every section of a schema as (dotted key, dataclass), outer ones first."""
+    annotations = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(annotations[field.name]):
+            yield f"{prefix}{field.name}", annotations[field.name]
+            yield from sections(annotations[field.name], f"{prefix}{field.name}.")
+
+
+@cache
+def field_docs(schema: type) -> Mapping[str, str]:
+    """The string literal under each field of a dataclass, those it inherited included, as one line each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
+    docs = {name: doc for base in bases for name, doc in field_docs(base).items()}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def type_name(annotation: Any) -> str:
+    """An annotation as documentation says it: `int`, `list[int]`, `str or null`, `"a" or "b"`."""
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(type_name(each) for each in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) is not None:
+        return str(annotation).replace("typing.", "")
+    return str(annotation.__name__)
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key that `key` was most likely meant to be, or None where nothing is close."""
+    section, _, name = key.rpartition(".")
+
+    def closeness(candidate: str) -> float:
+        its_section, _, its_name = candidate.rpartition(".")
+        whole = SequenceMatcher(None, key, candidate).ratio()
+        last = SequenceMatcher(None, name, its_name).ratio()
+        return max(whole, last if section == its_section else 0.9 * last)
+
+    best = max(known, key=closeness, default=None)
+    return best if best is not None and closeness(best) >= _CLOSE_ENOUGH else None
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    raise TypeError(f"the config field {field.name} has no default; every field needs one")
+
+
+def _in_words(annotation: Any) -> str:
+    name = type_name(annotation)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, get_args(annotation)))}"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_WORDS.get(type_name(each), type_name(each)) for each in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"a list of {len(get_args(annotation))} numbers"
+    return f"{_WORDS[name]} ({name})" if name in _WORDS else name

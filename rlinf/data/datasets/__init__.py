@@ -1,0 +1,4 @@
+"""From files, hub data sets and generated tasks to streams of prompts.
+
+Reading, columns, order and cursor; rewards are `rewards`.
+"""

@@ -1,0 +1,327 @@
+"""All that a run reads: problems to learn from, worked ones to begin with, and those it is evaluated on.
+
+In: what a configuration says, or Python objects. Out: a `Data`, the same for files, hub data sets, iterables and
+generated tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.data.datasets.columns import Columns
+from rlinf.data.datasets.prompt_maker import Drawn, Overlong, PromptMaker
+from rlinf.data.datasets.prompt_stream import PromptStream
+from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
+from rlinf.data.datasets.sources import Iterated, Source, open_rows
+from rlinf.data.datasets.streaming import BUFFER, IteratedStream
+from rlinf.data.datasets.toy_tasks import make_task, prompts, rows_of, task_maker
+from rlinf.data.rng import permutation
+from rlinf.data.sample import Example, Prompt
+from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
+
+_SHOWN = 5
+"""Wrong rows that an error shows; the rest is counted."""
+_LOOKED_AT = 100
+"""Rows that tell which columns there are: a column that is first filled later must be named by the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How rows become prompts."""
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Ours (prompt, answer, response, choices) to theirs."""
+    template: str | None = None
+    """Makes the prompt's text from columns: "Question: {question}\\nAnswer:"."""
+    chat: bool = False
+    """Texts are what a user says, to be put into the chat template; lists of messages always are."""
+    system: str | None = None
+    """System message for chats that have none; makes every prompt a chat."""
+    chat_template: str | None = None
+    """Jinja text, or a file with it; None takes the tokenizer's."""
+    chat_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None for no limit."""
+    overlong: Overlong = "drop"
+    """What becomes of longer ones."""
+
+
+@dataclass(slots=True)
+class Data:
+    """Problems, ready to be drawn."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The model's."""
+    tokenizer_source: TokenizerSource | None
+    """Where it came from, for roles that load their own; None if it was passed as an object."""
+    train: PromptStream | IteratedStream
+    """Problems to try."""
+    warm_up: PromptStream | IteratedStream
+    """The same in another order, to be shown with their answers."""
+    held_out: list[Prompt]
+    """Problems to evaluate on."""
+    columns: tuple[str, ...]
+    """What reward functions can take besides the response: for `Judge`'s `columns`. Empty if it is not known yet."""
+    notes: tuple[str, ...]
+    """What was found, in lines for a log."""
+    learn_prompt: bool
+    """Worked examples teach the question too."""
+
+    def examples(self, count: int) -> list[Example]:
+        """The next worked problems, for supervised training."""
+        drawn = self.warm_up.take(count)
+        return self.warm_up.maker.worked(drawn, learn_prompt=self.learn_prompt)
+
+    async def worked_batches(self, count: int, size: int) -> AsyncIterator[list[Example]]:
+        """So many batches of worked problems."""
+        for _ in range(count):
+            drawn = await self.warm_up.draw(size)
+            yield self.warm_up.maker.worked(drawn, learn_prompt=self.learn_prompt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where both streams are, as JSON."""
+        return {"train": self.train.state_dict(), "warm_up": self.warm_up.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where saved streams were.
+
+        Raises:
+            DataError: the data set is another.
+        """
+        self.train.load_state_dict(state["train"])
+        self.warm_up.load_state_dict(state["warm_up"])
+
+
+def load_data(
+    tokenizer: PreTrainedTokenizerBase | TokenizerSource | None = None,
+    *,
+    train: Source | None = None,
+    split: str = "train",
+    shuffle: bool = True,
+    seed: int = 0,
+    task: str = "sort",
+    digits: int = 4,
+    evaluation: Source | None = None,
+    evaluation_split: str = "test",
+    evaluation_columns: Mapping[str, Any] | None = None,
+    problems: int = 500,
+    **options: Any,
+) -> Data:
+    """Open what a run reads.
+
+    Args:
+        tokenizer: the model's, or where it is; None for the characters of the generated task.
+        train: problems to learn from; None generates those of `task`.
+        split: which split of it.
+        shuffle: draw them in an order made from (seed, pass); False keeps theirs.
+        seed: of the orders, and of a generated task.
+        task, digits: the generated task, see `make_task`.
+        evaluation: problems to evaluate on; None takes held-out ones of the generated task, or none.
+        evaluation_split: which split of it.
+        evaluation_columns: like the option `columns`, which holds for what is not named here.
+        problems: how many to evaluate on at most, the same ones every time.
+        options: see `PromptOptions`; they hold for data of the user's own.
+
+    Raises:
+        DataError: something cannot be read or used; rows that are wrong are gathered.
+        ValueError: unknown task.
+    """
+    how = PromptOptions(**options)
+    made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
+    if tokenizer is None and made is None:
+        raise DataError("data: problems of your own need the tokenizer of a model: set model.path or model.tokenizer")
+    source = made.tokenizer if made is not None and tokenizer is None else tokenizer
+    assert source is not None
+    encoder = source if isinstance(source, PreTrainedTokenizerBase) else load_tokenizer(source)
+    if how.chat_template is not None:
+        encoder.chat_template = _template_text(how.chat_template)
+    held_out = [] if made is None else prompts(made.held_out, encoder)
+    if made is not None:
+        opened = _Opened(rows_of(made), task_maker(encoder), (), ())
+    else:
+        assert train is not None
+        opened = _open(train, split, encoder, how)
+    notes = opened.notes
+    if evaluation is not None:
+        columns = {**(evaluation_columns or {})}
+        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, columns, problems)
+        notes += more
+    warm_up, steps = opened.streams(seed, shuffle)
+    return Data(
+        encoder,
+        None if isinstance(source, PreTrainedTokenizerBase) else source,
+        steps,
+        warm_up,
+        held_out,
+        opened.columns,
+        notes,
+        learn_prompt=made is not None,
+    )
+
+
+def load_prompts(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str = "test",
+    problems: int | None = None,
+    **options: Any,
+) -> list[Prompt]:
+    """Problems to evaluate on, in the order of their rows.
+
+    Args:
+        source: where they are.
+        tokenizer: the model's.
+        split: which split of it.
+        problems: how many at most, the same ones every time; None for all.
+        options: see `PromptOptions`.
+
+    Raises:
+        DataError: something cannot be read or used; rows that are wrong are gathered.
+    """
+    how = PromptOptions(**options)
+    return _evaluated_on(source, split, tokenizer, dataclasses.replace(how, columns={}), dict(how.columns), problems)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A source of problems, found and checked."""
+
+    rows: Rows | Iterated
+    """The problems."""
+    maker: PromptMaker | Callable[[Sequence[Row]], PromptMaker]
+    """Makes prompts of them; or makes that once the first rows are known."""
+    columns: tuple[str, ...]
+    """Names of their columns, as far as they are known."""
+    notes: tuple[str, ...]
+    """What was found, in lines."""
+
+    def streams(self, seed: int, shuffle: bool) -> tuple[PromptStream | IteratedStream, PromptStream | IteratedStream]:
+        """Two supplies in orders of their own: worked problems, and problems to try."""
+        if not isinstance(self.rows, Iterated):
+            assert isinstance(self.maker, PromptMaker)
+            first, second = (
+                PromptStream(self.rows, self.maker, seed=2 * seed + part, shuffle=shuffle) for part in (0, 1)
+            )
+            return first, second
+        assert not isinstance(self.maker, PromptMaker)
+        size = BUFFER if shuffle else 0
+        one, other = (IteratedStream(self.rows, self.maker, seed=2 * seed + part, buffer=size) for part in (0, 1))
+        return (other, other) if self.rows.once else (one, other)  # what comes only once cannot be handed out twice
+
+
+def _open(source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions) -> _Opened:
+    rows = open_rows(source, split=split)
+    if not isinstance(rows, Iterated):
+        return _prepared(rows, tokenizer, how)
+
+    def maker(first: Sequence[Row]) -> PromptMaker:
+        columns = Columns.find(first, how.columns, where=rows.name, template=how.template)
+        return _maker(tokenizer, columns, how)
+
+    return _Opened(rows, maker, (), (f"{rows.name}: rows come one after the other",))
+
+
+def _prepared(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, own: Mapping[str, Any] | None = None
+) -> _Opened:
+    """Find the columns of rows that are there, and check every one.
+
+    Args:
+        own: columns of this data set alone; those of `how` then hold only where they fit.
+    """
+    if not len(rows):
+        raise DataError(f"{rows.name} has no rows")
+    first = list(_readable(rows)) or [rows[0]]  # the latter raises, and says why not one can be read
+    inherited = None if own is None else how.columns
+    given = how.columns if own is None else own
+    columns = Columns.find(first, given, where=rows.name, template=how.template, inherited=inherited)
+    _check_all(rows, columns)
+    found = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.named)
+    note = f"{rows.name}: {len(rows):,} rows; {found or 'prompt from data.template'}"
+    names = sorted({name for row in first for name in row})
+    return _Opened(rows, _maker(tokenizer, columns, how), tuple(names), (note,))
+
+
+def _readable(rows: Rows) -> Iterator[Row]:
+    """Those of the first rows that can be read; the others are reported with all that is wrong."""
+    for index in range(min(_LOOKED_AT, len(rows))):
+        try:
+            row = rows[index]
+        except DataError:
+            continue
+        yield row
+
+
+def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions) -> PromptMaker:
+    return PromptMaker(
+        tokenizer,
+        columns,
+        template=how.template,
+        chat=how.chat,
+        system=how.system,
+        chat_args=how.chat_args,
+        max_tokens=how.max_prompt_tokens,
+        overlong=how.overlong,
+    )
+
+
+def _check_all(rows: Rows, columns: Columns) -> None:
+    """See that every row has its prompt and answer. Raises one `DataError` that shows the first few that have not."""
+    wrong = 0
+    shown: list[str] = []
+    for index, row in enumerate(rows.scan(columns.top_level)):
+        if isinstance(row, DataError):
+            text = str(row)
+        elif columns.problem_in(row) is None:
+            continue
+        else:
+            text = f"{rows.where(index)}: {columns.problem_in(rows[index])}"
+        wrong += 1
+        if len(shown) < _SHOWN:
+            shown.append(text)
+    if wrong:
+        more = f"\n  and {wrong - len(shown)} more" if wrong > len(shown) else ""
+        listed = "\n  ".join(shown)
+        raise DataError(f"{rows.name}: {wrong} of {len(rows)} rows cannot be used:\n  {listed}{more}")
+
+
+def _evaluated_on(
+    source: Source,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    how: PromptOptions,
+    own: Mapping[str, Any],
+    problems: int | None,
+) -> tuple[list[Prompt], tuple[str, ...]]:
+    rows = open_rows(source, split=split)
+    if isinstance(rows, Iterated):
+        if rows.is_async:
+            raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
+        rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
+    opened = _prepared(rows, tokenizer, how, own)
+    chosen = range(len(rows)) if problems is None else sorted(permutation(len(rows), 0)[:problems].tolist())
+    assert isinstance(opened.maker, PromptMaker)
+    batch = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])
+    note = f"evaluation on {len(batch.prompts):,} of them"
+    note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
+    note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
+    return batch.prompts, (*opened.notes, note)
+
+
+def _template_text(template: str) -> str:
+    """A chat template as such, or the file that has it."""
+    if "{" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.chat_template: {template} is neither Jinja text nor a file")
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,167 @@
+"""Where rows come from: files, directories, hub names, Python objects.
+
+In: what a user wrote or passed. Out: `Rows` where any row can be read, or an `Iterated` where they only come one after
+the other.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.importing import resolve
+from rlinf.data.datasets.rows import (
+    DataError,
+    JoinedRows,
+    JsonLines,
+    ListRows,
+    Row,
+    Rows,
+    TableRows,
+    read_csv,
+    read_json,
+    read_parquet,
+)
+
+Source = str | Path | Iterable[Row] | AsyncIterable[Row] | Callable[[], Iterable[Row] | AsyncIterable[Row]]
+"""A file, several by a pattern with `*`, a directory, a hub name, `module.name` of an object; or that object: a list,
+an iterable or async iterable of mappings, or a function that makes one."""
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": JsonLines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+"""What reads a file, by its suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iterated:
+    """Rows that come one after the other."""
+
+    name: str
+    """Where they are from, for people."""
+    open: Callable[[], Iterable[Row] | AsyncIterable[Row]]
+    """Begins again at the first one; unless `once`."""
+    once: bool
+    """It can be gone through only once: it is an iterator already."""
+    is_async: bool
+    """It is gone through by `async for`."""
+
+
+def open_rows(source: Source, *, split: str = "train") -> Rows | Iterated:
+    """Find and open the rows.
+
+    Args:
+        source: what the user gave.
+        split: which split of a directory or a data set on the hub.
+
+    Raises:
+        DataError: there is nothing, or nothing that can be read.
+    """
+    if isinstance(source, str | Path):
+        return _named(str(source), split)
+    name = getattr(source, "__qualname__", type(source).__name__)
+    if isinstance(source, AsyncIterable):
+        return Iterated(name, lambda: source, hasattr(source, "__anext__"), is_async=True)
+    if hasattr(source, "column_names") and hasattr(source, "__getitem__"):
+        return TableRows(name, source)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, Mapping | bytes):
+        return ListRows(f"a {name}" if isinstance(source, list | tuple) else name, source)  # type: ignore[arg-type]
+    if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
+        return Iterated(name, lambda: source, hasattr(source, "__next__"), is_async=False)
+    if callable(source):
+        return _made(name, source)
+    raise DataError(f"data: a {type(source).__name__} holds no rows; give a file, a list or an iterable of dicts")
+
+
+def _made(name: str, make: Callable[[], Any]) -> Rows | Iterated:
+    """What a function returns: a list is as good as any; of an iterator, the function makes another for each pass."""
+    first = make()
+    if hasattr(first, "__next__") or hasattr(first, "__anext__"):
+        waiting = [first]
+        is_async = hasattr(first, "__anext__")
+        return Iterated(name, lambda: waiting.pop() if waiting else make(), once=False, is_async=is_async)
+    return open_rows(first)
+
+
+def _named(source: str, split: str) -> Rows | Iterated:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _directory(path, split)
+    if path.is_file():
+        return _file(path)
+    if any(character in source for character in "*?["):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        if not files:
+            raise DataError(f"data: no file is called {source}, looked for from {Path.cwd()}")
+        return _joined(source, files)
+    if path.suffix in READERS or source.startswith((".", "/", "~")):
+        raise DataError(f"data: there is no file {source}, looked for from {Path.cwd()}")
+    if "/" not in source and "." in source:
+        return _object(source)
+    return _hub(source, split)
+
+
+def _object(path: str) -> Rows | Iterated:
+    try:
+        return open_rows(resolve(path))
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"data: {path!r} is neither a file nor a Python object: {error}") from error
+
+
+def _file(path: Path) -> Rows:
+    if path.suffix not in READERS:
+        raise DataError(f"data: {path} is none of {', '.join(READERS)}, which can be read")
+    return READERS[path.suffix](path)
+
+
+def _joined(name: str, files: list[Path]) -> Rows:
+    return _file(files[0]) if len(files) == 1 else JoinedRows(name, [_file(file) for file in files])
+
+
+def _directory(path: Path, split: str) -> Rows:
+    """A data set that `save_to_disk` wrote, or files whose names begin with the split's, here or in data/."""
+    if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+        loaded = _datasets(str(path)).load_from_disk(str(path))
+        if isinstance(loaded, Mapping):
+            if split not in loaded:
+                raise DataError(f"data: {path} has the splits {', '.join(sorted(loaded))}; {split!r} is none of them")
+            loaded = loaded[split]
+        return TableRows(str(path), loaded)
+    there = sorted(file for place in (path, path / "data") for file in place.glob("*") if file.suffix in READERS)
+    files = [file for file in there if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_"))]
+    if not files:
+        names = ", ".join(file.name for file in there[:8]) or "nothing of the kind"
+        raise DataError(
+            f"data: {path} has no file {split}.jsonl, {split}-*.parquet or the like; there is {names}. Name the file, "
+            "several by a pattern with *, or another split"
+        )
+    return _joined(str(path), files)
+
+
+def _hub(source: str, split: str) -> Rows:
+    """`owner/name`, or `owner/name:subset`."""
+    name, _, subset = source.partition(":")
+    library = _datasets(source)
+    try:
+        loaded = library.load_dataset(name, subset or None, split=split)
+    except Exception as error:  # a wrong name, no network, an unknown split: many types, most of other libraries
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"data: there is no file {source}, and the hub does not give a data set of that name (split {split!r}): "
+            f"{reason}"
+        ) from error
+    return TableRows(source, loaded)
+
+
+def _datasets(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"data: {source} needs the library `datasets`: pip install rlinf[data]") from error
+    return datasets

@@ -1,0 +1,249 @@
+"""A supply of prompts from rows that only come one after the other: generators, sockets, data sets too large to index.
+
+In: an iterable or async iterable of mappings. Out: prompts, shuffled within a buffer of bounded size. Where the
+iterable ends, the next pass begins it again. A saved stream goes on by reading again, from the start of its pass, the
+rows that were read before; a checksum tells whether they are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlinf.data.datasets.prompt_maker import Drawn, PromptMaker
+from rlinf.data.datasets.prompt_stream import all_too_long
+from rlinf.data.datasets.rows import DataError, Row, canonical, checked
+from rlinf.data.datasets.sources import Iterated
+from rlinf.data.sample import Prompt
+
+BUFFER = 1024
+"""Rows that a shuffle buffer holds if nobody says: a few megabytes, and a few steps' worth of prompts."""
+_END: Any = object()
+_MOST_FRUITLESS = 100_000
+"""Rows in a row that are too long before the stream gives up: one that never ends has no pass to go by."""
+
+
+class ShuffleBuffer:
+    """Rows in a random order, as far as the buffer reaches: each that comes in puts another one out.
+
+    Args:
+        size: rows that are held; 0 keeps the order.
+        key: whole numbers that draw the order.
+    """
+
+    def __init__(self, size: int, *key: int):
+        self._random = np.random.default_rng(key)
+        self._size = size
+        self._rows: list[tuple[int, Row]] = []
+
+    def push(self, row: tuple[int, Row]) -> tuple[int, Row] | None:
+        """Take a row in; returns one that goes out, or None while the buffer fills."""
+        if self._size == 0:
+            return row
+        if len(self._rows) < self._size:
+            self._rows.append(row)
+            return None
+        index = int(self._random.integers(self._size))
+        out, self._rows[index] = self._rows[index], row
+        return out
+
+    def pop(self) -> tuple[int, Row] | None:
+        """One more row when no more come in; None if there is none left."""
+        if not self._rows:
+            return None
+        index = int(self._random.integers(len(self._rows)))
+        self._rows[index], self._rows[-1] = self._rows[-1], self._rows[index]
+        return self._rows.pop()
+
+
+class IteratedStream:
+    """Prompts from an iterable, with the interface of `PromptStream`.
+
+    Args:
+        rows: where they come from.
+        maker: makes what makes prompts of them, once the first row is known.
+        seed: of the orders.
+        buffer: rows that the shuffle buffer holds; 0 keeps the order.
+    """
+
+    def __init__(
+        self, rows: Iterated, maker: Callable[[Sequence[Row]], PromptMaker], *, seed: int = 0, buffer: int = BUFFER
+    ):
+        self._maker_of = maker
+        self._maker: PromptMaker | None = None
+        self.position = 0
+        """Rows drawn so far; a prompt's id is the position of its row."""
+        self.dropped = 0
+        """Rows that were left out since their prompts were too long."""
+        self.truncated = 0
+        """Prompts that were cut."""
+        self._rows = rows
+        self._seed = seed
+        self._size = buffer
+        self._pass = -1
+        self._drawn = 0  # rows of this pass that went out
+        self._read = 0  # rows of this pass that came in
+        self._saved: Mapping[str, Any] | None = None
+        self._fruitless = 0
+
+    @property
+    def maker(self) -> PromptMaker:
+        """Makes prompts of rows. Raises `DataError` before the first row was read."""
+        if self._maker is None:
+            raise DataError(f"{self._rows.name}: no row was read yet, so nothing is known about its columns")
+        return self._maker
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts.
+
+        Raises:
+            DataError: a row cannot be used; the iterable has ended for good, or is async.
+        """
+        if self._rows.is_async:
+            raise DataError(f"{self._rows.name} is an async iterable: await `draw` instead of calling `take`")
+        self._ready()
+        if (saved := self._to_replay()) is not None:
+            for _ in range(saved["drawn"]):
+                self._next()
+            self._replayed(saved)
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            self._add(prompts, [self._next() for _ in range(count - len(prompts))])
+        return prompts
+
+    async def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; those of a plain iterable are made in a thread. See `take`."""
+        if not self._rows.is_async:
+            return await asyncio.to_thread(self.take, count)
+        self._ready()
+        if (saved := self._to_replay()) is not None:
+            for _ in range(saved["drawn"]):
+                await self._next_async()
+            self._replayed(saved)
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            self._add(prompts, [await self._next_async() for _ in range(count - len(prompts))])
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on from here, as JSON."""
+        if self._saved is not None:
+            return dict(self._saved)
+        self._ready()
+        return {
+            "position": self.position,
+            "dropped": self.dropped,
+            "truncated": self.truncated,
+            "seed": self._seed,
+            "buffer": self._size,
+            "pass": self._pass,
+            "drawn": self._drawn,
+            "read": self._read,
+            "checksum": self._checksum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a saved stream was. The rows of its pass so far are read again when the next are drawn.
+
+        Raises:
+            DataError: the seed or the buffer is another, so that the order would be; or, when the rows are read again,
+                they are others.
+        """
+        for name, now in (("seed", self._seed), ("buffer", self._size)):
+            if state[name] != now:
+                raise self._changed(f"{name} was {state[name]!r} and is {now!r}")
+        self._saved = dict(state)
+        self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
+
+    def _begin(self, which: int) -> None:
+        """Begin a pass."""
+        if self._rows.once and which > 0:
+            raise DataError(
+                f"{self._rows.name} ended after {self._read} rows and cannot be begun again: give a list, or a "
+                "function that makes the iterable anew for each pass"
+            )
+        opened = self._rows.open()
+        self._source: Any = aiter(opened) if self._rows.is_async else iter(opened)  # type: ignore[arg-type]
+        self._pass = which
+        self._buffer = ShuffleBuffer(self._size, self._seed, which)
+        self._drawn = 0
+        self._read = 0
+        self._checksum = 0
+        self._ended = False
+
+    def _ready(self) -> None:
+        if self._pass < 0:
+            self._begin(0)
+
+    def _next(self) -> Drawn:
+        while (out := self._left() if self._ended else self._put(next(self._source, _END))) is None:
+            continue
+        return self._drawn_row(*out)
+
+    async def _next_async(self) -> Drawn:
+        while (out := self._left() if self._ended else self._put(await anext(self._source, _END))) is None:
+            continue
+        return self._drawn_row(*out)
+
+    def _put(self, row: Any) -> tuple[int, Row] | None:
+        """Take in what the source gave; returns what the buffer puts out for it."""
+        if row is _END:
+            self._ended = True
+            return None
+        index = self._read
+        row = checked(row, self._where(index))
+        if self._maker is None:
+            self._maker = self._maker_of([row])
+        self._read += 1
+        self._checksum = zlib.crc32(canonical(row), self._checksum)
+        return self._buffer.push((index, row))
+
+    def _left(self) -> tuple[int, Row] | None:
+        """One of the rows that are left when the source has ended; after the last, the next pass begins."""
+        out = self._buffer.pop()
+        if out is None:
+            if self._read == 0:
+                raise DataError(f"{self._rows.name} gave no row at all")
+            self._begin(self._pass + 1)
+        return out
+
+    def _drawn_row(self, index: int, row: Row) -> Drawn:
+        drawn = Drawn(self.position, index, row, self._where(index))
+        self.position += 1
+        self._drawn += 1
+        return drawn
+
+    def _where(self, index: int) -> str:
+        return f"{self._rows.name}, row {index + 1}"
+
+    def _add(self, prompts: list[Prompt], drawn: list[Drawn]) -> None:
+        batch = self.maker.make(drawn)
+        prompts += batch.prompts
+        self.dropped += batch.dropped
+        self.truncated += len(batch.truncated)
+        self._fruitless = 0 if batch.prompts else self._fruitless + batch.dropped
+        if self._fruitless >= _MOST_FRUITLESS:
+            raise all_too_long(self._rows.name, self.maker)
+
+    def _to_replay(self) -> Mapping[str, Any] | None:
+        """A saved state that was loaded and not reached yet; its pass is begun."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._begin(saved["pass"])
+        return saved
+
+    def _replayed(self, saved: Mapping[str, Any]) -> None:
+        """The rows before a saved state were drawn again: see that they were the same."""
+        if (self._pass, self._read, self._checksum) != (saved["pass"], saved["read"], saved["checksum"]):
+            raise self._changed("its first rows are others")
+        self.position = saved["position"]
+
+    def _changed(self, what: str) -> DataError:
+        return DataError(
+            f"{self._rows.name} is not the data of the checkpoint ({what}): bring that back, or start a new run from "
+            "the checkpoint's model"
+        )

@@ -1,0 +1,70 @@
+"""Randomness that depends on what is drawn and never on when or where.
+
+A number or permutation is a function of a key, such as (seed, prompt, sample), so it is the same whatever else runs,
+in whatever order, on however many hosts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+"""SplitMix64's increment: 2^64 divided by the golden ratio."""
+
+
+def mix(*key: int) -> int:
+    """A number from 0 to 2^63 - 1 that depends on every part of `key` (whole numbers), well spread.
+
+    Each part goes through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 19).
+    """
+    state = 0
+    for part in key:
+        state = _finalise((state + GAMMA + (part & _WORD)) & _WORD)
+    return state >> 1
+
+
+def permutation(count: int, *key: int) -> np.ndarray:
+    """An order of `range(count)` drawn from `key` (whole numbers from 0), int64 [count]."""
+    return np.random.default_rng(key).permutation(count)
+
+
+def _finalise(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Random numbers in [0, 1).
+
+    Output number `position` of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 19) started from each seed: its
+    state only counts, so any output can be had without those before it.
+
+    Args:
+        seeds: int64 [...].
+        positions: which output of each, from 0, int64, broadcast with the seeds.
+
+    Returns:
+        float64, multiples of 2^-53.
+    """
+    z = seeds + (positions + 1) * _GAMMA
+    z = (z ^ _shift(z, 30)) * _FIRST
+    z = (z ^ _shift(z, 27)) * _SECOND
+    z = z ^ _shift(z, 31)
+    return _shift(z, 11).double() * 2.0**-53
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift: int64 shifts copy the sign bit in, so it is masked away."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+_GAMMA = _signed(GAMMA)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)

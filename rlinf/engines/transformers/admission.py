@@ -1,0 +1,215 @@
+"""Who comes into the batch next: calls of `generate` with their requests, and the rule that lets them in.
+
+Consumes requests, read from each call's source as they are granted, and ended answers. Produces tickets for the batch,
+first come first served within a call, calls in turn. Who wakes whom: a grant wakes the call's reader; every change
+wakes whoever waits on `changed`.
+
+**When.** Newcomers are let in once a share of the rows (and of the token budget) is free, or all that is left fits, or
+nothing is under way: so a reading of prompts serves several of them. Reading costs about as much as a step, whoever is
+read; rows that wait for it stand empty. With answers of L tokens, the sum of both is least at sqrt(2/L) of the rows.
+
+**What is reproducible.** A source is read only when newcomers are due, and then it is waited for, so that it depends on
+the requests alone who shares the batch with whom. A source that once let us wait longer than `PATIENCE` is slow; it is
+not waited for again, and then arrival times decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from math import isqrt
+
+from rlinf.engines.base import Completion, Request
+from rlinf.engines.transformers.slots import Ticket
+from rlinf.runtime.streams.stream import each
+
+PATIENCE = 0.25
+"""Seconds for which a source is waited for, again and again, until it was slower once. More than a scheduling delay on
+a busy machine, less than anybody minds once per call."""
+_LEAST, _MOST = 1, 16
+"""Newcomers are let in when between all and 1/16 of the room is free: answers of a few tokens are fastest in waves."""
+
+
+class Call:
+    """One `generate` under way."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Ticket] = deque()
+        """Read from the source, not yet in the batch."""
+        self.finished: deque[Completion] = deque()
+        """Not yet yielded."""
+        self.running = 0
+        """In the batch."""
+        self.reader: asyncio.Task[None] | None = None
+        """Reads the source."""
+        self.error: BaseException | None = None
+        self.reading = True
+        """The source may have more."""
+        self.slow = False
+        """It once let us wait."""
+        self.granted = 0
+        """Requests that may be waiting."""
+        self._grant = asyncio.Event()
+        self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def wanting(self) -> bool:
+        """The source was asked for more and has not answered."""
+        return self.reading and len(self.waiting) < self.granted
+
+    @property
+    def over(self) -> bool:
+        """Everything has been yielded."""
+        return not (self.reading or self.waiting or self.running or self.finished)
+
+    def grant(self, count: int) -> None:
+        """Let the reader fill up to so many waiting requests."""
+        self.granted = count
+        if self.wanting:
+            self._grant.set()
+
+    async def granting(self) -> None:
+        """Wait until one more request may be read."""
+        while len(self.waiting) >= self.granted:
+            self._grant.clear()
+            await self._grant.wait()
+
+    def watch(self, admission: Admission) -> None:
+        """Lose patience unless the source answers in time."""
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE, self._lose_patience, admission)
+
+    def answered(self) -> None:
+        """The source has done what it was asked for."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self, admission: Admission) -> None:
+        self.slow = True
+        admission.wake()
+
+
+class Admission:
+    """All calls under way, and their turn.
+
+    Args:
+        max_rows: answers under way at a time.
+        max_tokens: of cache that they may come to, together.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int | None):
+        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.calls: deque[Call] = deque()
+        """The one whose turn it is first."""
+        self.changed = asyncio.Event()
+        """Set, and replaced, whenever something may have become possible."""
+        self._share = _LEAST
+
+    def wake(self) -> None:
+        """Have everybody look again."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def read(self, call: Call, requests: Iterable[Request] | AsyncIterable[Request], stop_texts: bool) -> None:
+        """Read a call's source as far as it is granted; its failure is the call's."""
+        try:
+            await call.granting()
+            async with _closing(each(requests)) as source:
+                async for request in source:
+                    _check(request, stop_texts)
+                    call.waiting.append(Ticket(request, call))
+                    if len(call.waiting) >= call.granted:
+                        call.answered()
+                        self.wake()
+                        await call.granting()
+                    elif call.slow:
+                        self.wake()
+        except Exception as error:
+            call.error = error
+        finally:
+            call.reading = False
+            call.answered()
+            self.wake()
+
+    def due(self) -> tuple[int, int]:
+        """When newcomers are to be let in: so many rows are free, and no more than so many tokens taken."""
+        waiting = [ticket for call in self.calls for ticket in call.waiting]
+        more = any(call.reading and not call.slow for call in self.calls)
+        if not waiting and not more:  # of a slow source, word comes by `changed`
+            return self.max_rows + 1, 0
+        share = max(1, self.max_rows // self._share)
+        rows = share if more else min(share, len(waiting))
+        if self.max_tokens is None:
+            return rows, 1 << 62
+        head = next((call.waiting[0].need for call in self.calls if call.waiting), 0)
+        need = self.max_tokens // self._share
+        if not more:
+            need = min(need, sum(ticket.need for ticket in waiting))
+        return rows, self.max_tokens - max(head, need)
+
+    def fill(self, free: int) -> bool:
+        """Have the sources asked for `free` requests each; whether all have answered that are waited for."""
+        settled = True
+        for call in self.calls:
+            call.grant(free)
+            if call.wanting and not call.slow:
+                call.watch(self)
+                settled = False
+        return settled
+
+    def take(self, free: int, tokens: int, live: int) -> list[Ticket]:
+        """Those who come in now, calls in turn; a request that does not fit holds up all behind it.
+
+        Args:
+            free: rows.
+            tokens: of cache taken.
+            live: answers under way; if there are none, even a request above the budget comes in, by itself.
+        """
+        taken: list[Ticket] = []
+        while len(taken) < free:
+            call = next((call for call in self.calls if call.waiting), None)
+            if call is None:
+                break
+            ticket = call.waiting[0]
+            if self.max_tokens is not None and tokens + ticket.need > self.max_tokens and (live or taken):
+                break
+            tokens += ticket.need
+            taken.append(call.waiting.popleft())
+            call.running += 1
+            if len(self.calls) > 1:
+                self.calls.remove(call)
+                self.calls.append(call)
+        for call in self.calls:
+            if not call.slow:
+                call.grant(0)
+        if taken:
+            longest = max(ticket.request.sampling.max_new_tokens for ticket in taken)
+            self._share = min(max(_LEAST, isqrt(longest // 2)), _MOST)
+        return taken
+
+
+def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
+    """Have a generator end its work when it is left half way; a stream ends when it is let go of."""
+    return aclosing(source) if isinstance(source, AsyncGenerator) else nullcontext(source)
+
+
+def _check(request: Request, stop_texts: bool) -> None:
+    if len(request.prompt_ids) == 0:
+        raise ValueError(f"request {request.id} has an empty prompt: there is nothing to continue")
+    begun = request.begun
+    if begun is not None:
+        lengths = {len(begun.response_ids), len(begun.logprobs), len(begun.versions)}
+        if len(lengths) > 1 or not 0 < max(lengths) < request.sampling.max_new_tokens:
+            raise ValueError(
+                f"request {request.id} has begun with {len(begun.response_ids)} tokens, {len(begun.logprobs)} "
+                f"log-probs and {len(begun.versions)} versions: as many of each are wanted, at least one and fewer "
+                f"than max_new_tokens={request.sampling.max_new_tokens}"
+            )
+    if request.sampling.stop_texts and not stop_texts:
+        raise ValueError(
+            f"request {request.id} has stop texts {request.sampling.stop_texts}, but the engine has no tokenizer to "
+            "read its answer with: give TransformersEngine(tokenizer=...)"
+        )

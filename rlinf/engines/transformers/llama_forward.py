@@ -1,0 +1,260 @@
+"""The forward pass of Llama-like models with what costs time besides the arithmetic left out.
+
+A transformers module spends as long in Python as in matrices while a small batch decodes: here query, key and value are
+one matrix product, as are gate and up; both are rotated together, by angles computed once; and there are no hooks,
+wrappers or mask builders. The joined matrices are the model's own parameters, laid next to one another: its modules go
+on working, weights are loaded as before, and nothing is held twice. Which models are of this kind is decided in
+`llama_forward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlinf.engines.transformers.kv_cache import Band, Layers
+from rlinf.engines.transformers.model_forward import ModelForward, causal_bias, positions_of
+
+
+class LeanForward(ModelForward):
+    """The same answers as `ModelForward`, faster, for models that `llama_forward.fits`.
+
+    Args:
+        model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
+            part its parameters from the joined matrices.
+        version: of the weights it has.
+    """
+
+    def __init__(self, model: PreTrainedModel, version: int):
+        super().__init__(model, version)
+        self._join()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        return len(self._embedding)
+
+    def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]:
+        hidden = F.embedding(ids, self._embedding)
+        bias = None if real is None else causal_bias(real, self.dtype)
+        cos, sin = self._angles(positions_of(ids, real), ids.shape[1])
+        pairs = []
+        for block in self._blocks:
+            hidden, pair = block.read(hidden, cos, sin, bias)
+            pairs.append(pair)
+        return self._logits(hidden[:, -1]), pairs
+
+    def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
+        hidden = F.embedding(ids, self._embedding)
+        cos, sin = self._angles(positions, max(band.filled for band in bands) + 1)
+        masks = [band.mask() for band in bands]
+        for number, block in enumerate(self._blocks):
+            hidden = block.step(hidden, cos, sin, bands, masks, number)
+        return self._logits(hidden)
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._cos, self._sin]
+
+    def _join(self) -> None:
+        trunk: Any = self._model.model
+        self._blocks = [_Block(layer) for layer in trunk.layers]
+        self._embedding: Tensor = trunk.embed_tokens.weight
+        self._norm = trunk.norm
+        self._head: nn.Linear = self._model.lm_head  # type: ignore[assignment]
+        self._rotary = trunk.rotary_emb
+        self._cos = self._sin = self._embedding.new_empty(0, 0)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+
+    def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for every head of these positions, all below `length`, [..., 1, head size]."""
+        if length > len(self._cos):
+            every = torch.arange(2 * length, device=self._embedding.device)[None]
+            cos, sin = self._rotary(self._embedding, every)
+            half = sin.shape[-1] // 2
+            self._cos = cos[0, :, None]
+            self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # see `_Block._turned`
+        return self._cos[positions], self._sin[positions]
+
+
+class _Block:
+    """One transformer layer."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self.output: nn.Linear = attention.o_proj
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.down: nn.Linear = mlp.down_proj
+        self.head = int(attention.head_dim)
+        self.queries = attention.q_proj.out_features // self.head
+        self.keys = attention.k_proj.out_features // self.head
+        self.scale = float(attention.scaling)
+
+    def read(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """[rows, tokens, hidden] to the same, with keys and values, [rows, key-value heads, tokens, head size]."""
+        turned, values = self._heads(hidden, cos, sin)
+        query = turned[..., : self.queries, :].transpose(1, 2)
+        keys, values = turned[..., self.queries :, :].transpose(1, 2), values.transpose(1, 2)
+        repeats = self.queries // self.keys
+        attended = F.scaled_dot_product_attention(
+            query,
+            keys.repeat_interleave(repeats, dim=1),
+            values.repeat_interleave(repeats, dim=1),
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=self.scale,
+        )
+        return self._finish(hidden, attended.transpose(1, 2).flatten(2)), (keys, values)
+
+    def step(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bands: Sequence[Band],
+        masks: Sequence[Tensor | None],
+        number: int,
+    ) -> Tensor:
+        """[rows, hidden] to the same; `number` is the layer's, in the bands."""
+        turned, values = self._heads(hidden, cos, sin)
+        parts = []
+        start = 0
+        for band, mask in zip(bands, masks, strict=True):
+            rows = slice(start, start + len(band))
+            start = rows.stop
+            keys, seen = band.write(number, turned[rows, self.queries :], values[rows])
+            # The queries that share a key are the "tokens" of one head: no key is repeated.
+            query = turned[rows, : self.queries].view(len(band), self.keys, -1, self.head)
+            attended = F.scaled_dot_product_attention(query, keys, seen, attn_mask=mask, scale=self.scale)
+            parts.append(attended.reshape(len(band), -1))
+        return self._finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, [..., heads, head size], and values."""
+        heads = F.linear(_rms_norm(hidden, self.norms[0]), *self.qkv)
+        heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
+        turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
+        query_norm, key_norm = self.head_norms
+        if query_norm is not None and key_norm is not None:
+            query, key = turning.split([self.queries, self.keys], dim=-2)
+            turning = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=-2)
+        # The halves change places, and the sines carry the minus sign of the first.
+        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+
+    def _finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention."""
+        hidden = hidden + F.linear(attended, self.output.weight, self.output.bias)
+        gate, up = F.linear(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
+
+
+def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
+    weight: Tensor = norm.weight
+    return F.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+
+
+def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all in one; the parameters become parts of them."""
+    return _join([linear.weight for linear in linears]), (
+        None if linears[0].bias is None else _join([linear.bias for linear in linears])
+    )
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return joined
+
+
+_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # those whose angles do not depend on how long the text is
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+def fastest(model: PreTrainedModel, version: int) -> ModelForward:
+    """The lean forward if it does what the model does, else the model's own.
+
+    Args:
+        model: in place on its device, in evaluation mode.
+        version: of the weights it has.
+
+    Raises:
+        ValueError: the model has layers that are not full attention.
+    """
+    own = ModelForward(model, version)
+    if not fits(model):
+        return own
+    lean = LeanForward(model, version)
+    return lean if _agree(own, lean) else own
+
+
+def fits(model: PreTrainedModel) -> bool:
+    """Whether the model has the parts of a Llama and no others."""
+    trunk, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    if type(head) is not nn.Linear or {name for name, _ in getattr(trunk, "named_children", list)()} != {
+        "embed_tokens",
+        "layers",
+        "norm",
+        "rotary_emb",
+    }:
+        return False
+    assert isinstance(trunk, nn.Module)
+    return (
+        getattr(trunk.rotary_emb, "rope_type", None) in _ROTATIONS
+        and hasattr(trunk.norm, "variance_epsilon")
+        and all(_layer_fits(layer) for layer in trunk.layers)  # type: ignore[union-attr]
+    )
+
+
+def _layer_fits(layer: nn.Module) -> bool:
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())  # type: ignore[union-attr]
+    joined = [[attention.get(f"{x}_proj") for x in "qkv"], [mlp.get("gate_proj"), mlp.get("up_proj")]]
+    linears = [*joined[0], *joined[1], attention.get("o_proj"), mlp.get("down_proj")]
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return False
+    for group in joined:  # a bias on all or on none
+        if len({linear.bias is None for linear in group if isinstance(linear, nn.Linear)}) != 1:
+            return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    return (
+        all(hasattr(norm, "variance_epsilon") for norm in norms) and "silu" in type(mlp.get("act_fn")).__name__.lower()
+    )
+
+
+@torch.inference_mode()
+def _agree(own: ModelForward, lean: LeanForward) -> bool:
+    """Whether both give the same logits for made-up texts, reading and then stepping, with padding and without."""
+    device = own.device
+    vocabulary = lean.vocabulary
+    ids = (torch.arange(14, device=device).view(2, 7) * 7919) % vocabulary
+    ragged = torch.ones((2, 6), dtype=torch.bool, device=device)
+    ragged[0, :2] = False
+    for real in (ragged, None):
+        lengths = np.array([4, 6] if real is not None else [6, 6])
+        results = []
+        for forward in (own, lean):
+            first, read = forward.read(ids[:, :6], real)
+            band = Band(read, 1)
+            band.place(np.arange(2), lengths, read, torch.arange(2, device=device))
+            second = forward.step(ids[:, 6], torch.from_numpy(lengths).to(device), [band])
+            results.append(torch.stack([first, second]).float())
+        theirs, ours = results
+        tolerance = torch.finfo(own.dtype).eps ** 0.5 / 3 * theirs.abs().max()  # 1e-4 in float32, 0.03 in bfloat16
+        if not bool(((theirs - ours).abs() <= tolerance).all()):
+            return False
+    return True

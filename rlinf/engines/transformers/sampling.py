@@ -1,0 +1,113 @@
+"""Choosing tokens: logits in, tokens and their log-probs out.
+
+Random choices come from a counter-based generator: the number for token t of a request is a function of (seed, t)
+alone. So a request gives the same answer whatever shares its batch, and one number per row is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.rng import uniforms
+
+DRAWS = np.dtype(
+    [("seed", np.int64), ("temperature", np.float32), ("top_k", np.int64), ("top_p", np.float32), ("min_p", np.float32)]
+)
+"""How one row draws: its seed and these fields of `Sampling`, for arrays of rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """How each row of a batch draws, ready for use: what no row needs is None and costs nothing."""
+
+    seeds: Tensor
+    """int64 [rows]"""
+    temperatures: Tensor | None
+    """What logits are divided by, float32 [rows, 1]; None if 1 throughout."""
+    greedy: Tensor | None
+    """Takes the likeliest token, bool [rows]; None if nobody does."""
+    top_k: Tensor | None
+    """Tokens to draw from, 0 for all, int64 [rows, 1]; this and the next two are None if no row limits what it draws
+    from."""
+    top_p: Tensor | None
+    """Probability to draw from, float32 [rows, 1]."""
+    min_p: Tensor | None
+    """Least probability relative to the likeliest, float32 [rows, 1]."""
+
+    @staticmethod
+    def of(draws: np.ndarray, device: torch.device) -> Rules:
+        """The rules of rows that draw so, `DRAWS` [rows]."""
+
+        def column(name: str) -> Tensor:
+            return torch.from_numpy(draws[name].copy()).to(device)[:, None]
+
+        temperatures = draws["temperature"]
+        greedy = temperatures == 0
+        limited = bool(((draws["top_k"] > 0) | (draws["top_p"] < 1) | (draws["min_p"] > 0)).any())
+        return Rules(
+            seeds=column("seed")[:, 0],
+            temperatures=None
+            if bool((greedy | (temperatures == 1)).all())
+            else torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(device)[:, None],
+            greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
+            top_k=column("top_k") if limited else None,
+            top_p=column("top_p") if limited else None,
+            min_p=column("min_p") if limited else None,
+        )
+
+
+def choose(logits: Tensor, rules: Rules, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from softmax(logits / temperature), or take the likeliest where temperature is 0.
+
+    Where `top_k`, `top_p` or `min_p` leave tokens out, the draw is among the others in proportion to their
+    probabilities; the log-prob told is still that under the whole softmax.
+
+    Args:
+        logits: [rows, vocabulary].
+        rules: of the rows.
+        positions: which token of its answer each row draws, from 0, int64 [rows].
+
+    Returns:
+        Tokens, int64 [rows], and their log-probs, nats, float32 [rows]: under softmax(logits / temperature), at
+        temperature 0 under softmax(logits).
+    """
+    scaled = logits.float()
+    if rules.temperatures is not None:
+        scaled = scaled / rules.temperatures
+    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+    weights = scaled.exp()
+    # float64: in a float32 running sum, tokens below about 6e-8 vanish, and together they can be likely.
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if rules.top_k is not None:
+        cumulative = _limited(weights, rules).cumsum(dim=-1, dtype=torch.float64)
+    # right=True takes the first entry above the target, so never a token of weight 0. There is one: a number of at most
+    # 1 - 2^-53 times the last entry rounds to less than it. (The clamp is for weights that are NaN.)
+    target = uniforms(rules.seeds, positions)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
+    if rules.greedy is not None:
+        tokens = torch.where(rules.greedy, scaled.argmax(dim=-1), tokens)
+    return tokens, (scaled.gather(1, tokens[:, None]) - total.log().float()).squeeze(1)
+
+
+def _limited(weights: Tensor, rules: Rules) -> Tensor:
+    """The weights with 0 for tokens that a row leaves out; the likeliest token always stays.
+
+    First the `top_k` likeliest, of those the fewest that have `top_p` of their probability, and of all those at least
+    `min_p` times as likely as the likeliest. Of equally likely tokens the first in the vocabulary counts as likelier.
+    """
+    assert rules.top_k is not None
+    assert rules.top_p is not None
+    assert rules.min_p is not None
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(weights.shape[-1], device=weights.device)
+    ordered = ordered.masked_fill((ranks >= rules.top_k) & (rules.top_k > 0), 0.0)
+    before = ordered.cumsum(dim=-1, dtype=torch.float64)
+    enough = (before - ordered) >= rules.top_p * before[:, -1:]
+    rare = ordered < rules.min_p * ordered[:, :1]
+    left_out = (enough & (rules.top_p < 1) | rare) & (ranks > 0)
+    return torch.zeros_like(weights).scatter_(-1, order, ordered.masked_fill(left_out, 0.0))

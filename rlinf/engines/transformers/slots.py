@@ -1,0 +1,189 @@
+"""What is known on the host about each answer under way: its tokens so far, and when it ends.
+
+Consumes tokens, one per row and step, and tells which answers they ended; hands out completions. Arrays by slot, so
+that a step costs a few numpy operations however many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlinf.engines.base import Begun, Completion, Finish, Request
+from rlinf.engines.transformers.sampling import DRAWS
+
+Decode = Callable[[list[int]], Any]
+"""The text of some tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in the engine."""
+
+    request: Request
+    """What is asked."""
+    owner: Any
+    """Who gets the answer."""
+
+    @property
+    def need(self) -> int:
+        """Tokens of cache that it may come to."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1  # the last one is never read
+
+
+class Records:
+    """Answers under way, each in a slot.
+
+    Args:
+        slots: how many there may be.
+        decode: turns tokens into text, for stop texts; None if there will be none.
+    """
+
+    def __init__(self, slots: int, decode: Decode | None):
+        self.tickets: dict[int, Ticket] = {}
+        """By slot, in the order in which they came."""
+        self.lengths = np.zeros(slots + 1, dtype=np.int64)
+        """Tokens answered, int64 [slots + 1]. The last slot, also known as -1, is of rows that have ended."""
+        self.last = np.zeros(slots + 1, dtype=np.int64)
+        """Newest token, int64 [slots + 1]."""
+        self.prompts = np.zeros(slots + 1, dtype=np.int64)
+        """Tokens of the prompt, int64 [slots + 1]."""
+        self.draws = np.zeros(slots + 1, dtype=DRAWS)
+        """How each answer's tokens are chosen, [slots + 1]."""
+        self.draws["temperature"] = self.draws["top_p"] = 1
+        self._decode = decode
+        self._free = list(range(slots - 1, -1, -1))
+        self._texts: set[int] = set()  # slots with stop texts
+        self._limits = np.ones(slots + 1, dtype=np.int64)
+        self._least = np.zeros(slots + 1, dtype=np.int64)
+        self._stops = np.full((slots + 1, 1), -1, dtype=np.int64)
+        self._tokens = np.empty((slots + 1, 1), dtype=np.int64)
+        self._logprobs = np.empty((slots + 1, 1), dtype=np.float32)
+        self._versions = np.empty((slots + 1, 1), dtype=np.int32)
+
+    @property
+    def free(self) -> int:
+        """Slots without an answer."""
+        return len(self._free)
+
+    def open(self, tickets: Sequence[Ticket]) -> np.ndarray:
+        """Begin answers, or go on with those that were begun elsewhere; returns their slots, int64 [tickets]."""
+        samplings = [ticket.request.sampling for ticket in tickets]
+        self._widen(max(s.max_new_tokens for s in samplings), max(len(s.stop_ids) for s in samplings))
+        slots = np.array([self._free.pop() for _ in tickets], dtype=np.int64)
+        self.tickets.update(zip(slots.tolist(), tickets, strict=True))
+        self.lengths[slots] = 0
+        self.prompts[slots] = [len(ticket.request.prompt_ids) for ticket in tickets]
+        self.draws[slots] = [
+            (ticket.request.seed, s.temperature, s.top_k, s.top_p, s.min_p)
+            for ticket, s in zip(tickets, samplings, strict=True)
+        ]
+        self._limits[slots] = [s.max_new_tokens for s in samplings]
+        self._least[slots] = [s.min_new_tokens for s in samplings]
+        width = self._stops.shape[1]
+        self._stops[slots] = [s.stop_ids + (-1,) * (width - len(s.stop_ids)) for s in samplings]
+        self._texts.update(slot for slot, s in zip(slots.tolist(), samplings, strict=True) if s.stop_texts)
+        for slot, ticket in zip(slots.tolist(), tickets, strict=True):
+            if (begun := ticket.request.begun) is not None:
+                count = self.lengths[slot] = len(begun.response_ids)
+                self._tokens[slot, :count], self.last[slot] = begun.response_ids, begun.response_ids[-1]
+                self._logprobs[slot, :count], self._versions[slot, :count] = begun.logprobs, begun.versions
+        return slots
+
+    def begun(self, slot: int) -> Begun | None:
+        """What there is of an answer; None if there is nothing yet."""
+        count = int(self.lengths[slot])
+        arrays = (self._tokens, self._logprobs, self._versions)
+        return Begun(*(array[slot, :count].copy() for array in arrays)) if count else None
+
+    def add(
+        self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
+    ) -> list[tuple[int, Finish]]:
+        """Take in a step's tokens.
+
+        Args:
+            slots: of each row, -1 for rows that have ended, int64 [rows].
+            tokens, logprobs: int64 and float32 [rows].
+            version: of the weights that made them.
+
+        Returns:
+            Positions in `slots` of the answers that ended, in order, and why.
+        """
+        places = self.lengths[slots]
+        self._tokens[slots, places] = tokens
+        self._logprobs[slots, places] = logprobs
+        self._versions[slots, places] = version
+        self.last[slots] = tokens
+        lengths = places + 1
+        self.lengths[slots] = lengths
+        self.lengths[-1] = 0
+        stopped = (self._stops[slots] == tokens[:, None]).any(axis=1) & (lengths >= self._least[slots])
+        ended = (stopped | (lengths >= self._limits[slots])) & (slots >= 0)
+        found: dict[int, Finish] = {}
+        if self._texts:
+            found = {row: "text" for row in np.flatnonzero(slots >= 0).tolist() if self._text_ends(int(slots[row]))}
+        if not found and not ended.any():
+            return []
+        for row in np.flatnonzero(ended).tolist():
+            if stopped[row] or row not in found:
+                found[row] = "stop" if stopped[row] else "length"
+        return sorted(found.items())
+
+    def close(self, slots: np.ndarray, finishes: Sequence[Finish]) -> list[tuple[Ticket, Completion]]:
+        """End answers and free their slots, int64 [ended]."""
+        lengths = self.lengths[slots].tolist()
+        span = slice(0, max(lengths, default=0))
+        tokens, logprobs, versions = (array[slots, span] for array in (self._tokens, self._logprobs, self._versions))
+        closed = []
+        for row, (slot, length, finish) in enumerate(zip(slots.tolist(), lengths, finishes, strict=True)):
+            ticket = self.tickets.pop(slot)
+            answer = tokens[row, :length], logprobs[row, :length], versions[row, :length]
+            closed.append((ticket, Completion(ticket.request.id, *answer, finish)))
+            self._texts.discard(slot)
+            self._free.append(slot)
+        return closed
+
+    def room(self, slots: np.ndarray) -> int:
+        """Tokens that the one of these answers may still get that may get most."""
+        return int((self._limits[slots] - self.lengths[slots]).max())
+
+    def text_ids(self, slot: int) -> np.ndarray:
+        """All that has been read of a text: its prompt and the answer without its newest token, int64 [tokens]."""
+        prompt, answered = self.tickets[slot].request.prompt_ids, int(self.lengths[slot]) - 1
+        return prompt if answered < 1 else np.concatenate([prompt, self._tokens[slot, :answered]])
+
+    def _text_ends(self, slot: int) -> bool:
+        """Whether the newest token completed a stop text of this answer."""
+        length = int(self.lengths[slot])
+        if slot not in self._texts or length < self._least[slot]:
+            return False
+        assert self._decode is not None
+        stops = self.tickets[slot].request.sampling.stop_texts
+        # A text of n characters has at most 4n bytes, and a token that shows has at least one. The rest is for tokens
+        # that show nothing and for a character that the cut tears.
+        tail = self._tokens[slot, max(0, length - 4 * max(map(len, stops)) - 8) : length].tolist()
+        now = self._decode(tail)
+        if not any(stop in now for stop in stops):
+            return False
+        before = self._decode(tail[:-1])
+        return any(now.count(stop) > before.count(stop) for stop in stops)
+
+    def _widen(self, room: int, stops: int) -> None:
+        self._tokens, self._logprobs, self._versions = (
+            _wider(array, room) for array in (self._tokens, self._logprobs, self._versions)
+        )
+        if stops > self._stops.shape[1]:
+            narrow = self._stops
+            self._stops = np.full((len(narrow), stops), -1, dtype=np.int64)
+            self._stops[:, : narrow.shape[1]] = narrow
+
+
+def _wider(array: np.ndarray, columns: int) -> np.ndarray:
+    if columns <= array.shape[1]:
+        return array
+    wide = np.empty((len(array), columns), dtype=array.dtype)  # pages that are never written are never taken
+    wide[:, : array.shape[1]] = array
+    return wide

@@ -1,0 +1,118 @@
+"""ManiSkill 3 on a GPU: N simulations of one task, all in one.
+
+In and out: what `Simulator` says; everything stays on the GPU. It differs from the CPU's in three ways, all PhysX's. An
+episode does not repeat bit for bit. The seeds of one reset are used together: equal seeds of a reset give equal starts,
+but a start also depends on which other seeds were reset with it. And a state is that of bodies and joints: what a task
+draws when an episode begins, and keeps elsewhere, is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.envs.base import CannotSimulate, Observation, Simulator, State, Transition
+from rlinf.envs.maniskill import tasks as maniskill_tasks
+from rlinf.envs.maniskill.tasks import Task
+
+
+class ManiSkillBatched(Simulator):
+    """Environments of ManiSkill 3, simulated on one GPU.
+
+    Args:
+        num_envs: how many.
+        task: the fields of `tasks.Task`, such as id="PullCube-v1", control="pd_ee_delta_pos".
+
+    Raises:
+        ImportError, ValueError, MissingAssets: as `ManiSkill` does.
+        RuntimeError: there is no CUDA device, or nothing can be drawn where pictures are asked for.
+    """
+
+    def __init__(self, num_envs: int, **task: Any):
+        self._task = Task(**task)
+        if not torch.cuda.is_available():
+            raise CannotSimulate(f"{self._task.id}: ManiSkillBatched needs a CUDA device; on the CPU, take ManiSkill")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._env = maniskill_tasks.make(self._task, num_envs, f"physx_cuda:{self.device.index}")
+        self.num_envs = num_envs
+        self.observation_spec = maniskill_tasks.observation_spec(self._env)
+        self.action_spec = maniskill_tasks.action_spec(self._env, self._task.id)
+        self.max_steps = maniskill_tasks.find(self._task.id).max_episode_steps
+        self._seeds = torch.arange(num_envs)
+
+    @torch.no_grad()
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        rows = env_ids.to(self.device)
+        self._seeds[env_ids] = seeds
+        given = self._seeds.clone()
+        given[0] = seeds[0]  # ManiSkill seeds torch by the first, whichever environments it resets
+        observed, _ = self._env.reset(seed=given.tolist(), options={"env_idx": rows})
+        first = {seed: row for row, seed in reversed(list(enumerate(seeds.tolist())))}
+        source = env_ids[[first[seed] for seed in seeds.tolist()]].to(self.device)
+        if not torch.equal(source, rows):  # members of a group: each takes over the start of its first
+            observed = self._put(_rows(self._env.get_state_dict(), source), rows)
+        return {name: array[rows] for name, array in maniskill_tasks.read(observed).items()}
+
+    @torch.no_grad()
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        observed, reward, terminated, _, said = self._env.step(actions)
+        return Transition(
+            observation=maniskill_tasks.read(observed),
+            reward=reward.float().clone(),
+            terminated=terminated.clone(),
+            truncated=torch.zeros_like(terminated),
+            success=said["success"].clone() if "success" in said else None,
+        )
+
+    @torch.no_grad()
+    def render(self, env_ids: Tensor) -> Tensor:
+        if not self._task.pictures:
+            raise NotImplementedError(f"{self._task.id} was made without pictures for people: set pictures=True")
+        return self._env.render_rgb_array()[env_ids.to(self.device)]
+
+    def save(self) -> list[State]:
+        everything = self._env.get_state_dict()
+        return [
+            {"bodies": _cpu(_rows(everything, torch.tensor([env], device=self.device)))} for env in range(self.num_envs)
+        ]
+
+    @torch.no_grad()
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        self._put(_stacked([state["bodies"] for state in states], self.device), env_ids.to(self.device))
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _put(self, state: dict[str, Any], env_ids: Tensor) -> Any:
+        """Put environments into states, and look."""
+        self._env.set_state_dict(state, env_ids)
+        if "controller" in state:
+            whole = _placed(self._env.agent.get_controller_state(), env_ids, state["controller"])
+            self._env.agent.set_controller_state(whole)
+        return self._env.get_obs()
+
+
+def _rows(tree: Any, rows: Tensor) -> Any:
+    return {name: _rows(part, rows) for name, part in tree.items()} if isinstance(tree, dict) else tree[rows]
+
+
+def _cpu(tree: Any) -> Any:
+    return {name: _cpu(part) for name, part in tree.items()} if isinstance(tree, dict) else tree.cpu()
+
+
+def _stacked(trees: Sequence[Any], device: torch.device) -> Any:
+    if isinstance(trees[0], dict):
+        return {name: _stacked([tree[name] for tree in trees], device) for name in trees[0]}
+    return torch.cat(list(trees)).to(device)
+
+
+def _placed(tree: Any, rows: Tensor, new: Any) -> Any:
+    """A copy of a tree whose rows are those of another."""
+    if isinstance(tree, dict):
+        return {name: _placed(part, rows, new[name]) for name, part in tree.items() if name in new}
+    whole = tree.clone()
+    whole[rows] = new
+    return whole

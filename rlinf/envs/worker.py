@@ -1,0 +1,128 @@
+"""What runs in a simulator's process: the environments of one worker, one for each slice.
+
+In: calls by name, one at a time. Out: what an `Environment` returns, with arrays in the place of tensors, since an
+array crosses to another process in a tenth of the time. Whoever calls waits.
+
+A process that was started anew has environments without episodes. It says so instead of failing, and the side that
+calls begins new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.config.importing import resolve
+from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
+from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.video import Recorder, Recording
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """Environments of one worker in one slice."""
+
+    first: int
+    """Number of the first, over all workers and slices."""
+    count: int
+    """How many."""
+
+
+class Program:
+    """The environments of one worker.
+
+    Args:
+        simulator: dotted path of the adapter, or the class itself.
+        options: its keyword arguments besides `num_envs`.
+        rules: how episodes begin and end.
+        plots: one per slice.
+        recording: which episodes become videos.
+    """
+
+    def __init__(
+        self,
+        simulator: str | type[Simulator],
+        options: Mapping[str, Any],
+        rules: Rules,
+        plots: tuple[Plot, ...],
+        recording: Recording | None,
+    ):
+        adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
+        self._environments = [
+            Environment(
+                adapter(num_envs=plot.count, **options),
+                rules,
+                first=plot.first,
+                recorder=None if recording is None else Recorder(recording),
+            )
+            for plot in plots
+        ]
+        self._begun = [False for _ in plots]
+
+    def specs(self) -> tuple[dict[str, ArraySpec], ActionSpec, int | None]:
+        """Of the simulator: observations, actions, and steps in an episode at most."""
+        environment = self._environments[0]
+        simulator = environment.simulator
+        return dict(simulator.observation_spec), simulator.action_spec, environment.max_steps
+
+    def reset(self, part: int, epoch: int, episode: np.ndarray | None) -> Any:
+        """`Environment.reset` of one slice."""
+        start = self._environments[part].reset(epoch, None if episode is None else torch.from_numpy(episode))
+        self._begun[part] = True
+        return packed(start)
+
+    def step(self, part: int, actions: np.ndarray) -> Any:
+        """`Environment.step` of one slice; None if it has no episodes, because this process is new."""
+        if not self._begun[part]:
+            return None
+        return packed(self._environments[part].step(torch.from_numpy(actions)))
+
+    def save(self, part: int) -> Any:
+        """`Environment.state_dict` of one slice; None if it has no episodes."""
+        return self._environments[part].state_dict() if self._begun[part] else None
+
+    def load(self, part: int, state: dict[str, Any]) -> Any:
+        """`Environment.load_state_dict` of one slice."""
+        start = self._environments[part].load_state_dict(state)
+        self._begun[part] = True
+        return packed(start)
+
+    def offload(self, part: int) -> None:
+        """`Environment.offload` of one slice."""
+        self._environments[part].offload()
+
+    def onload(self, part: int) -> None:
+        """`Environment.onload` of one slice."""
+        self._environments[part].onload()
+
+    def close(self) -> None:
+        """Close all simulators."""
+        for environment in self._environments:
+            environment.close()
+
+
+def packed(value: Any) -> Any:
+    """A `Start` or `Chunk` with arrays in the place of tensors."""
+    if isinstance(value, Tensor):
+        return value.cpu().numpy()
+    if isinstance(value, dict):
+        return {name: packed(each) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(*(packed(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    return value
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` was given."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {name: unpacked(each) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(*(unpacked(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    return value

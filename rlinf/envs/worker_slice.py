@@ -1,0 +1,161 @@
+"""The environments that one worker has in one slice, seen from the process that acts on them.
+
+In: chunks of actions. Out: `Chunk`s, also when the worker dies: then one in which all episodes that were under way are
+lost, and others are begun. Who wakes whom: a call waits for the worker's answer, its death or the deadline; after a
+death it waits until the worker's next life has begun new episodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlinf.envs.environment import Rules
+from rlinf.envs.episodes import Chunk, Start, lost_chunk
+from rlinf.envs.worker import Plot, unpacked
+from rlinf.runtime.base.errors import RuntimeFault
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.worker import CallTimeout
+
+logger = logging.getLogger(__name__)
+
+MOST_LOSSES = 5
+"""Losses of a worker's environments, with no episode finished between, after which it is given up: a simulator that
+cannot finish one episode in so many processes needs a person."""
+
+
+class EnvironmentLost(RuntimeFault):
+    """A worker's simulator died or hung again and again, and finished no episode between."""
+
+
+class Caller(Protocol):
+    """Where a `Program` runs: a `Worker`, or a thread."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Awaitable[Any]: ...
+
+
+class Seat:
+    """The environments that one worker has in one slice, and what must be known to begin anew if it dies."""
+
+    def __init__(self, worker: Caller, part: int, plot: Plot, rules: Rules, step_timeout: float, reset_timeout: float):
+        self.plot = plot
+        self.closing = False
+        self._worker = worker
+        self._part = part
+        self._group = rules.group_size
+        self._step_timeout = step_timeout
+        self._reset_timeout = reset_timeout
+        self._epoch: int | None = None
+        self._episode = torch.zeros(plot.count, dtype=torch.int64)
+        self._running = torch.zeros(plot.count, dtype=torch.bool)
+        self._losses = 0
+        self._owed: Start | None = None  # begun after a loss that no chunk has told of yet
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the program for this slice; not made up for if the worker dies."""
+        return await self._worker.call(method, self._part, *args, timeout=self._reset_timeout)
+
+    async def reset(self, epoch: int) -> Start:
+        """`Environment.reset`; a death meanwhile costs the episodes of the lowest numbers."""
+        self._epoch = epoch
+        return self._seated(await self._begin(torch.full((self.plot.count,), -1), None))
+
+    async def step(self, actions: Tensor) -> Chunk:
+        """`Environment.step`, or the chunk of a loss."""
+        self._check_begun()
+        died: Exception | None = None
+        packed = None
+        if self._owed is None:
+            try:
+                packed = await self._worker.call(
+                    "step", self._part, actions.contiguous().numpy(), timeout=self._step_timeout
+                )
+            except (ChildDied, CallTimeout) as error:
+                died = error
+        if packed is None:
+            start = self._owed or await self._redraw(died)
+            chunk = lost_chunk(start, self._episode, self._running, actions.shape[1])
+        else:
+            chunk = unpacked(packed)
+        self._owed = None
+        self._episode, self._running = chunk.next_episode, chunk.running
+        if chunk.episodes:
+            self._losses = 0
+        return chunk
+
+    async def save(self) -> dict[str, Any]:
+        """`Environment.state_dict`, and what this side knows."""
+        self._check_begun()
+        died: Exception | None = None
+        saved = None
+        try:
+            saved = await self.call("save")
+        except (ChildDied, CallTimeout) as error:
+            died = error
+        if saved is None:
+            self._owed = await self._redraw(died)
+            saved = await self.call("save")
+        owed = self._owed is not None
+        told = {"episode": self._episode, "running": self._running, "epoch": self._epoch, "owed": owed}
+        return {"environment": saved, "told": told}
+
+    async def load(self, state: dict[str, Any]) -> Start:
+        """`Environment.load_state_dict`, and what this side knew."""
+        told = state["told"]
+        start = unpacked(await self.call("load", state["environment"]))
+        self._epoch = told["epoch"]
+        self._seated(start)
+        if told["owed"]:
+            self._owed = start
+        self._episode, self._running = told["episode"], told["running"]
+        return start
+
+    def _seated(self, start: Start) -> Start:
+        self._owed = None
+        self._episode = start.episode
+        self._running = torch.ones_like(start.episode, dtype=torch.bool)
+        return start
+
+    async def _redraw(self, died: Exception | None) -> Start:
+        """Begin new episodes after a loss, unless the pool is being closed."""
+        if self.closing and died is not None:
+            raise died
+        self._losses += 1
+        what = str(died).splitlines()[0] if died is not None else f"{self._worker.name!r} is a new process"
+        logger.warning("episodes of environments %s are lost: %s", self._numbers(), what)
+        return await self._begin(self._episode, died)
+
+    async def _begin(self, episode: Tensor, died: Exception | None) -> Start:
+        """Begin the episodes that follow on `episode`, int64 [n], in equal numbers within a group; after a death, the
+        ones that follow on those."""
+        while self._losses <= MOST_LOSSES:
+            highest = episode.view(-1, self._group).amax(1) + 1
+            episode = highest.repeat_interleave(self._group)
+            try:
+                start: Start = unpacked(await self.call("reset", self._epoch, episode.numpy()))
+                return start
+            except (ChildDied, CallTimeout) as error:
+                died = error
+                self._losses += 1
+        raise EnvironmentLost(
+            f"environments {self._numbers()} ({self._worker.name}) were lost {self._losses} times and finished no "
+            f"episode between: see the last death above; the simulator crashes, or step_timeout="
+            f"{self._step_timeout:g} s or reset_timeout={self._reset_timeout:g} s is too short for it"
+        ) from died
+
+    def _check_begun(self) -> None:
+        if self._epoch is None:
+            raise RuntimeError(f"environments {self._numbers()} have no episodes yet: await the slice's reset() first")
+
+    def _numbers(self) -> str:
+        return f"{self.plot.first}-{self.plot.first + self.plot.count - 1}"

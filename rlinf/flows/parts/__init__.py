@@ -1,0 +1,4 @@
+"""Pieces that several flows use.
+
+Coroutines over roles, like flows: no devices, no timers.
+"""

@@ -1,0 +1,39 @@
+"""Acting in environments: every slice is a coroutine of its own, side by side with the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlinf.data.step import EmbodiedStep
+
+
+def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[Any, Any, Any]]:
+    """One coroutine per slice of environments, to be gathered: while one is simulated, another is decided for.
+
+    Args:
+        step: how long, in how many slices.
+        env, policy: the roles.
+
+    Returns:
+        Coroutines that come to the promise of a trajectory.
+    """
+
+    async def interact(rank: int, number: int) -> Any:
+        simulation, decider, key = env[rank], policy[(rank * step.slices + number) % len(policy)], (rank, number)
+        seen = simulation.reset(number, step.index) if step.fresh else simulation.observe(number, step.index)
+        for _ in range(step.horizon):
+            actions = decider.act(key, seen)
+            seen = simulation.step(number, actions)
+            await actions  # keeps pace; what was seen does not pass through here
+        return decider.trajectory(key, seen)  # a promise: it goes from the policy to the trainer
+
+    return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]
+
+
+async def act(step: EmbodiedStep, env: Any, policy: Any) -> list[Any]:
+    """The trajectories of a step, once all are complete: the next episodes, and other weights, would mix with them."""
+    trajectories = await asyncio.gather(*interactions(step, env, policy))
+    return list(await asyncio.gather(*trajectories))

@@ -1,0 +1,97 @@
+"""Which algorithm a configuration means: its recipe, with the parts that were changed and the limits of this run.
+
+In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlinf.algos import recipes, spec
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.text import RunConfig
+
+PLACES = (
+    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "max_drift", "shaping", "truncated",
+    "sampling", "critic",
+)  # fmt: skip
+"""Keys of `algorithm` that change a part of the recipe."""
+_AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
+"""Values that change nothing, where it is not an empty mapping."""
+
+
+def algorithm_of(config: RunConfig) -> AlgorithmSpec:
+    """The algorithm of a run.
+
+    What a recipe cannot know is filled in unless it was set: the length limit of `shaping` and the constant length of
+    `seq-mean-token-sum-norm` are the longest answer of this run, `rollout.max_new_tokens`; the penalty of `shaping`
+    begins as far before its limit as in the recipe, relative to it.
+
+    Raises:
+        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
+    """
+    algorithm, longest = config.algorithm, config.rollout.max_new_tokens
+    values = {place: getattr(algorithm, place) for place in PLACES}
+    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    chosen = spec.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
+    if chosen.shaping is not None and not _sets(changes, "shaping", "longest"):
+        cache = chosen.shaping.cache
+        if not _sets(changes, "shaping", "cache"):
+            cache = max(1, round(longest * chosen.shaping.cache / chosen.shaping.longest))
+        chosen = spec.override(chosen, {"shaping": {"longest": longest, "cache": min(cache, longest)}})
+    return chosen
+
+
+def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec:
+    """The algorithm of a run in which a policy acts.
+
+    Raises:
+        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
+    """
+    algorithm = config.algorithm
+    places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
+    values = {place: getattr(algorithm, place) for place in places}
+    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    return spec.get(algorithm.name, changes, resolve=_found)
+
+
+def roles_of(config: RunConfig, algorithm: AlgorithmSpec) -> list[str]:
+    """The roles that a run needs besides rollout, judge and trainer."""
+    wanted = {
+        "critic": algorithm.critic is not None,
+        "reference": algorithm.needs_reference and config.reference.kind != "adapters_off",
+        "teacher": algorithm.needs_teacher,
+    }
+    return [role for role, needed in wanted.items() if needed]
+
+
+def flow_of(algorithm: AlgorithmSpec) -> str:
+    """The flow of an algorithm, where a configuration names none."""
+    return "rlinf.flows.grpo" if algorithm.critic is None else "rlinf.flows.ppo"
+
+
+def _whole(name: str, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """The changes, with the constant length that an aggregation needs at once."""
+    whole = dict(changes)
+    recipe = recipes.RECIPES.get(name)
+    aggregation = whole.get("aggregation", {})
+    how = aggregation.get("how", recipe.aggregation.how if recipe is not None else None)
+    if how == "seq-mean-token-sum-norm" and "norm_length" not in aggregation:
+        whole["aggregation"] = {**aggregation, "norm_length": longest}
+    elif recipe is not None and recipe.aggregation.norm_length is not None and how != recipe.aggregation.how:
+        whole["aggregation"] = {"norm_length": None, **aggregation}
+    return whole
+
+
+def _sets(changes: Mapping[str, Any], place: str, key: str) -> bool:
+    value = changes.get(place)
+    return isinstance(value, Mapping) and key in value
+
+
+def _found(path: str) -> Any:
+    if (mistake := mistake_in(path)) is not None:
+        raise ValueError(f"{path}: {mistake}")
+    return resolve(path)

@@ -1,0 +1,94 @@
+"""Writing checkpoints while training goes on.
+
+Consumes a call that fills a directory, begun when a step is over. Produces a whole checkpoint under its name, or none.
+Who wakes whom: the end of the filling wakes the task that gives the name; at most one checkpoint is under way, and the
+next one waits for it. A failure is raised in the run at its next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.loading import RunFailure
+from rlinf.metrics.run_directory import QUEUE, RunDirectory
+from rlinf.runtime.base.tasks import finish
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: of the run.
+        keep: how many stay; 0 for all.
+    """
+
+    def __init__(self, directory: RunDirectory, keep: int) -> None:
+        self._directory, self._keep = directory, keep
+        self._writing: asyncio.Task[None] | None = None
+
+    async def begin(self, step: int, fill: Callable[[Path], Awaitable[Any]], queue: Mapping[str, Any]) -> None:
+        """Begin a checkpoint; returns as soon as `fill` is called, which takes its snapshot while the run goes on.
+
+        Args:
+            step: steps done.
+            fill: writes model and optimizer into a directory; called at once, awaited in the background.
+            queue: the rest of what to go on from; contains no tensors.
+
+        Raises:
+            RunFailure: the one before could not be written.
+        """
+        await self.finish()
+        content = json.dumps({"step": step, **queue})
+        aside = self._directory.begin_checkpoint(step)
+        filled = fill(aside)  # called here, so that no later call of the run can come before it
+        self._writing = asyncio.create_task(self._write(step, aside, filled, content), name=f"checkpoint {step}")
+
+    def check(self) -> None:
+        """Raise what went wrong with the checkpoint under way, if anything has."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def finish(self) -> None:
+        """Wait for the checkpoint under way.
+
+        Raises:
+            RunFailure: it could not be written.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def abandon(self) -> None:
+        """Give up what is under way; whole checkpoints stay."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self, step: int, aside: Path, filled: Awaitable[Any], content: str) -> None:
+        try:
+            await filled
+            naming = asyncio.create_task(asyncio.to_thread(self._name, step, aside, content), name="naming")
+            try:  # a cancelled run must not drop what a thread is about to give its name: it would lose a part of it
+                await finish(naming)
+            finally:
+                error_of_naming = naming.exception()
+            if error_of_naming is not None:
+                raise error_of_naming
+        except BaseException as error:
+            await asyncio.to_thread(self._directory.drop_checkpoint, step)
+            if not isinstance(error, OSError):
+                raise
+            whole = self._directory.latest
+            kept = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"
+            raise RunFailure(
+                f"the checkpoint of step {step} cannot be written to {aside.parent}: {error}; {kept}. "
+                "Make room, or set output_dir, and go on with --resume auto"
+            ) from error
+
+    def _name(self, step: int, aside: Path, content: str) -> None:
+        (aside / QUEUE).write_text(content, encoding="utf-8")
+        self._directory.finish_checkpoint(step, self._keep)

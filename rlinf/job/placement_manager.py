@@ -1,0 +1,192 @@
+"""Where the roles of a running job are, what their steps cost, and when they move.
+
+In: the seconds of every step. Out: roles that have moved, lines for whoever watches, `profile.json` and `plan.yaml` in
+the run's directory. Who wakes whom: nobody; the run waits while roles move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.placement import Placing
+from rlinf.metrics.machine import machine
+from rlinf.placement.auto.auto import AutoPlacement
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.modes import spread
+from rlinf.placement.plan import Mode, Plan, RolePlan
+from rlinf.placement.plan_file import save as save_plan
+from rlinf.placement.profiling.ledger import Ledger
+from rlinf.placement.seats import Placed, RoleKind, placed_by
+from rlinf.placement.simulator.simulate import Flow
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.system import ActorSystem
+
+PLAN = "plan.yaml"
+"""File name in a run directory."""
+Roles = Mapping[str, ActorGroup]
+
+
+class Settling:
+    """The placement of one run.
+
+    Args:
+        wanted: the section `placement`.
+        placed: where roles are at first.
+        kinds: the roles that there are.
+        flow: one step.
+        path: its dotted path.
+        model: what is trained, and what changes its speed.
+        items: of a step.
+        held: by role, bytes on each of its devices while it is loaded, and while it is parked.
+    """
+
+    def __init__(
+        self,
+        wanted: Placing,
+        placed: Placed,
+        kinds: Sequence[RoleKind],
+        *,
+        flow: Flow,
+        path: str,
+        model: str,
+        items: int,
+        held: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self.placed, self._kinds = placed, kinds
+        about: dict[str, Any] = {"model": model, "machine": machine(), "flow": path, "held": held}
+        self.ledger = Ledger(placed.of_actors, items, count=placed.devices, **about)
+        self._auto: AutoPlacement | None = None
+        if wanted.mode == "auto" and placed.devices > 1:
+            self._auto = AutoPlacement(
+                flow,
+                placed.devices,
+                placed.memory,
+                explored=_explored(kinds, placed.devices),
+                first=wanted.profile_steps,
+                replan_above=wanted.replan_above,
+            )
+
+    async def after(
+        self,
+        seconds: float,
+        system: ActorSystem,
+        roles: Roles,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        rest: Callable[[], Awaitable[Any]],
+        save: Callable[[Roles, Path], Awaitable[Any]],
+        spawn: Callable[[Placed, Collection[str]], Awaitable[Roles]],
+        restore: Callable[[Roles, Collection[str], Path], Awaitable[Any]],
+    ) -> dict[str, ActorGroup]:
+        """A step is over: plan and move, if it is time to.
+
+        Args:
+            seconds: that the step took.
+            system, roles: running.
+            directory: of the run.
+            say: tells a line.
+            rest: waits until nothing is under way between steps, such as a checkpoint.
+            save, spawn, restore: see `placement_manager.relocate`.
+
+        Returns:
+            The roles, those that moved as they are now.
+        """
+        if self._auto is None or not self._auto.due(seconds) or (profile := self.ledger.profile) is None:
+            return dict(roles)
+        decision = await self._auto.decide(profile, self.placed.plan)
+        say(decision.said)
+        if decision.plan is None:
+            return dict(roles)
+        await rest()
+        goal = placed_by(decision.plan, self.placed, self._kinds)
+        moving = moved(self.placed, goal)
+        now = await relocate(
+            system, roles, moving, directory, save=save, spawn=lambda moving: spawn(goal, moving), restore=restore
+        )
+        where = (f"{role} to host {', '.join(map(str, now[role].hosts))}" for role in now if role in moving)
+        say(f"moved: {', '.join(where)}")
+        self.placed, self.ledger.devices = goal, goal.of_actors
+        await asyncio.to_thread(save_plan, decision.plan, directory / PLAN)
+        return now
+
+
+def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
+    """What to measure besides everybody on all devices: shares, if there are enough devices for them."""
+    names = [kind.name for kind in kinds if kind.on_devices]
+    modes: tuple[Mode, ...] = ("disaggregated", "hybrid")
+    for mode in modes:
+        try:
+            shares = spread(mode, names[0], names[1:], devices)
+        except PlacementError:
+            continue
+        return [Plan({role: RolePlan(where) for role, where in shares.items()})]
+    return []
+
+
+ASIDE = "checkpoints/.moving.partial"
+"""Directory, in that of the run, through which what roles have learned passes; what a killed run leaves of it goes with
+the other halves of checkpoints when the run is gone on with."""
+
+
+def moved(before: Placed, after: Placed) -> frozenset[str]:
+    """Names of the roles that are to be elsewhere, or to ask for their devices where they did not."""
+    return frozenset(
+        role
+        for role in after.seats
+        if (before.seats[role].hosts, before.seats[role].devices)
+        != (after.seats[role].hosts, after.seats[role].devices)
+        or ("devices" in before.spawning(role)) != ("devices" in after.spawning(role))
+    )
+
+
+async def relocate(
+    system: ActorSystem,
+    roles: Mapping[str, ActorGroup],
+    moving: Collection[str],
+    directory: Path,
+    *,
+    save: Callable[[Mapping[str, ActorGroup], Path], Awaitable[Any]],
+    spawn: Callable[[Collection[str]], Awaitable[Mapping[str, ActorGroup]]],
+    restore: Callable[[Mapping[str, ActorGroup], Collection[str], Path], Awaitable[Any]],
+) -> dict[str, ActorGroup]:
+    """Move some roles.
+
+    Args:
+        system: where they run.
+        roles: all of them, at rest: between two steps, with no checkpoint under way.
+        moving: names of those that are spawned anew.
+        directory: of the run, which all hosts can read.
+        save: has some roles write what they have into a directory.
+        spawn: starts roles where they are to be.
+        restore: of all roles has some, which are as new, take what was written, and weights be published to whoever
+            needs them.
+
+    Returns:
+        All roles, in the same order.
+
+    Raises:
+        Exception: what a role raised; the run cannot go on then, but from its last checkpoint.
+    """
+    aside = directory / ASIDE
+    await asyncio.to_thread(_empty, aside)
+    leaving = {role: roles[role] for role in moving}
+    await save(leaving, aside)
+    ended = await asyncio.gather(*(system.kill(group) for group in leaving.values()), return_exceptions=True)
+    for failure in ended:
+        if isinstance(failure, BaseException):
+            raise failure
+    come = await spawn(moving)
+    now = {role: come.get(role, group) for role, group in roles.items()}
+    await restore(now, moving, aside)
+    await asyncio.to_thread(shutil.rmtree, aside)
+    return now
+
+
+def _empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)

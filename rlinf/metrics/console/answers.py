@@ -1,0 +1,72 @@
+"""Answers to held-out problems, for people: in words, as a comparison, and as rows of samples.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlinf.data.sample import Evaluation
+
+SHOWN = 5
+"""Problems whose answers are printed at the end of a run."""
+CELL = 32
+"""Characters of a problem or an answer that are printed; the rest is in samples.jsonl."""
+KEPT = 24
+"""Problems whose answers are kept of every evaluation."""
+
+
+def rows(evaluation: Evaluation, count: int = KEPT) -> list[dict[str, Any]]:
+    """The first answers of an evaluation as rows of samples.jsonl; of every evaluation the same problems.
+
+    Args:
+        evaluation: judged.
+        count: at most so many problems.
+    """
+    firsts = [group.samples[0] for group in evaluation.groups[:count]]
+    return [
+        {
+            "kind": "held-out",
+            "prompt": sample.prompt.text,
+            "response": sample.text,
+            "answer": sample.prompt.answer,
+            "reward": sample.reward,
+            "outcome": sample.outcome,
+            "length": len(sample.response_ids),
+        }
+        for sample in firsts
+    ]
+
+
+def compared(before: Evaluation, after: Evaluation, temperature: float) -> Iterator[str]:
+    """What came of a run: accuracy, and a few problems with their answers then and now; those that changed first, since
+    they say most.
+
+    Args:
+        before, after: of the same problems.
+        temperature: at which they were answered.
+    """
+    change = f"{before.accuracy:.1%} -> {after.accuracy:.1%}"
+    yield f"accuracy on {len(after.groups)} held-out problems{_how(temperature)}: {change}"
+    pairs = [(old.samples[0], new.samples[0]) for old, new in zip(before.groups, after.groups, strict=True)]
+    pairs.sort(key=lambda pair: pair[0].text == pair[1].text)  # stable: otherwise in the order of the problems
+    table = [("problem", "before", "after", "right answer")]
+    shown = [(new.prompt.text, old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
+    table += [(_cell(problem), _cell(old), _cell(new), _cell(right)) for problem, old, new, right in shown]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def in_words(evaluation: Evaluation, temperature: float) -> str:
+    """One evaluation by itself."""
+    return f"{evaluation.accuracy:.1%} of {len(evaluation.groups)} held-out problems answered right{_how(temperature)}"
+
+
+def _how(temperature: float) -> str:
+    return ", greedily" if temperature == 0 else f", at temperature {temperature:g}"
+
+
+def _cell(text: str) -> str:
+    """A text on one line, in characters that do nothing to a terminal; its beginning if it is long."""
+    plain = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
+    return plain if len(plain) <= CELL else plain[: CELL - 1] + "…"

@@ -1,0 +1,224 @@
+"""What a person reads while a run goes: where it runs, how it learns, and at the end what came of it and where it is.
+
+In: the events of a run, from `text.py`. Out: on a terminal a view that is redrawn in place, with the lasting lines
+above it; elsewhere plain lines, a few per minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, TextIO
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.text import RunConfig
+from rlinf.metrics.console.live import LiveView
+from rlinf.metrics.console.table import ProgressTable
+from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.metrics.timing import sentence
+from rlinf.metrics.tracking import Tracked, Tracking, chosen
+from rlinf.metrics.verdict import typical, verdict
+from rlinf.placement.plan import GB
+from rlinf.runtime.base.errors import ActorDied
+from rlinf.runtime.devices.memory import DeviceMemory
+from rlinf.runtime.system.observer import Watch
+
+LOOK_SECONDS = 0.5
+"""Between two looks at what the roles do: as fast as one reads, and a message to each host."""
+
+
+class Report:
+    """Tells the events of one run.
+
+    Args:
+        name, steps, log_every, live: as the configuration says.
+        directory: where its results are.
+        hosts: number of processes.
+        watch: shows what the roles do, in the live view; None leaves that out.
+        announced: metrics that come later than the first printed line, and have a column all the same.
+        out: where to print; default: standard output.
+
+    Use it as `async with Report(...) as report:` around the steps, and call `ends` after that: the live view is there
+    in between, and its last state stays on the screen, whatever ends the run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: RunDirectory,
+        hosts: int,
+        *,
+        steps: int,
+        log_every: int,
+        live: Literal["auto", "always", "never"] = "auto",
+        announced: Collection[str] = (),
+        watch: Watch | None = None,
+        out: TextIO | None = None,
+    ) -> None:
+        self._name, self._directory, self._hosts, self._watch = name, directory, hosts, watch
+        self._steps, self._live = steps, live
+        self._out = out if out is not None else sys.stdout
+        self._since = self._start = time.perf_counter()
+        self._table = ProgressTable(steps, log_every, self._out, announced)
+        self._timings: dict[str, list[float]] = defaultdict(list)
+        self._bounds: list[dict[str, float]] = []
+        self._view: LiveView | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Report:
+        live = self._live
+        if live == "always" or (live == "auto" and self._out.isatty() and os.environ.get("TERM") != "dumb"):
+            self._view = LiveView(self._name, self._steps, self._out)
+            if self._watch is not None:
+                self._following = asyncio.create_task(_follow(self._watch, self._view), name="live view")
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        if self._view is not None:
+            view, self._view = self._view, None
+            await view.close()
+        if self._following is not None and not self._following.cancelled():
+            self._following.result()  # a bug in what it shows must not be lost
+
+    def begins(self, roles: Mapping[str, Sequence[int]]) -> None:
+        """The roles are up, each on these hosts."""
+        if self._hosts == 1:
+            where = f"{', '.join(roles)} in one process"
+        else:
+            where = ", ".join(f"{role} on host {_listed(hosts)}" for role, hosts in roles.items())
+        self.line(f"{self._name}: {where}")
+        if self._directory.moved is not None:
+            self.line(f"an earlier run of this name is now {_shown(self._directory.moved)}")
+        self._since = time.perf_counter()
+
+    def resumed(self, step: int, checkpoint: Path) -> None:
+        """The run goes on from a checkpoint, written after `step`."""
+        self.line(f"going on after step {step}, from {_shown(checkpoint)}")
+        self.line("")
+
+    def warmed_up(self, metrics: Mapping[str, float], source: str) -> None:
+        """The supervised warm-up on `source` is over."""
+        loss = f", loss {metrics['sft/loss_first']:.2f} to {metrics['sft/loss']:.2f}"
+        self.line(f"warm-up on {source}: {metrics['sft/steps']:.0f} steps in {self._lap():.1f} s{loss}")
+
+    def evaluated(self, before: str) -> None:
+        """How good the model is before the first step is known, in words."""
+        self.line(f"before: {before}")
+        if self._steps:
+            self.line("")
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is over."""
+        for name, value in metrics.items():
+            if name.startswith("timing/"):
+                self._timings[name].append(value)
+        self._bounds.append(
+            {name: metrics[name] for name in metrics if name.startswith(("bound/", "lost/", "timing/step"))}
+        )
+        if self._view is not None:
+            self._view.stepped(step, metrics)
+        else:
+            self._table.add(step, metrics)
+
+    def ends(self, change: Iterable[str] = (), memory: Mapping[int, DeviceMemory] | None = None) -> None:
+        """Everything is written.
+
+        Args:
+            change: lines about what came of it, from before the first step to after the last one.
+            memory: what each device held at most.
+        """
+        self.line("")
+        came_of_it = list(change)
+        for line in [*came_of_it, ""] if came_of_it else []:
+            self.line(line)
+        if told := sentence({name: statistics.median(values) for name, values in self._timings.items()}):
+            self.line(f"a step took {told} (medians)")
+        for line in [*verdict(typical(self._bounds)), *fullest(memory or {})]:
+            self.line(line)
+        self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
+        for path, what in self._results():
+            self.line(f"  {path.relative_to(self._directory.path)!s:<24} {what}")
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._view is not None:
+            self._view.line(text)
+        else:
+            self._out.write(f"{text}\n")
+            self._out.flush()
+
+    def _results(self) -> Iterator[tuple[Path, str]]:
+        directory = self._directory
+        results = (
+            (directory.report, "curves, lanes and answers, for a browser"),
+            (directory.latest / "hf", "the trained model, for transformers' from_pretrained"),
+            (directory.latest / "policy", "the trained policy"),
+            (directory.path / "videos", "episodes before and after, to look at"),
+            (directory.metrics, "every step's numbers"),
+            (directory.samples, "some answers of every step"),
+            (directory.trace, "what each role did when; open it at https://ui.perfetto.dev"),
+            (directory.path / "profile.json", "what each role costs, to plan other runs with"),
+            (directory.resolved, "the configuration in full, to run again"),
+        )
+        yield from ((path, what) for path, what in results if path.exists())
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        lap, self._since = now - self._since, now
+        return lap
+
+
+def tracking_of(
+    config: RunConfig | EmbodiedConfig, directory: RunDirectory, begun: Checkpoint | None, report: Report
+) -> Tracking:
+    """The trackers that a configuration wants, from the step on where its run goes on; their trouble is reported."""
+    metrics = config.metrics
+    wanted = chosen(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
+    about = Tracked(config.name, directory.path, asdict(config), None if begun is None else begun.step)
+    return Tracking(wanted, about, report.line)
+
+
+def fullest(memory: Mapping[int, DeviceMemory]) -> Iterator[str]:
+    """A line on the device that was filled the most; none where none is limited, or nobody shares one.
+
+    Args:
+        memory: of each device, by the book of the leases: bytes of roles that share one, as their shapes say.
+    """
+    shared = [device for device in memory.values() if device.capacity and device.peak]
+    if shared:
+        device = max(shared, key=lambda device: device.peak / (device.capacity or 1))
+        yield (
+            f"devices that roles share held at most {device.peak / GB:.4g} of {(device.capacity or 0) / GB:.4g} GB, "
+            "by the roles' shapes"
+        )
+
+
+async def _follow(watch: Watch, view: LiveView) -> None:
+    """Show what everybody does, twice a second. A view of time needs a clock: there is no event to wait for."""
+    try:
+        while True:
+            view.moment(await watch.look())
+            await asyncio.sleep(LOOK_SECONDS)
+    except ActorDied:
+        pass  # a host is lost: the run itself fails by that, with its cause
+
+
+def _listed(hosts: Sequence[int]) -> str:
+    return ", ".join(map(str, hosts))
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)

@@ -1,0 +1,259 @@
+"""report.html: one file that shows a run, without anything from outside.
+
+In: what `run_data` read, and lanes. Out: a page. Everything that a model, a data set or a configuration wrote is
+escaped, and the page's own policy forbids every script but its own: answers are hostile until proven otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlinf.metrics.html.actor_lanes import StepLanes
+from rlinf.metrics.html.actor_lanes_svg import STYLE, picture
+from rlinf.metrics.html.answers import answers_section
+from rlinf.metrics.html.run_data import RunData, curves
+from rlinf.metrics.timing import ACTIVITIES
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
+
+_CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+
+SECTIONS = (
+    (
+        "Learning",
+        (
+            "reward/mean",
+            "evaluation/accuracy",
+            "success_once",
+            "evaluation/success_once",
+            "episodes/length",
+            "response_length/mean",
+            "truncated",
+            "groups/uniform",
+            "loss",
+            "outcomes/timeout",
+            "outcomes/error",
+        ),
+    ),
+    ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
+    ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean")),
+    (
+        "Speed",
+        (
+            "tokens_per_s",
+            "env_steps_per_s",
+            "timing/step",
+            "bound/efficiency",
+            "timing/generation",
+            "timing/simulation",
+            "timing/training",
+            "timing/sync",
+            "timing/other",
+        ),
+    ),
+)
+"""Charts that are shown at once, by heading; those of all other metrics unfold."""
+EDGE = 5
+"""Steps at both ends whose mean reward is compared: one step alone is noise."""
+
+
+def page(run: RunData, lanes: Sequence[StepLanes]) -> str:
+    """The page of a run.
+
+    Args:
+        run: its files.
+        lanes: of a few steps; empty if there is no trace.
+    """
+    numbers = curves([*run.before, *run.rows])
+    # What is data for a script must not be able to end the element that it stands in.
+    carried = json.dumps(numbers).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    body = "".join(
+        (
+            _header(run),
+            f'<section class="headline">{"".join(_headline(run))}</section>',
+            _charts(numbers["metrics"]) if run.rows else "<p>No step is over yet.</p>",
+            _where_time_went(run),
+            _beside_the_possible(run),
+            _lanes(lanes),
+            answers_section(run),
+            _setup(run),
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)}: training report</title><style>{_CSS}{STYLE}</style></head>"
+        f'<body><main>{body}</main><script type="application/json" id="numbers">{carried}</script>'
+        f"<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _header(run: RunData) -> str:
+    over = run.steps >= run.planned
+    state = f"{run.steps} steps" if over else f"{run.steps} of {run.planned} steps"
+    about = [
+        str(run.config.get("flow", "")),
+        _model(run.config.get("model")),
+        f"{run.environment['hosts']} processes" if run.environment.get("hosts", 1) != 1 else "",
+        str(run.environment.get("started", "")).replace("T", " "),
+    ]
+    return (
+        f'<header><h1>{escape(run.name)}<span class="state{"" if over else " open"}">{state}</span></h1>'
+        f"<p>{escape(' · '.join(filter(None, about)))}</p></header>"
+    )
+
+
+def _model(model: Any) -> str:
+    if not isinstance(model, Mapping):
+        return ""
+    made = model.get("config")
+    return str(model.get("path") or (f"a new {made.get('model_type')}" if isinstance(made, Mapping) else ""))
+
+
+def _headline(run: RunData) -> Iterator[str]:
+    if len(run.accuracies) > 1:
+        (_, before), (step, after) = run.accuracies[0], run.accuracies[-1]
+        gained = f"{(after - before) * 100:+.1f} points on held-out problems, after step {step}"
+        yield _fact("Accuracy", f"<small>{before:.1%} →</small> {after:.1%}", gained)
+    elif run.accuracies:
+        yield _fact(
+            "Accuracy", f"{run.accuracies[-1][1]:.1%}", f"on held-out problems, after step {run.accuracies[-1][0]}"
+        )
+    if rewards := run.values("reward/mean"):
+        edge = min(EDGE, len(rewards))
+        first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
+        yield _fact("Mean reward", f"<small>{first:.3f} →</small> {last:.3f}", f"of the first and last {edge} steps")
+    if run.rows:
+        step_time = run.median("timing/step")
+        note = f"{step_time:.3g} s per step (median)" if step_time is not None else ""
+        yield _fact("Time", _duration(run.seconds), note)
+    if (speed := run.median("tokens_per_s")) is not None:
+        answers = sum(run.values("samples"))
+        yield _fact(
+            "Tokens per second", f"{speed:,.0f}", f"median; {answers:,.0f} answers in all" if answers else "median"
+        )
+
+
+def _fact(label: str, value: str, note: str) -> str:
+    return (
+        f'<div class="card"><div class="label">{label}</div><div class="value">{value}</div>'
+        f'<div class="note">{escape(note)}</div></div>'
+    )
+
+
+def _charts(metrics: Mapping[str, Sequence[float | None]]) -> str:
+    there = [name for name, values in metrics.items() if any(value is not None for value in values)]
+    shown: set[str] = set()
+    parts = [
+        "<h2>Curves</h2><p>Point at one to read its value; all of them follow.</p>"
+        '<div class="controls"><label>smoothing <input id="smoothing" type="range" min="0" max="0.97" step="0.01" '
+        'value="0.6"></label><label>over <select id="axis"><option value="step">steps</option>'
+        '<option value="time">time</option></select></label><noscript>Curves need JavaScript.</noscript></div>'
+    ]
+    for heading, names in SECTIONS:
+        found = [name for name in names if any(metrics.get(name, ()))]  # a curve of nothing but 0 can wait
+        shown.update(found)
+        if found:
+            parts.append(f'<h3>{heading}</h3><div class="charts">{_places(found)}</div>')
+    if rest := [name for name in there if name not in shown]:
+        parts.append(
+            f'<details class="card"><summary>All other metrics ({len(rest)})</summary>'
+            f'<div class="charts">{_places(rest)}</div></details>'
+        )
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _places(names: Iterable[str]) -> str:
+    return "".join(
+        f'<div class="card chart" data-metric="{escape(name)}"><div class="head"><span>{escape(name)}</span>'
+        "<output></output></div></div>"
+        for name in names
+    )
+
+
+def _where_time_went(run: RunData) -> str:
+    step = run.median("timing/step")
+    told = [(name, run.median(f"timing/{name}")) for name in (*ACTIVITIES, "switching", "overlap", "other")]
+    found = [(name, seconds) for name, seconds in told if seconds is not None]
+    if not step or not found:
+        return ""
+    labels = {"overlap": "side by side", "other": "none of these"}
+    bars = "".join(
+        f'<span>{labels.get(name, name)}</span><span class="bar"><i class="{name}" style="width:'
+        f'{min(1.0, seconds / step):.1%}"></i></span>'
+        f'<span class="number">{seconds:.3g} s, {seconds / step:.0%}</span>'
+        for name, seconds in found
+    )
+    return (
+        "<section><h2>Where the time of a step went</h2><p>Medians over all steps, beside the "
+        f"{step:.3g} s of a step. Roles work at the same time, so the parts may add up to more than the whole.</p>"
+        f'<div class="card bars">{bars}</div></section>'
+    )
+
+
+def _beside_the_possible(run: RunData) -> str:
+    told = typical(run.rows)
+    if not told:
+        return ""
+    step, which, devices = told["timing/step"], binding(told), round(told["bound/devices"])
+    parts = [("the least possible", told["bound/seconds"], f"{which}: {BINDING[which]}", "least")]
+    parts += [(part, told.get(f"lost/{part}", 0.0), MEANINGS[part], part) for part in PARTS]
+    before, bars = 0.0, []
+    for name, seconds, meaning, style in parts:
+        start, share = before / step, max(0.0, seconds / step)
+        before += seconds
+        bars.append(
+            f"<span>{name}<small>{meaning}</small></span>"
+            f'<span class="bar"><i class="{style}" style="margin-left:{start:.1%};width:{share:.1%}"></i></span>'
+            f'<span class="number">{seconds:.3f} s, {seconds / step:.0%}</span>'
+        )
+    return (
+        f"<section><h2>How far from the possible</h2><p>{told['bound/efficiency']:.0%} of what is possible on "
+        f"{devices} device{'s' if devices != 1 else ''}, at what the roles cost in this run. The parts add up to the "
+        f"{step:.3g} s of a step (means over the middle half of the steps).</p>"
+        f'<div class="card bars possible">{"".join(bars)}</div></section>'
+    )
+
+
+def _lanes(steps: Sequence[StepLanes]) -> str:
+    if not steps:
+        return ""
+    return (
+        "<section><h2>Who did what when</h2><p>Steps early, in the middle and at the end of the run, on one time "
+        "scale. trace.json has all of it, for ui.perfetto.dev.</p>"
+        f'<div class="card picture">{picture(steps, card=False)}</div></section>'
+    )
+
+
+def _setup(run: RunData) -> str:
+    told = {name: ", ".join(value) if isinstance(value, list) else value for name, value in run.environment.items()}
+    rows = "".join(
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
+        for name, value in told.items()
+        if value not in ("", None)
+    )
+    parts = ["<section><h2>Set-up</h2><p>What it takes to run it again.</p>"]
+    if run.config_text:
+        parts.append(
+            f'<details class="card"><summary>Configuration</summary><pre>{escape(run.config_text)}</pre></details>'
+        )
+    if rows:
+        parts.append(f'<details class="card"><summary>Environment</summary><table>{rows}</table></details>')
+    return "".join(parts) + "</section>" if len(parts) > 1 else ""
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole / 3600
+    return f"{minutes} min" if minutes < 120 else f"{hours:.1f} h"

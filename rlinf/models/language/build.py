@@ -1,0 +1,175 @@
+"""Making the policy that a trainer learns with, whole on one rank or spread over many.
+
+In: where the model comes from, and how it is to be trained. Out: a `PolicyModel` on its device with its weights in it.
+
+A saved model that is spread is never whole anywhere: it is built without memory (on the meta device), spread, given
+memory for its slices, and each rank reads its slices from the safetensors files. What those do not hold, such as the
+angles of rotary embeddings, is made anew: memory that nobody fills is the trap here, for it raises no error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.data.rng import mix
+from rlinf.models.language.fsdp import shard
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.lora import add_adapters, is_adapter, plain_name, start_adapters
+from rlinf.models.language.policy_model import PolicyModel
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a policy is made."""
+
+    source: ModelSource
+    """A Hugging Face directory (or hub name), or the configuration of a new model."""
+    seed: int
+    """Of a new model's weights, and of adapters."""
+    lora: Mapping[str, Any] | None
+    """See `add_adapters`; None trains all weights."""
+    dtype: torch.dtype
+    """To compute in; weights are float32."""
+    device: torch.device
+    """Where it lives."""
+    mesh: DeviceMesh | None
+    """The ranks to spread it over; None leaves it whole."""
+    gradient_checkpointing: bool
+    """See `PolicyModel`."""
+    chunk: int
+    """See `PolicyModel`."""
+
+
+def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+    """Make the policy; a collective where it is spread.
+
+    Raises:
+        ValueError: the model or its adapters cannot be made.
+    """
+    with ONE_AT_A_TIME:
+        return _built(build, tokenizer)
+
+
+def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+    if build.device.type == "cuda":
+        torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
+    files = saved_files(build.source) if build.mesh is not None else None
+    model = empty_model(str(build.source), files) if files is not None else None
+    if model is None or files is None:
+        policy = _policy(build_model(build.source, tokenizer, seed=build.seed), build)
+        _start_adapters(policy.model, build)
+        policy.to(build.device)
+        if build.mesh is not None:
+            shard(policy, build.mesh, build.dtype)
+    else:
+        policy = _policy(model, build)
+        assert build.mesh is not None
+        shard(policy, build.mesh, build.dtype)
+        policy.to_empty(device=build.device)
+        fill(policy.model, files)
+        _start_adapters(policy.model, build)
+    policy.settle()
+    return policy
+
+
+def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
+    if build.lora is not None:
+        add_adapters(model, build.lora)
+    return PolicyModel(model, chunk=build.chunk, gradient_checkpointing=build.gradient_checkpointing)
+
+
+def _start_adapters(model: PreTrainedModel, build: Build) -> None:
+    if build.lora is not None:
+        for parameter, value in start_adapters(model, mix(build.seed, 1)):
+            place(parameter, value)
+
+
+def saved_files(source: ModelSource) -> dict[str, Path] | None:
+    """The safetensors file of each tensor of a saved model; None if it has none on this machine."""
+    if not isinstance(source, str) or not Path(source).is_dir():
+        return None
+    directory = Path(source)
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: directory / file for name, file in names.items()}
+    if not single.exists():
+        return None
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | None:
+    """The saved model without memory; None if its files and it do not match tensor by tensor, as when transformers
+    renames or joins tensors while loading. Then it is loaded whole on every rank, and spread afterwards."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (Path(directory) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    saved = {name: tuple(_shape(path, name)) for name, path in files.items() if name in wanted}
+    return model if wanted == saved and _remade_buffers(model) is not None else None
+
+
+def _shape(path: Path, name: str) -> list[int]:
+    with safe_open(path, framework="pt") as file:
+        shape: list[int] = file.get_slice(name).get_shape()
+    return shape
+
+
+def _remade_buffers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]] | None:
+    """Pairs of a buffer of `model` and its value; None if a module cannot be made again from the configuration."""
+    pairs = []
+    for module in model.modules():
+        mine = dict(module.named_buffers(recurse=False))
+        if not mine:
+            continue
+        try:
+            again: nn.Module = type(module)(config=model.config)
+        except TypeError:
+            return None
+        fresh = dict(again.named_buffers(recurse=False))
+        if {name: buffer.shape for name, buffer in fresh.items()} != {name: b.shape for name, b in mine.items()}:
+            return None
+        pairs += [(buffer, fresh[name]) for name, buffer in mine.items()]
+    return pairs
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
+    """Read this rank's slices of what the files have, and make the buffers anew."""
+    for buffer, value in _remade_buffers(model) or ():
+        buffer.copy_(value)
+    by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if plain_name(name) in files and not is_adapter(name):
+            by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
+    for path, members in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name, parameter in members:
+                place(parameter, file.get_slice(name))
+
+
+@torch.no_grad()
+def place(parameter: Tensor, values: Any) -> None:
+    """Write values, a whole tensor or a slice of a file, into a parameter, or this rank's part of them."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(values[...])
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if all(shape):
+        part = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        parameter.to_local().copy_(values[part])

@@ -1,0 +1,61 @@
+"""Making the model that a role works with: saved, or new from a configuration."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.data.rng import mix
+
+ModelSource = str | Mapping[str, Any]
+"""A Hugging Face directory (or hub name), or the configuration of a new model: `model_type` and that type's keys."""
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is made or tried out: transformers switches the default dtype of the whole process meanwhile, and
+initialisation draws from its one random generator. Trying out a model that is spread over ranks is a collective, so
+two groups with hosts in common must be spawned one after the other, or each may hold it where the other waits."""
+
+
+def build_model(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Load a causal language model, or make a new one.
+
+    Args:
+        source: a Hugging Face directory (or hub name), or `{"model_type": "qwen2", "hidden_size": 64, ...}`.
+        tokenizer: gives a new model its vocabulary and its special tokens.
+        seed: of a new model's weights; the same seed makes the same model in every role and process, up to the rounding
+            of `dtype`.
+        dtype: of its weights.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        ValueError: a configuration without `model_type`, or with one that transformers does not know.
+    """
+    if isinstance(source, str):
+        with ONE_AT_A_TIME:
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return loaded
+    if "model_type" not in source:
+        raise ValueError(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
+    settings = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        **source,
+    }
+    config = AutoConfig.for_model(**settings)
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(seed))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # and no buffers: angles of rotary embeddings must stay precise
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model

@@ -1,0 +1,291 @@
+"""What a policy for action chunks is: observations in; actions, their log-probs and values out.
+
+Flow: a rollout calls `act`, sends `Act.actions` to the environment and keeps `Act.stored`; a trainer calls `evaluate`
+on what was stored, with gradient. Nothing else needs to travel: `stored` is all that log-probs depend on besides the
+weights. Nobody waits here; all of it is computation.
+
+A policy derives from `Policy` and fills in `inputs`, `encode`, `draw`, `score` and `value`; levels, storing and
+imitation are written here, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.algos.advantages import Reduce
+from rlinf.algos.losses import supervised
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.validation import one_of
+from rlinf.models.policy.noise import Generator, uniforms
+
+Observation: TypeAlias = Mapping[str, Tensor]
+"""What the environment shows, one row each: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras."""
+
+Stored: TypeAlias = dict[str, Tensor]
+"""What `evaluate` needs, N rows in every tensor, so that rows of many steps concatenate and are picked one by one.
+"actions" is always there: what was drawn, in the policy's own terms."""
+
+Level = Literal["token", "action", "chunk"]
+LEVELS = ("token", "action", "chunk")
+ValueLevel = Literal["action", "chunk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """What every policy is told. A policy's own config derives from it."""
+
+    action_size: int
+    """Numbers in one action, A."""
+    chunk: int = 1
+    """Actions that are decided at a time, C."""
+    level: Level = "action"
+    """What has a log-prob of its own, so a ratio to clip: each number of an action, each action, or the chunk."""
+    value_level: ValueLevel | None = "chunk"
+    """A value before each action, or one before the chunk; null for a policy without a critic (GRPO)."""
+    seed: int = 0
+    """Of the first weights."""
+
+    def __post_init__(self) -> None:
+        if self.action_size < 1 or self.chunk < 1:
+            raise ValueError(f"policy: action_size={self.action_size} and chunk={self.chunk} must be at least 1")
+        one_of("policy", "level", self.level, LEVELS)
+        if self.value_level is not None:
+            one_of("policy", "value_level", self.value_level, ("action", "chunk"))
+        if self.level == "chunk" and self.value_level == "action" and self.chunk > 1:
+            raise ValueError(
+                "policy: value_level=action gives every action an advantage of its own, which level=chunk cannot use: "
+                "it has one log-prob for all of them. Take level=action, or value_level=chunk"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Chunks of actions that a policy chose, token by token."""
+
+    actions: Tensor
+    """For the environment, in [-1, 1], float32 [N, C, A]."""
+    made: Tensor
+    """The same in the policy's own terms, which becomes `stored["actions"]`; [N, ...]."""
+    logprobs: Tensor
+    """Of each number, nats, float32 [N, C, A]."""
+    values: Tensor | None
+    """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Act:
+    """What `act` decided, without gradient."""
+
+    actions: Tensor
+    """For the environment, in [-1, 1], float32 [N, C, A]."""
+    logprobs: Tensor
+    """Of what was drawn, nats, at the policy's level: [N, C, A], [N, C] or [N]."""
+    values: Tensor | None
+    """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
+    stored: Stored
+    """All that `evaluate` needs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    """What a policy says of stored actions, with gradient."""
+
+    logprobs: Tensor
+    """Nats, at the level asked for: token [N, C, A], action [N, C], chunk [N]."""
+    entropy: Tensor
+    """Of the distributions that they were drawn from, nats, at the same level."""
+    values: Tensor | None
+    """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
+
+
+class Policy(nn.Module, ABC):
+    """A network that decides chunks of actions. Made as `Class(config)` with an instance of its `Config`.
+
+    What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
+
+    A policy whose log-probs come from a chain of denoising steps (flow matching) fits in: it keeps the chain as its
+    "actions" [N, K + 1, C, A], asks for more random numbers by `randomness`, and `score` sums over the K steps.
+    """
+
+    Config: ClassVar[type[PolicyConfig]]
+    """What this policy is configured by."""
+
+    def __init__(self, config: PolicyConfig):
+        super().__init__()
+        self.config: Any = config
+
+    # What a policy fills in ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """What is kept of an observation: all that decisions depend on, N rows each, as raw and small as can be.
+
+        Raises:
+            ValueError: something that this policy looks at is missing or has another shape.
+        """
+
+    @abstractmethod
+    def encode(self, actions: Tensor) -> Tensor:
+        """Actions in [-1, 1], [N, C, A], in the policy's own terms: the inverse of what `draw` does, such as bins."""
+
+    @abstractmethod
+    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+        """Choose actions.
+
+        Args:
+            inputs: of `inputs`.
+            noise: random numbers in [0, 1), float64 [N, `randomness`]; None for the likeliest actions.
+        """
+
+    @abstractmethod
+    def score(self, stored: Stored) -> Evaluated:
+        """Log-probs and entropy of stored actions at token level, [N, C, A], and values at the policy's level."""
+
+    @abstractmethod
+    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
+        """Return expected from an observation on, before anything is decided, [N]: what bootstraps a cut episode."""
+
+    @property
+    def randomness(self) -> int:
+        """Random numbers that `draw` needs for each row."""
+        return int(self.config.chunk * self.config.action_size)
+
+    def adapt(self, stored: Stored, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
+        """Learn from what was seen by other means than gradients, such as the scale of observations.
+
+        Called once per training step, after its last update and before weights are published: log-probs of stored
+        actions must not move within an update by anything but the gradient.
+
+        Args:
+            stored: rows of this step.
+            mask: which rows count, bool [N]; None for all.
+            reduce: adds a tensor of sums up over ranks; None if this is all.
+        """
+
+    # What follows from it --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(
+        self,
+        observation: Observation,
+        *,
+        instructions: Sequence[str] | None = None,
+        generator: Generator = None,
+        greedy: bool = False,
+    ) -> Act:
+        """Decide what to do, without gradient.
+
+        Args:
+            observation: N rows, on the policy's device.
+            instructions: what each environment is to do, in words, N texts, for policies that read.
+            generator: source of randomness; or a seed per row, int64 [N], which makes what a row draws independent of
+                the other rows. None: torch's global one.
+            greedy: take the likeliest actions instead of drawing.
+        """
+        inputs = self.inputs(observation, instructions)
+        rows = next(iter(inputs.values()))
+        noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
+        drawn = self.draw(inputs, noise)
+        logprobs = at_level(drawn.logprobs, self.config.level)
+        return Act(drawn.actions, logprobs, drawn.values, {**inputs, "actions": drawn.made})
+
+    def evaluate(self, stored: Stored, *, level: Level | None = None) -> Evaluated:
+        """Log-probs, entropy and values of stored actions under the weights as they are now, with gradient.
+
+        Args:
+            stored: rows of `Act.stored`, or of `demonstrated`.
+            level: None for the policy's own.
+        """
+        level = self.config.level if level is None else level
+        found = self.score(stored)
+        return Evaluated(at_level(found.logprobs, level), at_level(found.entropy, level), found.values)
+
+    def forward(self, stored: Stored) -> Evaluated:
+        """`evaluate`, so that wrappers which hook into calls (DDP, FSDP) work."""
+        return self.evaluate(stored)
+
+    def demonstrated(
+        self, observation: Observation, actions: Tensor, instructions: Sequence[str] | None = None
+    ) -> Stored:
+        """Somebody else's actions as if this policy had drawn them.
+
+        Args:
+            observation, instructions: as for `act`.
+            actions: in [-1, 1], float32 [N, C, A].
+
+        Raises:
+            ValueError: actions are not [N, C, A].
+        """
+        if actions.shape[1:] != (self.config.chunk, self.config.action_size):
+            raise ValueError(
+                f"policy: demonstrated actions {list(actions.shape)} must be [N, {self.config.chunk}, "
+                f"{self.config.action_size}]: rows, actions of a chunk, numbers of an action"
+            )
+        return {**self.inputs(observation, instructions), "actions": self.encode(actions)}
+
+    def imitate(self, stored: Stored, mask: Tensor | None = None) -> LossSum:
+        """The supervised loss of demonstrations: the negative log-likelihood of their actions, nats per number.
+
+        Args:
+            stored: of `demonstrated`.
+            mask: which actions count, bool [N, C]; None for all.
+
+        Returns:
+            Un-normalised sums over numbers, differentiable.
+        """
+        logprobs = self.evaluate(stored, level="token").logprobs
+        kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask[..., None].expand(logprobs.shape)
+        return supervised(logprobs.flatten(1), kept.flatten(1))
+
+    def without_critic(self) -> list[nn.Parameter]:
+        """Parameters that decide."""
+        return [each for name, each in self.named_parameters() if not name.startswith("critic.")]
+
+    def of_critic(self) -> list[nn.Parameter]:
+        """Parameters that only values need; none without a critic."""
+        return [each for name, each in self.named_parameters() if name.startswith("critic.")]
+
+
+def at_level(x: Tensor, level: Level) -> Tensor:
+    """Sum what each number of an action has, log-prob or entropy, over what is decided as one.
+
+        token [N, C, A]        action [N, C]: sum over A        chunk [N]: sum over C and A
+
+    Args:
+        x: [N, C, A].
+        level: of the result.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    one_of("at_level", "level", level, LEVELS)
+    return x if level == "token" else x.sum(-1) if level == "action" else x.sum((-2, -1))
+
+
+def looked_at(observation: Observation, name: str, shape: tuple[int, ...], policy: str) -> Tensor:
+    """One array of an observation, checked.
+
+    Args:
+        observation: N rows.
+        name: such as "state".
+        shape: of one row.
+        policy: to name in errors.
+
+    Raises:
+        ValueError: it is missing, or its rows have another shape.
+    """
+    if name not in observation:
+        raise ValueError(f"{policy} looks at {name!r}, which the observation has not: it has {sorted(observation)}")
+    found = observation[name]
+    if tuple(found.shape[1:]) != shape:
+        raise ValueError(
+            f"{policy}: observation {name!r} is {list(found.shape)}, but the policy was made for [N, "
+            f"{', '.join(map(str, shape))}]: another environment, or another config?"
+        )
+    return found

@@ -1,0 +1,39 @@
+"""A policy on the state alone: perceptrons, with a standard deviation that does not depend on what is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
+from rlinf.models.policy.gaussian import GaussianConfig, GaussianPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig(GaussianConfig):
+    """Of `MlpPolicy`."""
+
+    state_size: int
+    """Numbers in the observation's "state", S."""
+
+
+class MlpPolicy(GaussianPolicy):
+    """Looks at "state", float32 [N, S]."""
+
+    Config: ClassVar[type[PolicyConfig]] = MlpConfig
+
+    def __init__(self, config: MlpConfig):
+        if config.state_size < 1:
+            raise ValueError(f"policy mlp: state_size={config.state_size} must be at least 1")
+        super().__init__(config, features=config.state_size, state_size=config.state_size)
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """The state as it came."""
+        return {"state": looked_at(observation, "state", (self.config.state_size,), "policy mlp").float()}
+
+    def features(self, inputs: Stored) -> Tensor:
+        """The state at the running scale."""
+        return self.scaled(inputs["state"])

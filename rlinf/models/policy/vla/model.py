@@ -1,0 +1,231 @@
+"""A small vision-language-action policy: the sibling of OpenVLA (arXiv:2406.09246) that fits a CPU.
+
+    pictures ─▶ vision encoder ─▶ projector ─┐
+    instruction ─▶ one token per byte ───────┼─▶ decoder ─▶ C x A action tokens, each from those before it
+    state (optional) ─▶ one token ───────────┘      └─▶ value head, on the hidden state that the first one is drawn from
+
+Encoder and decoder are models of transformers, named by their `model_type`. Action tokens are the last of the
+vocabulary, and only they can be drawn. `draw` keeps keys and values from token to token; `score` reads all tokens at
+once, which gives the same log-probs up to rounding. The value head sees what comes before a token and never the token
+itself, so it stays a baseline (arXiv:2505.19789, section 4: hidden state of the first action token, three layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, Cache, DynamicCache, PreTrainedModel
+
+from rlinf.algos.advantages import Reduce
+from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
+from rlinf.models.policy.layers import perceptron
+from rlinf.models.policy.running_norm import RunningNorm
+from rlinf.models.policy.vla.action_tokens import ActionTokens
+from rlinf.models.policy.vla.byte_tokenizer import PAD, ByteTexts
+
+_VISION = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+_DECODER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VlaConfig(PolicyConfig):
+    """Of `VlaPolicy`. With the defaults and pictures of 64 x 64 it has about a million parameters."""
+
+    image: tuple[int, int, int]
+    """Height, width (equal) and channels of the observation's "rgb": 3 for each camera."""
+    level: Level = "token"
+    """What has a log-prob of its own: each number of an action, each action, or the chunk."""
+    bins: int = 256
+    """Tokens that stand for the numbers from -1 to 1."""
+    text_length: int = 32
+    """Bytes of the longest instruction, and one."""
+    instruction: str = ""
+    """What to do where the environment does not say."""
+    state_size: int = 0
+    """Numbers of the observation's "state", which becomes one token; 0 does not look at it."""
+    patch_size: int = 16
+    """Pixels along the side of a patch, which becomes one token."""
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Of the encoder: `model_type` (siglip_vision_model, dinov2 …) and keys of its transformers configuration."""
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+    """Of the decoder: `model_type` (llama, qwen2 …) and keys of its transformers configuration."""
+    temperature: float = 1.0
+    """Logits are divided by it, when drawing as when scoring; more than 0."""
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        height, width, channels = self.image
+        if height != width or height % self.patch_size or channels < 3 or channels % 3:
+            raise ValueError(
+                f"policy vla: image={list(self.image)} must be square, a multiple of patch_size={self.patch_size} "
+                "pixels, with 3 channels for each camera"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"policy vla: temperature={self.temperature} must be more than 0")
+
+
+class VlaPolicy(Policy):
+    """Looks at "rgb", uint8 [N, H, H, 3 k], reads the instruction, and draws tokens one after the other."""
+
+    Config: ClassVar[type[PolicyConfig]] = VlaConfig
+
+    def __init__(self, config: VlaConfig):
+        super().__init__(config)
+        self.texts = ByteTexts(config.text_length)
+        self.bins = ActionTokens(self.texts.size + config.bins, config.bins)
+        pictures = {"model_type": "siglip_vision_model", **_VISION, **config.vision}
+        words = {"model_type": "llama", **_DECODER, **config.decoder}
+        words.setdefault("num_key_value_heads", words["num_attention_heads"])  # some types have a number of their own
+        self.eyes = _model(pictures, image_size=config.image[0], patch_size=config.patch_size)
+        self.decoder = _model(words, vocab_size=self.bins.vocabulary, pad_token_id=PAD)
+        seen, width = self.eyes.config.hidden_size, self.decoder.config.hidden_size
+        self.projector = nn.Sequential(nn.Linear(seen, width), nn.GELU(), nn.Linear(width, width))
+        self.norm = RunningNorm(config.state_size) if config.state_size else None
+        self.state_token = nn.Linear(config.state_size, width) if config.state_size else None
+        self.head = nn.Linear(width, self.bins.vocabulary, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+        self.critic: nn.Module | None = None
+        if config.value_level is not None:
+            self.critic = perceptron(width, [width, width], 1, gain=0.0, activation=nn.GELU)
+
+    # What goes in -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
+        """Pictures as bytes, the instruction as tokens, the state as it came."""
+        rgb = looked_at(observation, "rgb", self.config.image, "policy vla")
+        texts = [self.config.instruction] * len(rgb) if instructions is None else instructions
+        found = {"rgb": rgb, "text": self.texts.encode(texts).to(rgb.device)}
+        if self.config.state_size:
+            found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy vla").float()
+        return found
+
+    def encode(self, actions: Tensor) -> Tensor:
+        """The bins' tokens, int64 [N, C, A]."""
+        return self.bins.encode(actions)
+
+    def adapt(self, stored: Stored, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
+        """Take the states of this step into the running scale."""
+        if self.norm is not None:
+            self.norm.update(stored["state"], mask, reduce)
+
+    # What comes out ---------------------------------------------------------------------------------------------------
+
+    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+        """See `Policy.draw`: one token after the other."""
+        cache = DynamicCache(config=self.decoder.config)
+        prefix, seen = self._prefix(inputs)
+        hidden = self._decode(prefix, seen, cache)[:, -1]
+        hiddens, tokens, logprobs = [hidden], [], []
+        numbers = self.config.chunk * self.config.action_size
+        for number in range(numbers):
+            each = self._logprobs(hidden)
+            choice = each.argmax(-1) if noise is None else _chosen(each, noise[:, number])
+            tokens.append(choice + self.bins.first)
+            logprobs.append(each.gather(1, choice[:, None])[:, 0])
+            if number + 1 < numbers:
+                seen = functional.pad(seen, (0, 1), value=1)
+                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, cache)[:, -1]
+                hiddens.append(hidden)
+        made = torch.stack(tokens, 1).view(-1, self.config.chunk, self.config.action_size)
+        values = self._values(torch.stack(hiddens, 1))
+        return Drawn(self.bins.decode(made), made, torch.stack(logprobs, 1).view(made.shape), values)
+
+    def score(self, stored: Stored) -> Evaluated:
+        """See `Policy.score`: all tokens in one pass."""
+        shape, tokens = stored["actions"].shape, stored["actions"].flatten(1)
+        prefix, seen = self._prefix(stored)
+        known = self._embedded(tokens[:, :-1])
+        seen = functional.pad(seen, (0, known.shape[1]), value=1)
+        hidden = self._decode(torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
+        each = self._logprobs(hidden)
+        chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
+        entropy = -(each.exp() * each).sum(-1)
+        return Evaluated(chosen.view(shape), entropy.view(shape), self._values(hidden))
+
+    @torch.no_grad()
+    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
+        """See `Policy.value`."""
+        if self.critic is None:
+            raise ValueError("policy: value_level is null, so there is no critic to ask for values")
+        found: Tensor = self.critic(self._decode(*self._prefix(self.inputs(observation, instructions)))[:, -1])
+        return found[:, 0].float()
+
+    # Parts ------------------------------------------------------------------------------------------------------------
+
+    def _prefix(self, inputs: Stored) -> tuple[Tensor, Tensor]:
+        """What stands before the actions, [N, P, width], and which of it is to be read, int64 [N, P]."""
+        rgb = inputs["rgb"].movedim(-1, 1)
+        views = rgb.shape[1] // 3
+        pixels = rgb.reshape(-1, 3, *rgb.shape[2:]).to(self.head.weight.dtype) / 127.5 - 1.0
+        patches = self.projector(self.eyes(pixel_values=pixels).last_hidden_state)
+        parts = [patches.reshape(len(rgb), views * patches.shape[1], -1)]
+        if self.norm is not None and self.state_token is not None:
+            parts.append(self.state_token(self.norm(inputs["state"]).to(pixels.dtype))[:, None])
+        text = inputs["text"]
+        text = text[:, int((text != PAD).any(0).long().argmax()) :]  # columns that nobody fills cost time
+        before = sum(part.shape[1] for part in parts)
+        seen = functional.pad((text != PAD).long(), (before, 0), value=1)
+        return torch.cat([*parts, self._embedded(text)], 1), seen
+
+    def _decode(self, embedded: Tensor, seen: Tensor, cache: Cache | None = None) -> Tensor:
+        """Hidden states of the last `embedded.shape[1]` places; `seen` says which of all places are read."""
+        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
+        found: Tensor = self.decoder(
+            inputs_embeds=embedded,
+            attention_mask=seen,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+        return found
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.decoder.get_input_embeddings()(tokens)
+        return found
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        """Log-probs of all bins, float32 [..., bins]; other tokens' logits are not computed."""
+        logits = functional.linear(hidden, self.head.weight[self.bins.first :])
+        return functional.log_softmax(logits.float() / self.config.temperature, -1)
+
+    def _values(self, hidden: Tensor) -> Tensor | None:
+        """Values, from the hidden states [N, C x A, width] that tokens are drawn from."""
+        if self.critic is None:
+            return None
+        if self.config.value_level == "chunk":
+            return self.critic(hidden[:, 0])[:, 0].float()
+        return self.critic(hidden[:, :: self.config.action_size])[..., 0].float()
+
+
+def _model(settings: Mapping[str, Any], **sizes: int) -> PreTrainedModel:
+    """A model of transformers with new weights; `sizes` are ours to say."""
+    said = sorted(set(sizes) & set(settings))
+    if said:
+        raise ValueError(
+            f"policy vla: {' and '.join(said)} cannot be set in vision or decoder: they follow from others"
+        )
+    if "vision" in settings["model_type"]:
+        settings = {**settings, "vision_use_head": False}  # pools patches into one, which nobody reads
+    config = AutoConfig.for_model(**{**settings, **sizes})
+    model: PreTrainedModel = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return model
+
+
+def _chosen(logprobs: Tensor, noise: Tensor) -> Tensor:
+    """One of the bins each, by inverting the distribution function: the first whose cumulated probability exceeds u.
+
+    Args:
+        logprobs: [N, bins].
+        noise: u in [0, 1), float64 [N].
+
+    Returns:
+        int64 [N]; never a bin of probability 0, since that adds nothing to the sum.
+    """
+    cumulated = logprobs.double().exp().cumsum(-1)
+    below = cumulated <= noise[:, None] * cumulated[:, -1:]
+    return below.sum(-1).clamp(max=logprobs.shape[1] - 1)

@@ -1,0 +1,51 @@
+"""What wrong costs do to a plan: in turns errors add up and cancel out, side by side the slowest stage decides.
+
+Flows in: a plan as a tree, and by how much its stages' seconds may be wrong. Flows out: by which factor it is expected
+to take longer than calculated. Nothing waits here.
+
+Two plans that take equally long on paper are not equally good guesses: devices that were divided by wrong costs wait
+for each other. So a plan is weighed by its mean over costs drawn around those that are known.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlinf.placement.planner.plan_tree import Leaf, Tree, replay
+from rlinf.placement.planner.search import Found
+from rlinf.placement.profiling.workload import Option, Workload
+
+DRAWS = 32
+"""Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
+
+
+def risk(found: Found, workload: Workload, doubt: float) -> float:
+    """Return the expected seconds of a plan over those calculated.
+
+    Args:
+        found: the plan.
+        workload: what it plans.
+        doubt: by which share a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the known
+            ones divided by, and multiplied by, 1 + doubt; the same draws for every plan.
+    """
+    if doubt <= 0 or found.seconds <= 0:
+        return 1.0
+    rng = random.Random(0)
+    names = [stage.name for stage in workload.stages]
+    drawn = [{name: (1 + doubt) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
+    known = replay(found.tree, workload, found.chunks)
+    return statistics.mean(replay(_scaled(found.tree, factors), workload, found.chunks) / known for factors in drawn)
+
+
+def _scaled(tree: Tree, factors: Mapping[str, float]) -> Tree:
+    if isinstance(tree, Leaf):
+        return replace(tree, option=_slower(tree.option, factors[tree.stage.name]))
+    return replace(tree, left=_scaled(tree.left, factors), right=_scaled(tree.right, factors))
+
+
+def _slower(option: Option, factor: float) -> Option:
+    chunks = {count: seconds * factor for count, seconds in option.chunk_seconds.items()}
+    return replace(option, seconds=option.seconds * factor, chunk_seconds=chunks)

@@ -1,0 +1,4 @@
+"""The search for the best placement of a profiled flow.
+
+Pure functions of a workload.
+"""

@@ -1,0 +1,339 @@
+"""What stages cost on this machine: the measured input of the planner.
+
+Flows in: timings of ordinary steps, read off their spans by `step_costs.py`. Flows out: `profile.json`, merged over
+runs; estimates with error bars; the release curve of generation. Nothing waits here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .interpolation import Estimate, OutOfRange, Point, interpolate
+
+T = TypeVar("T")
+VERSION = 2
+"""Of the file. A file of another version is refused rather than misread."""
+BESIDE = "none"
+"""Kind of device of a stage that needs none, such as scoring in processes of its own: its timings say 1 device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Measurements of one stage with one batch on one number of devices."""
+
+    batch: int
+    """Items."""
+    devices: int
+    """Devices of the stage."""
+    seconds: float
+    """Time that the whole batch needs when nothing else runs: until its last device is done. The mean of measurements,
+    or where outliers were seen, such as first steps, their median."""
+    spread: float = 0.0
+    """Standard deviation of single times, in seconds."""
+    count: int = 1
+    """Number of measurements."""
+    busy: float | None = None
+    """Mean seconds that each of the devices worked, less than `seconds` if some are done earlier; None: the same."""
+
+    @property
+    def work(self) -> float:
+        """Device-seconds of the batch."""
+        return self.devices * (self.seconds if self.busy is None else self.busy)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.devices < 1 or self.count < 1:
+            raise ValueError(f"batch, devices and count must be at least 1: {self}")
+        if not (0 < self.seconds < math.inf and 0 <= self.spread < math.inf):
+            raise ValueError(f"seconds must be above 0 and spread at least 0, both finite: {self}")
+        if self.busy is not None and not 0 <= self.busy <= self.seconds * (1 + 1e-9):
+            raise ValueError(f"busy must lie between 0 and seconds: {self}")
+
+    def merged(self, other: Timing) -> Timing:
+        """Pool two sets of measurements of the same batch and devices (Chan et al. 1979, equation 2.1)."""
+        count = self.count + other.count
+        apart = other.seconds - self.seconds
+        squares = self.count * self.spread**2 + other.count * other.spread**2
+        squares += apart**2 * self.count * other.count / count
+        mean = self.seconds + apart * other.count / count
+        busy = None
+        if self.busy is not None or other.busy is not None:
+            busy = min(mean, (self.work * self.count + other.work * other.count) / count / self.devices)
+        return Timing(self.batch, self.devices, mean, math.sqrt(squares / count), count, busy)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """When the items of a batch leave a stage, as shares of its makespan: the long tail of generation."""
+
+    shares: tuple[float, ...]
+    """Entry k of n: share of the makespan after which the share (k + 1) / n of the items has left; ascending to 1."""
+    count: int = 1
+    """Number of batches it was measured on."""
+
+    def __post_init__(self) -> None:
+        steps = (0.0, *self.shares)
+        if not self.shares or any(b < a for a, b in zip(steps, self.shares, strict=False)) or self.shares[-1] != 1.0:
+            raise ValueError(f"release shares must ascend from at least 0 to exactly 1, got {self.shares}")
+
+    @classmethod
+    def measured(cls, finished: Iterable[float], points: int = 64) -> Release:
+        """Return the curve of one batch.
+
+        Args:
+            finished: seconds after the start at which each item left, in any order.
+            points: entries of the curve.
+        """
+        times = sorted(finished)
+        if not times or times[-1] <= 0:
+            raise ValueError("a release curve needs at least one item that left after the start")
+        last = times[-1]
+        return cls(tuple(times[math.ceil((k + 1) / points * len(times)) - 1] / last for k in range(points)))
+
+    def at(self, share: float) -> float:
+        """Share of the makespan after which this share of the items (0 to 1) has left; never too early."""
+        index = math.ceil(share * len(self.shares) - 1e-9) - 1
+        return self.shares[index] if index >= 0 else 0.0
+
+    def chunks(self, count: int) -> tuple[float, ...]:
+        """Shares of the makespan at which chunk 1, …, `count` has left as a whole."""
+        return tuple(self.at((k + 1) / count) for k in range(count))
+
+    def merged(self, other: Release) -> Release:
+        """Average two curves, each weighted with its batches."""
+        longest = max(len(self.shares), len(other.shares))
+        count = self.count + other.count
+        mine, theirs = self.chunks(longest), other.chunks(longest)
+        mixed = [(a * self.count + b * other.count) / count for a, b in zip(mine, theirs, strict=True)]
+        return Release((*mixed[:-1], 1.0), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a stage holds and what moving it takes, per device, on one number of devices."""
+
+    devices: int
+    """Devices that the stage is spread over."""
+    active_bytes: int = 0
+    """While it is loaded, the peak of its work included."""
+    parked_bytes: int = 0
+    """While it is parked."""
+    onload_seconds: float = 0.0
+    """From parked to loaded."""
+    offload_seconds: float = 0.0
+    """From loaded to parked."""
+
+    def merged(self, other: Footprint) -> Footprint:
+        """Keep the worst of both: memory must never be exceeded."""
+        worst = {one.name: max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        return Footprint(**worst)
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """All that was measured of one stage."""
+
+    timings: tuple[Timing, ...] = ()
+    """One per (batch, devices)."""
+    release: Release | None = None
+    """None: items leave evenly."""
+    footprints: tuple[Footprint, ...] = ()
+    """One per number of devices."""
+    kind: str = "gpu"
+    """Kind of device it was measured on; `BESIDE` for none."""
+
+    def time(self, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
+        """Estimate the seconds of a batch; see `interpolation.interpolate`.
+
+        Raises:
+            OutOfRange: it lies outside of what was measured, and `extrapolate` is off.
+        """
+        points = {(one.batch, one.devices): Point(one.seconds, one.spread) for one in self.timings}
+        return interpolate(points, batch, devices, extrapolate=extrapolate)
+
+    def footprint(self, devices: int) -> Footprint:
+        """Return what it holds on so many devices; between measurements, what it held on the next fewer: never less.
+
+        On fewer devices than were measured, bytes per device are scaled up as if all of them were divided among the
+        devices.
+
+        Raises:
+            OutOfRange: none was measured.
+        """
+        if not self.footprints:
+            raise OutOfRange("no memory was measured")
+        fewer = [one for one in self.footprints if one.devices <= devices]
+        if fewer:
+            return replace(max(fewer, key=lambda one: one.devices), devices=devices)
+        least = min(self.footprints, key=lambda one: one.devices)
+        scale = least.devices / devices
+        return Footprint(
+            devices,
+            math.ceil(least.active_bytes * scale),
+            math.ceil(least.parked_bytes * scale),
+            least.onload_seconds * scale,
+            least.offload_seconds * scale,
+        )
+
+    def merged(self, other: StageProfile) -> StageProfile:
+        """Join the measurements of two runs."""
+        release = self.release or other.release
+        if self.release and other.release:
+            release = self.release.merged(other.release)
+        timings = _join((*self.timings, *other.timings), lambda one: (one.batch, one.devices), Timing.merged)
+        footprints = _join((*self.footprints, *other.footprints), lambda one: one.devices, Footprint.merged)
+        return StageProfile(timings, release, footprints, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measurements of one model on one kind of machine."""
+
+    model: str
+    """What was trained: its name and what changes its speed, such as "Qwen3-8B bfloat16"."""
+    machine: str
+    """What it ran on, such as "8x NVIDIA H100 80GB"."""
+    stages: Mapping[str, StageProfile] = field(default_factory=dict)
+    """By role."""
+    transfers: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Seconds per item between disjoint devices, by producer and consumer."""
+    sync: tuple[Timing, ...] = ()
+    """Weight synchronisation: batch is always 1, devices those that receive."""
+    flow: str = ""
+    """Dotted path of the flow function."""
+    items: int = 0
+    """Items of one step that was measured; 0: unknown."""
+    edges: tuple[tuple[str, str, bool], ...] = ()
+    """The flow's graph as it was observed, without loops: producer, consumer, and whether that began, in every step
+    that was seen, only when all items were there."""
+    published: tuple[tuple[str, str], ...] = ()
+    """Who publishes weights to whom."""
+
+    def time(self, stage: str, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
+        """Estimate the seconds of a batch of a stage.
+
+        Raises:
+            OutOfRange: the stage or the place was not measured; the message says what was.
+        """
+        try:
+            return self._stage(stage).time(batch, devices, extrapolate=extrapolate)
+        except OutOfRange as error:
+            raise OutOfRange(f"profile of {self.model}, stage {stage!r}: {error}{_advice(error)}") from None
+
+    def mismatch(self, model: str, machine: str, flow: str | None = None) -> tuple[str, ...]:
+        """Return why this profile is not one of that model, machine and (where given) flow; nothing if it is."""
+        pairs = [("model", self.model, model), ("machine", self.machine, machine)]
+        if flow is not None:
+            pairs.append(("flow", self.flow, flow))
+        return tuple(
+            f"the profile is of {what} {ours!r}, this run has {theirs!r}: profile again, or name another profile"
+            for what, ours, theirs in pairs
+            if ours != theirs
+        )
+
+    def merged(self, other: Profile) -> Profile:
+        """Join the profiles of two runs; the number of items of a step is the other's.
+
+        Raises:
+            ValueError: they are of different models, machines, flows or kinds of device.
+        """
+        problems = list(other.mismatch(self.model, self.machine, self.flow))
+        both = self.stages.keys() & other.stages.keys()
+        for name in sorted(both):
+            if self.stages[name].kind != other.stages[name].kind:
+                problems.append(
+                    f"stage {name!r} was measured on {self.stages[name].kind} and {other.stages[name].kind}"
+                )
+        if problems:
+            raise ValueError("profiles cannot be merged: " + "; ".join(problems))
+        stages = {**self.stages, **other.stages}
+        stages |= {name: self.stages[name].merged(other.stages[name]) for name in both}
+        transfers = {**self.transfers, **other.transfers}
+        for edge in self.transfers.keys() & other.transfers.keys():
+            transfers[edge] = (self.transfers[edge] + other.transfers[edge]) / 2
+        sync = _join((*self.sync, *other.sync), lambda one: one.devices, Timing.merged)
+        edges = _join((*self.edges, *other.edges), lambda edge: edge[:2], lambda one, two: min(one, two))
+        published = tuple(dict.fromkeys((*self.published, *other.published)))
+        items = other.items or self.items
+        return Profile(self.model, self.machine, stages, transfers, sync, self.flow, items, edges, published)
+
+    def _stage(self, name: str) -> StageProfile:
+        if name not in self.stages:
+            raise OutOfRange(f"not measured; there are: {', '.join(self.stages) or 'none'}")
+        return self.stages[name]
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write `profile.json`."""
+    body = {
+        "version": VERSION,
+        "model": profile.model,
+        "machine": profile.machine,
+        "flow": profile.flow,
+        "items": profile.items,
+        "edges": [list(edge) for edge in profile.edges],
+        "stages": {name: asdict(stage) for name, stage in profile.stages.items()},
+        "transfers": [[source, target, seconds] for (source, target), seconds in profile.transfers.items()],
+        "sync": [asdict(one) for one in profile.sync],
+        "published": [list(pair) for pair in profile.published],
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Profile:
+    """Read `profile.json`.
+
+    Raises:
+        ValueError: it is not a profile of this version; the message names file and part.
+        OSError: it cannot be read.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(body, dict) or body.get("version") != VERSION:
+            found = body.get("version") if isinstance(body, dict) else body
+            raise ValueError(f"version is {found!r}, this program reads {VERSION}: profile again")
+        return Profile(
+            body["model"],
+            body["machine"],
+            {name: _stage_in(name, entry) for name, entry in body["stages"].items()},
+            {(source, target): float(seconds) for source, target, seconds in body["transfers"]},
+            tuple(Timing(**entry) for entry in body["sync"]),
+            str(body["flow"]),
+            int(body["items"]),
+            tuple((source, target, bool(barrier)) for source, target, barrier in body["edges"]),
+            tuple((source, target) for source, target in body["published"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path}: not a profile: {what}") from None
+
+
+def _stage_in(name: str, entry: Mapping[str, Any]) -> StageProfile:
+    try:
+        release = entry["release"]
+        return StageProfile(
+            tuple(Timing(**one) for one in entry["timings"]),
+            None if release is None else Release(tuple(release["shares"]), release["count"]),
+            tuple(Footprint(**one) for one in entry["footprints"]),
+            entry["kind"],
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"stage {name!r}: {error}") from None
+
+
+def _join(entries: Iterable[T], key: Callable[[T], Any], merge: Callable[[T, T], T]) -> tuple[T, ...]:
+    joined: dict[Any, T] = {}
+    for entry in entries:
+        place = key(entry)
+        joined[place] = merge(joined[place], entry) if place in joined else entry
+    return tuple(joined[place] for place in sorted(joined))
+
+
+def _advice(error: OutOfRange) -> str:
+    if "asked for" not in str(error):
+        return ""
+    return "; measure there, or allow extrapolation, whose error bars are wide"

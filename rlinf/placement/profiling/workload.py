@@ -1,0 +1,274 @@
+"""What has to be planned: stages with their possible sizes and costs, the edges between them, and the devices.
+
+Flows in: a profile with the flow's edges, or costs from elsewhere. Flows out: a `Workload`, checked, for the planner
+and the bound. One step is M items; all seconds here are of one step unless they say otherwise. Nothing waits here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.plan import GB
+
+from .interpolation import OutOfRange
+from .profile import BESIDE, Profile, Release, StageProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a stage."""
+
+    devices: int
+    """Devices that it takes; 0 for what runs beside the devices, such as scoring on spare cores."""
+    seconds: float
+    """All items of a step in one go; for generation the makespan, not a mean."""
+    kind: str = "gpu"
+    """Kind of device."""
+    active_bytes: int = 0
+    """Per device while it is loaded."""
+    parked_bytes: int = 0
+    """Per device while it is parked."""
+    onload_seconds: float = 0.0
+    """From parked to loaded."""
+    offload_seconds: float = 0.0
+    """From loaded to parked."""
+    chunk_seconds: Mapping[int, float] = field(default_factory=dict)
+    """By number of chunks in a step: the time of one chunk. Where it is missing: `seconds` / chunks."""
+    note: str = ""
+    """How it runs inside, such as the inner plan of a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One role's work in a step."""
+
+    name: str
+    """Of the role."""
+    options: tuple[Option, ...]
+    """Every size and kind of device that it may run on."""
+    release: Release | None = None
+    """When items leave it; None: evenly. For generation, whose tail decides."""
+
+    def chunk(self, option: Option, chunks: int) -> float:
+        """Seconds of one of so many chunks; with a release curve, a makespan cannot shrink by being cut."""
+        even = option.seconds / chunks
+        given = option.chunk_seconds.get(chunks, even)
+        return given if self.release is None else max(given, even)
+
+    def alone(self, option: Option, chunks: int) -> float:
+        """Seconds of all items when nothing else runs: in one go, or chunk by chunk where that is quicker."""
+        return min(option.seconds, chunks * self.chunk(option, chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Items that flow from one stage to another."""
+
+    source: str
+    """Name of the producer."""
+    target: str
+    """Name of the consumer."""
+    barrier: bool = False
+    """The consumer needs all items before its first; otherwise it takes them as they come."""
+    seconds: float = 0.0
+    """To move all items of a step between disjoint devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Publishing weights at the end of a step."""
+
+    source: str
+    """Who has the new weights: the trainer."""
+    target: str
+    """Who needs them: the rollout."""
+    together: float = 0.0
+    """Seconds if both take turns on the same devices."""
+    apart: float = 0.0
+    """Seconds if they have devices of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step of a flow and the devices for it."""
+
+    stages: tuple[Stage, ...]
+    """The nodes of the flow's graph, loops already condensed (`flow_graph.py`)."""
+    edges: tuple[Edge, ...]
+    """The edges; no cycle."""
+    devices: Mapping[str, int]
+    """How many there are, by kind."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of one device, by kind; a kind that is missing is never full."""
+    chunks: tuple[int, ...] = (16,)
+    """Into how many chunks a step may be cut, to choose from."""
+    sync: tuple[Sync, ...] = ()
+    """What is published."""
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise PlacementError(problems)
+
+    def stage(self, name: str) -> Stage:
+        """Return the stage of that name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def usable(self, stage: Stage) -> tuple[Option, ...]:
+        """Return the options of a stage for which there are devices and memory."""
+        return tuple(
+            option
+            for option in stage.options
+            if option.devices <= self.devices.get(option.kind, 0) or option.devices == 0
+            if option.devices == 0 or option.active_bytes <= self.memory.get(option.kind, option.active_bytes)
+        )
+
+    def _problems(self) -> Iterable[str]:
+        names = [stage.name for stage in self.stages]
+        if not names:
+            yield "there is no stage to plan: run a step of the flow first, so that it can be observed"
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"stage {name!r} is there twice: give one another name"
+        ends = [(edge.source, edge.target) for edge in self.edges] + [(one.source, one.target) for one in self.sync]
+        for source, target in ends:
+            if missing := [name for name in (source, target) if name not in names]:
+                yield f"{source} -> {target}: there is no stage {missing[0]!r}, there are: {', '.join(names)}"
+        if any(count < 1 for count in self.chunks) or not self.chunks:
+            yield f"chunks: {self.chunks}: name at least one number, each at least 1"
+        for stage in self.stages:
+            yield from self._unfit(stage)
+        if loop := _cycle(names, self.edges):
+            yield f"{' -> '.join(loop)} is a loop: condense it first, so that it is planned by a model of its own"
+
+    def _unfit(self, stage: Stage) -> Iterable[str]:
+        wrong = [
+            option
+            for option in stage.options
+            if option.devices < 0 or option.seconds < 0 or not 0 <= option.parked_bytes <= option.active_bytes
+        ]
+        if wrong:
+            yield (
+                f"stage {stage.name!r}: a size needs devices and seconds of at least 0 and parked <= active bytes: "
+                f"{wrong[0]}"
+            )
+        elif not stage.options:
+            yield f"stage {stage.name!r} has no size it may run on: profile it, or name its device counts"
+        elif not self.usable(stage):
+            yield f"stage {stage.name!r} can never run here: {self._nearest(stage)}"
+
+    def _nearest(self, stage: Stage) -> str:
+        """The option that is closest to running, and what it lacks."""
+        there = [option for option in stage.options if option.devices <= self.devices.get(option.kind, 0)]
+        if there:
+            option = min(there, key=lambda option: option.active_bytes)
+            have = self.memory[option.kind]
+            return (
+                f"on {option.devices} {option.kind} it holds {option.active_bytes / GB:.1f} GB per device, of "
+                f"{have / GB:.1f}: {(option.active_bytes - have) / GB:.1f} GB have to go, by more devices, a smaller "
+                "batch or a smaller model"
+            )
+        option = min(stage.options, key=lambda option: option.devices - self.devices.get(option.kind, 0))
+        have = self.devices.get(option.kind, 0)
+        return f"its smallest size takes {option.devices} {option.kind}, there are {have}: add {option.devices - have}"
+
+
+def from_profile(
+    profile: Profile,
+    edges: Sequence[Edge],
+    items: int,
+    counts: Mapping[str, Sequence[int]],
+    devices: Mapping[str, int],
+    memory: Mapping[str, int] | None = None,
+    *,
+    chunks: Sequence[int] = (16,),
+    sync: Sequence[Sync] = (),
+    extrapolate: bool = False,
+) -> Workload:
+    """Return the workload of a profiled flow.
+
+    Args:
+        profile: costs of every stage in `counts`.
+        edges: of the flow's graph.
+        items: of one step.
+        counts: per stage, the device counts it may run on.
+        devices: how many there are, by kind.
+        memory: bytes of one, by kind.
+        chunks: into how many a step may be cut; each must divide `items`.
+        sync: what is published.
+        extrapolate: use the profile outside of what was measured. Chunks never are: where no smaller batch was
+            measured, a chunk takes its share of the whole.
+
+    Raises:
+        PlacementError: it cannot be planned.
+        OutOfRange: a time is needed that was not measured, and `extrapolate` is off.
+    """
+    if wrong := [count for count in chunks if count < 1 or items % count]:
+        raise PlacementError([f"chunks: {items} items cannot be cut into {wrong[0]} equal ones"])
+    stages = []
+    for name, sizes in counts.items():
+        stage = profile.stages[name]
+        anywhere = next(iter(devices), "gpu")
+        options = []
+        for size in sizes:
+            counted = 1 if stage.kind == BESIDE else size
+            seconds = profile.time(name, items, counted, extrapolate=extrapolate).seconds
+            options.append(_option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere))
+        stages.append(Stage(name, tuple(options), stage.release))
+    moved = [
+        Edge(edge.source, edge.target, edge.barrier, profile.transfers.get((edge.source, edge.target), 0.0) * items)
+        for edge in edges
+    ]
+    return Workload(tuple(stages), tuple(moved), devices, memory or {}, tuple(chunks), tuple(sync))
+
+
+def _chunk_seconds(stage: StageProfile, items: int, devices: int, chunks: Sequence[int]) -> dict[int, float]:
+    """Times of one chunk, where smaller batches were measured; elsewhere the planner divides the whole batch."""
+    found: dict[int, float] = {}
+    if len({one.batch for one in stage.timings}) < 2:
+        return found
+    for count in chunks:
+        with contextlib.suppress(OutOfRange):
+            found[count] = stage.time(items // count, devices).seconds
+    return found
+
+
+def _option(stage: StageProfile, devices: int, seconds: float, times: Mapping[int, float], anywhere: str) -> Option:
+    """One size. What runs beside the devices is of some kind that there is, and takes none of it."""
+    if stage.kind == BESIDE:
+        return Option(0, seconds, anywhere, chunk_seconds=times)
+    if not stage.footprints:
+        return Option(devices, seconds, stage.kind, chunk_seconds=times)
+    held = stage.footprint(devices)
+    return Option(
+        devices,
+        seconds,
+        stage.kind,
+        held.active_bytes,
+        held.parked_bytes,
+        held.onload_seconds,
+        held.offload_seconds,
+        times,
+    )
+
+
+def _cycle(names: Sequence[str], edges: Sequence[Edge]) -> list[str]:
+    """Return the names along one cycle, its first again at the end; nothing if there is none."""
+    after: dict[str, list[str]] = {name: [] for name in names}
+    for edge in edges:
+        after.get(edge.source, []).append(edge.target)
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for target in after.get(name, ()):
+            if found := walk(target, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in names if (found := walk(name, []))), [])

@@ -1,0 +1,355 @@
+"""From the keys of `placement` to seats: on which host and which devices each process of each role is.
+
+In: the section `placement`, the roles of the run, the size of the job. Out: a `Placed`, or one error with every
+mistake. No process or device is touched, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.placement import Placing
+from rlinf.placement.assignments import Assignment, assign
+from rlinf.placement.devices import Cluster, NodeGroup
+from rlinf.placement.grammar import PlacementError, parse
+from rlinf.placement.modes import spread
+from rlinf.placement.plan import GB, Plan, RolePlan, complaints
+from rlinf.placement.plan_file import load as load_plan
+
+KIND = "gpu"
+"""Of devices that no node group names: to a plan, a process on a CPU is a device like any other."""
+_MISSING = re.compile(r"resource (\d+) does not exist")
+_ANY = 4096
+"""Devices that are taken to exist while it is not known how many do: enough to read a placement string by."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleKind:
+    """What has to be known of a role to place it."""
+
+    name: str
+    """Of the role."""
+    on_devices: bool = True
+    """It computes on devices; otherwise beside them, on cores or in processes of its own."""
+    learns: bool = False
+    """Its processes compute together, so each has a device of its own."""
+    like: str | None = None
+    """The role whose place it takes where it is given none; None: host 0."""
+
+
+TEXT = (
+    RoleKind("rollout"),
+    RoleKind("judge", on_devices=False),
+    RoleKind("reference", like="trainer"),
+    RoleKind("teacher", like="trainer"),
+    RoleKind("critic", learns=True, like="trainer"),
+    RoleKind("trainer", learns=True),
+)
+"""The roles of runs on text, in order of their work."""
+CONTROL = (RoleKind("env", on_devices=False), RoleKind("policy"), RoleKind("trainer", learns=True))
+"""The roles of runs of a policy that acts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where the processes of one role are."""
+
+    hosts: tuple[int, ...]
+    """Of each process."""
+    devices: tuple[frozenset[int], ...]
+    """Of each process; empty sets for a role beside the devices."""
+    items: int | None = None
+    """Items it takes at a time; None: whatever is at hand."""
+    lease_items: int | None = None
+    """Items after which it offers its devices to others; None: the runtime's own rule."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where all roles are."""
+
+    seats: Mapping[str, Seat]
+    """By role."""
+    devices: int
+    """Of the job."""
+    turns: bool
+    """Roles that share a device take turns on it; otherwise they compute side by side, as threads do."""
+    memory: int | None = None
+    """Bytes of a device that may be filled; None: no limit."""
+    plan: Plan = field(default_factory=lambda: Plan({}))
+    """The same as a plan."""
+
+    @cached_property
+    def of_actors(self) -> dict[str, frozenset[int]]:
+        """The devices of every actor, such as `{"trainer[0]": {1}}`; of those beside the devices nothing."""
+        return {
+            f"{role}[{rank}]": devices
+            for role, seat in self.seats.items()
+            for rank, devices in enumerate(seat.devices)
+            if devices
+        }
+
+    def spawning(self, role: str, active_bytes: int = 0, parked_bytes: int = 0) -> dict[str, Any]:
+        """What `system.spawn` takes to put a role where it belongs.
+
+        Args:
+            role: its name.
+            active_bytes, parked_bytes: of each process on each of its devices, while loaded and while parked.
+        """
+        seat = self.seats[role]
+        found: dict[str, Any] = {"hosts": list(seat.hosts)}
+        if self.turns and self._shares(role):
+            found |= {"devices": seat.devices, "resident_bytes": active_bytes, "parked_bytes": parked_bytes}
+            grain = {"items": seat.items, "lease_items": seat.lease_items}
+            found |= {name: count for name, count in grain.items() if count is not None}
+        return found
+
+    def _shares(self, role: str) -> bool:
+        """Whether another role has one of its devices; alone there, it need not ask for them."""
+        mine = frozenset[int]().union(*self.seats[role].devices)
+        others = (devices for name, seat in self.seats.items() if name != role for devices in seat.devices)
+        return any(mine & devices for devices in others)
+
+
+def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory: int | None = None) -> Placed:
+    """Place the roles of a run.
+
+    Args:
+        wanted: the section `placement`.
+        kinds: the roles that there are, in order of their work; the first on devices feeds the others.
+        hosts: number of processes of the job.
+        gpu_memory: bytes of each GPU; None where there is none.
+
+    Raises:
+        PlacementError: with every mistake; each begins with its key.
+    """
+    cluster = cluster_of(wanted, hosts)
+    by_hand = _by_hand(wanted, kinds, cluster if hosts > 1 else None)
+    on_devices = [kind for kind in kinds if kind.on_devices]
+    memory = gpu_memory if wanted.device_memory_gb is None else int(wanted.device_memory_gb * GB)
+    chosen: dict[str, RolePlan] = {}
+    plan = None
+    if wanted.plan is not None:
+        beside = [kind.name for kind in kinds if not kind.on_devices]
+        plan = read_plan(wanted.plan, [kind.name for kind in on_devices], cluster, beside)
+        chosen = by_role(plan)
+    elif wanted.mode is not None and hosts > 1:
+        mode = "collocated" if wanted.mode == "auto" else wanted.mode
+        names = [kind.name for kind in on_devices]
+        chosen = {role: RolePlan(where) for role, where in spread(mode, names[0], names[1:], hosts).items()}
+    seats = {kind.name: _seat(kind, by_hand[kind.name], chosen.get(kind.name)) for kind in kinds}
+    if problems := list(_doubled(seats, kinds)):
+        raise PlacementError(problems)
+    turns = memory is not None or wanted.mode is not None or wanted.plan is not None
+    return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds))
+
+
+def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
+    """The same roles where a plan wants them; those beside the devices stay."""
+    chosen = by_role(plan)
+    seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
+    return Placed(seats, before.devices, True, before.memory, plan)
+
+
+def by_role(plan: Plan) -> dict[str, RolePlan]:
+    """A plan's entries by single role: those of a loop, "env+policy", count for each of its members. A role that does
+    not say how many items it takes at a time takes as many as travel to it together."""
+    arriving: dict[str, int | None] = {}
+    for (_, target), edge in plan.edges.items():
+        arriving[target] = edge.items if arriving.get(target) is None else arriving[target]
+    return {
+        member: replace(entry, items=entry.items if entry.items is not None else arriving.get(name))
+        for name, entry in plan.roles.items()
+        for member in name.split("+")
+    }
+
+
+def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Cluster:
+    """The devices of a job: one per process.
+
+    Args:
+        wanted: the section `placement`.
+        hosts: number of processes.
+        width: devices of a node; None: as many as torchrun started on this one.
+
+    Raises:
+        PlacementError: a node group that cannot be.
+    """
+    width = min(hosts, width or int(os.environ.get("LOCAL_WORLD_SIZE", hosts)))
+    count = -(-hosts // width)
+    complaints, groups = [], []
+    kinds = [KIND] * count
+    for label, given in wanted.node_groups.items():
+        try:
+            group = _group(label, given, count)
+        except (PlacementError, ValueError) as error:
+            complaints.append(str(error))
+            continue
+        groups.append(group)
+        if group.hardware is not None:
+            for node in group.nodes:
+                kinds[node] = group.hardware
+    if complaints:
+        raise PlacementError(complaints)
+    memory = None if wanted.device_memory_gb is None else int(wanted.device_memory_gb * GB)
+    nodes = [{kind: min(width, hosts - number * width)} for number, kind in enumerate(kinds)]
+    try:
+        return Cluster.declared(nodes, dict.fromkeys(kinds, memory), groups)
+    except ValueError as error:
+        raise PlacementError([f"placement.node_groups: {error}"]) from None
+
+
+def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequence[str] = ()) -> Plan:
+    """Read a plan, and see that this job can follow it.
+
+    Args:
+        path: of the file.
+        roles: that compute on devices here.
+        beside: those that do not; what a plan says of them is passed over.
+        cluster: the devices.
+
+    Raises:
+        PlacementError: it cannot be read, lacks a role, has one that there is not, or cannot work.
+    """
+    try:
+        plan = load_plan(Path(path).expanduser())
+    except OSError as error:
+        raise PlacementError([f"placement.plan: it cannot be read: {error.strerror or error}"]) from None
+    except PlacementError as error:
+        raise PlacementError([f"placement.plan: {complaint}" for complaint in error.complaints]) from None
+    entries = by_role(plan)
+    problems = [
+        f"placement.plan: it says nothing of {role}: write `{role}: {{devices: 0}}` under `roles`"
+        for role in roles
+        if role not in entries or not entries[role].devices
+    ]
+    known = {*roles, *(name for name, role in entries.items() if not role.devices), *beside}
+    problems += [
+        f"placement.plan: it places {role}, which this run has not on a device: remove it; there are {', '.join(roles)}"
+        for role in entries
+        if role not in known
+    ]
+    problems += [f"placement.plan: {complaint}" for complaint in complaints(plan, cluster)]
+    if problems:
+        raise PlacementError(problems)
+    return plan
+
+
+def mistakes_in(wanted: Placing, kinds: Sequence[RoleKind], hosts: int | None) -> Iterator[tuple[str, str]]:
+    """(key, advice) for every mistake that can be told before it is known which roles the algorithm has.
+
+    Args:
+        wanted: the section `placement`.
+        kinds: all roles that there may be.
+        hosts: number of processes; None where that is not known yet.
+    """
+    try:
+        if hosts is None:
+            _by_hand(wanted, kinds, cluster_of(wanted, _ANY, width=_ANY // 512))
+        else:
+            cluster = cluster_of(wanted, hosts)
+            by_hand = _by_hand(wanted, kinds, cluster if hosts > 1 else None)
+            if wanted.mode is None and wanted.plan is None:
+                placed = [kind for kind in kinds if getattr(wanted, kind.name) is not None]
+                if problems := list(_doubled(by_hand, placed)):
+                    raise PlacementError(problems)
+    except PlacementError as error:
+        for complaint in error.complaints:
+            yield split_complaint(complaint)
+
+
+def split_complaint(complaint: str) -> tuple[str, str]:
+    """A complaint's key, and the rest of it on one line: what was written is shown by whoever reports it."""
+    key, _, advice = complaint.partition(": ")
+    advice = advice.splitlines()[-1].strip()
+    if (missing := _MISSING.search(advice)) is not None:
+        advice += f", or start {int(missing[1]) + 1} processes (torchrun --nproc-per-node)"
+    return key, advice
+
+
+def _by_hand(wanted: Placing, kinds: Sequence[RoleKind], cluster: Cluster | None) -> dict[str, Seat]:
+    """Where roles are by their own keys; without a cluster, all on the only host there is."""
+    given = {kind.name: getattr(wanted, kind.name) for kind in kinds if getattr(wanted, kind.name) is not None}
+    assigned: dict[str, Assignment] = {}
+    if cluster is not None:
+        assigned = assign(given, cluster)
+    else:
+        _read(given)
+    seats: dict[str, Seat] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.like is not None):  # whoever sits like another, after that one
+        if kind.name in assigned:
+            seats[kind.name] = _seat_of(assigned[kind.name], kind, cluster)
+        elif kind.like is not None:
+            seats[kind.name] = seats[kind.like]
+        else:
+            seats[kind.name] = Seat((0,), (frozenset([0]) if kind.on_devices else frozenset(),))
+    return seats
+
+
+def _read(given: Mapping[str, Any]) -> None:
+    """See that placements can be read, where there is only one process for all of them."""
+    problems: list[str] = []
+    for role, value in given.items():
+        text = value.get("placement") if isinstance(value, Mapping) else value
+        if isinstance(text, bool) or not isinstance(text, (str, int)):
+            problems.append(
+                f"placement.{role}: {value!r} is neither a placement string nor a rank: write for example 0-3"
+            )
+            continue
+        try:
+            parse(str(text), _ANY, key=f"placement.{role}")
+        except PlacementError as error:
+            problems += error.complaints
+    if problems:
+        raise PlacementError(problems)
+
+
+def _seat_of(assignment: Assignment, kind: RoleKind, cluster: Cluster | None) -> Seat:
+    """A process lives on the host of its first device, or on the first host of its node."""
+    hosts, devices = [], []
+    for process in assignment.processes:
+        numbers = [part.device for part in process if part.device is not None]
+        if not numbers and cluster is not None:
+            numbers = [device.number for device in cluster.nodes[process[0].node].devices][:1]
+        hosts.append(numbers[0])
+        devices.append(frozenset(numbers) if kind.on_devices else frozenset[int]())
+    return Seat(tuple(hosts), tuple(devices))
+
+
+def _seat(kind: RoleKind, by_hand: Seat, chosen: RolePlan | None) -> Seat:
+    """A role's seat, by a plan if that says something of it: a process per device."""
+    if chosen is None or not chosen.devices or not kind.on_devices:
+        return by_hand
+    devices = tuple(frozenset([number]) for number in chosen.devices)
+    return Seat(chosen.devices, devices, chosen.items, chosen.lease_items)
+
+
+def _doubled(seats: Mapping[str, Seat], kinds: Sequence[RoleKind]) -> Iterator[str]:
+    for kind in kinds:
+        hosts = seats[kind.name].hosts
+        if kind.learns and (twice := [host for host in hosts if hosts.count(host) > 1]):
+            yield (
+                f"placement.{kind.name}: two of its processes are on device {twice[0]}, and it computes on all of them "
+                "together: give each a device of its own"
+            )
+        elif kind.learns and any(len(devices) > 1 for devices in seats[kind.name].devices):
+            yield f"placement.{kind.name}: a process of it has one device: name as many processes as devices"
+
+
+def _as_plan(seats: Mapping[str, Seat], kinds: Sequence[RoleKind]) -> Plan:
+    everywhere = {kind.name: frozenset[int]().union(*seats[kind.name].devices) for kind in kinds if kind.on_devices}
+    return Plan({role: RolePlan(tuple(sorted(devices))) for role, devices in everywhere.items()})
+
+
+def _group(label: str, given: Any, nodes: int) -> NodeGroup:
+    key = f"placement.node_groups.{label}"
+    if not isinstance(given, Mapping) or "nodes" not in given or set(given) - {"nodes", "hardware"}:
+        raise PlacementError([f"{key}: write {{nodes: 0-3}}, and hardware: KIND if its devices differ from others'"])
+    numbers = tuple(rank for process in parse(str(given["nodes"]), nodes, key=f"{key}.nodes") for rank in process)
+    return NodeGroup(label, numbers, None if given.get("hardware") is None else str(given["hardware"]))

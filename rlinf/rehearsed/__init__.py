@@ -1,1 +1,0 @@
-"""Roles that only take time: what a rehearsal puts in the place of those that compute."""

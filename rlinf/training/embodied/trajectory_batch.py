@@ -1,0 +1,138 @@
+"""From trajectories to what is learned from: advantages by the algorithm, laid out decision by decision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlinf.algos.chunk_advantages import ChunkAdvantages, advantages_of_chunks, episode_ids, group_advantages, rows
+from rlinf.algos.parts import Decoupled, Gae, GroupRelative
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.envs.episodes import Episode
+from rlinf.training.embodied.policy_step import Lesson
+from rlinf.training.embodied.trajectory import Trajectory, in_order
+
+
+def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
+    """See that an algorithm can be had for actions.
+
+    Raises:
+        ValueError: it cannot, or the policy or the environments are not as it needs them.
+    """
+    where = f"algorithm {spec.name!r}"
+    if not isinstance(spec.advantage, Gae | GroupRelative):
+        raise ValueError(f"{where}: for actions there are the advantages gae and group_relative: take ppo or grpo")
+    if isinstance(spec.advantage, Gae) and not has_critic:
+        raise ValueError(f"{where} needs a critic: let policy.settings.value_level be action or chunk")
+    if isinstance(spec.advantage, GroupRelative) and group_size < 2:
+        raise ValueError(f"{where} compares episodes that began alike: set env.group_size to at least 2")
+    unusable: dict[str, object] = {
+        "kl": spec.kl,
+        "correction": spec.correction,
+        "shaping": spec.shaping,
+        "sampling": spec.sampling,
+        "a loss against a proximal policy": spec.loss if isinstance(spec.loss, Decoupled) else None,
+    }
+    for name, part in unusable.items():
+        if part is not None:
+            raise ValueError(f"{where}: {name} is for text; take a recipe without it, such as ppo or grpo")
+
+
+def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Lesson:
+    """What an algorithm makes of a step's trajectories.
+
+    Args:
+        trajectory: of all environments.
+        spec: the algorithm, which passed `check`.
+        group_size: neighbouring environments that began their episodes alike.
+    """
+    chunks = trajectory.chunks
+    found = _advantages(trajectory, spec, group_size)
+    episodes = episode_ids(chunks.ended) if spec.aggregation.how != "token-mean" else None
+    laid = rows(found.values, trajectory.logprobs, found.mask, episodes)
+    if trajectory.logprobs.ndim > 2:  # one advantage for a whole chunk is none for its actions behind an end
+        laid["mask"] = laid["mask"] & rows(chunks.rewards, trajectory.logprobs, chunks.valid)["mask"]
+    decisions = chunks.rewards.shape[0] * chunks.rewards.shape[1]
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None or found.returns is None else tensor.reshape(decisions, -1)
+
+    return Lesson(
+        stored={name: tensor.flatten(0, 1) for name, tensor in trajectory.stored.items()},
+        logprobs=laid["logprobs"],
+        advantages=laid["advantages"],
+        mask=laid["mask"],
+        sequences=laid.get("sequences"),
+        values=flat(chunks.values),
+        returns=flat(found.returns),
+        value_mask=flat(found.mask),
+    )
+
+
+def described(parts: Sequence[Trajectory], trajectory: Trajectory, decided: Lesson) -> dict[str, float]:
+    """Metrics of a step's trajectories, learning apart.
+
+    Args:
+        parts: of each slice.
+        trajectory: those joined.
+        decided: what is learned from it.
+    """
+    chunks = trajectory.chunks
+    valid = chunks.valid.bool()
+    steps = float(valid.sum())
+    return {
+        "env_steps": steps,
+        "decisions": float(valid.any(-1).sum()),
+        "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
+        "episodes/lost": float(trajectory.lost),
+        "learned_from": float(decided.mask.float().mean()),
+        **summary([episode for part in in_order(parts) for episode in counted(part)]),
+    }
+
+
+def counted(trajectory: Trajectory) -> tuple[Episode, ...]:
+    """The episodes by which a policy is judged, of those that ended in a slice.
+
+    Where all environments begin new episodes with the step, an early success leaves time for a second episode, which is
+    then counted only if it ends in time too: that is, if it is short. So only the first of each environment counts.
+    Where episodes go on from step to step all of them count: none is left out for being long.
+    """
+    chunks, firsts = trajectory.chunks, dict[int, Episode]()
+    for episode in trajectory.episodes:
+        firsts.setdefault(episode.env - trajectory.first, episode)
+    over = (chunks.terminated | chunks.truncated).any(-1)
+    behind = over.cumsum(0) - over.long()  # episodes that ended before, int64 [T, N]
+    done = (chunks.valid.bool().sum(-1) * (behind == 0)).sum(0).tolist()  # steps until the first one ended
+    whole = all(done[env] == episode.length for env, episode in firsts.items())
+    return tuple(firsts.values()) if whole else trajectory.episodes
+
+
+def summary(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How finished episodes went: `episodes`, their mean `return`, `length`, and, where the simulator says,
+    `success_once` and `success_at_end`; only the count where there are none."""
+    found: dict[str, float] = {"episodes": float(len(episodes))}
+    if not episodes:
+        return found
+    count = len(episodes)
+    found["reward/mean"] = sum(episode.total for episode in episodes) / count
+    found["episodes/length"] = sum(episode.length for episode in episodes) / count
+    for name in ("success_once", "success_at_end"):
+        told = Counter(getattr(episode, name) for episode in episodes)
+        if None not in told:
+            found[name] = told[True] / count
+    return found
+
+
+def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> ChunkAdvantages:
+    part = spec.advantage
+    if isinstance(part, Gae):
+        return advantages_of_chunks(trajectory.chunks, gamma=part.gamma, lam=part.lam, whiten=part.whiten)
+    assert isinstance(part, GroupRelative)
+    groups = torch.arange(trajectory.logprobs.shape[1]) // group_size
+    level: Literal["action", "chunk"] = "action" if trajectory.logprobs.ndim > 2 else "chunk"
+    success = trajectory.success if trajectory.episodes else None  # nobody says it before an episode has ended
+    return group_advantages(trajectory.chunks, groups, success=success, scale=part.scale, level=level)

@@ -1,0 +1,119 @@
+"""Saying something of every token of judged groups, on all ranks together: values, log-probs under other weights.
+
+In: groups as they come. Out: rounds of `Score` orders, and groups that carry what was scored. Who wakes whom: rank 0,
+having computed a round with all others, tells what came out (`Score.tell`), which puts the groups that are complete
+into `finished`, for whoever waits there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlinf.data.packing import Row
+from rlinf.data.sample import Group
+from rlinf.training.text.commands import Order, Score
+from rlinf.training.text.micro_batches import InOrder, Round, Rounds, lots
+
+Groups = Iterable[Group] | AsyncIterable[Group]
+_FAILED = ("timeout", "error")
+
+
+class Scoring:
+    """One pass over groups. Samples whose judging failed are left out: nobody learns from them, so they get NaN.
+
+    Args:
+        ranks: how many share the work.
+        budget: tokens (prompts included) that a rank computes at once.
+        columns: names in `Sample.per_token` of what is scored.
+    """
+
+    def __init__(self, ranks: int, budget: int, columns: tuple[str, ...]):
+        self.finished: asyncio.Queue[Group] = asyncio.Queue()
+        """Groups that carry the columns, in the order in which they came."""
+        self._columns, self._budget = columns, budget
+        self._cutter = Rounds(ranks, budget)
+        self.came = 0
+        """Groups that were pushed."""
+        self._waiting: deque[tuple[Group, list[Row | None]]] = deque()  # the groups and their rows, oldest first
+        self._found: dict[Row, np.ndarray] = {}
+
+    async def orders(self, groups: Groups, in_order: InOrder | None) -> AsyncGenerator[tuple[Order, ...], None]:
+        """Read groups and give the orders.
+
+        Args:
+            groups: to be scored.
+            in_order: see `lots`.
+        """
+        async for lot in lots(groups, in_order, self._budget):
+            for order in self.push(lot):
+                yield order
+        for order in self.close():
+            yield order
+
+    def push(self, groups: Sequence[Group]) -> Iterator[tuple[Score, ...]]:
+        """More groups; the rounds that are full."""
+        self.came += len(groups)
+        rows: list[Row] = []
+        for group in groups:
+            mine = [None if sample.outcome in _FAILED else Row.of(sample, 0.0) for sample in group.samples]
+            rows += [row for row in mine if row is not None]
+            self._waiting.append((group, mine))
+        yield from map(self._order, self._cutter.push(rows))
+        self._release()
+
+    def close(self) -> Iterator[tuple[Score, ...]]:
+        """No more groups come; the last rounds."""
+        yield from map(self._order, self._cutter.close())
+
+    def _order(self, dealt: Round) -> tuple[Score, ...]:
+        tokens = tuple(sum(len(row.response_ids) for row in rows) for rows in dealt)
+
+        def told(found: Sequence[np.ndarray]) -> None:
+            for rows, numbers in zip(dealt, found, strict=True):
+                ends = np.cumsum([len(row.response_ids) for row in rows])[:-1]
+                self._found.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
+            self._release()
+
+        return tuple(Score(rows, self._columns, tokens, None if rank else told) for rank, rows in enumerate(dealt))
+
+    def _release(self) -> None:
+        """Let the oldest groups go on of which all rows are scored."""
+        while self._waiting and all(row is None or row in self._found for row in self._waiting[0][1]):
+            group, rows = self._waiting.popleft()
+            found = [
+                np.full((len(self._columns), len(sample.response_ids)), np.nan, np.float32)
+                if row is None
+                else self._found.pop(row)
+                for sample, row in zip(group.samples, rows, strict=True)
+            ]
+            for number, name in enumerate(self._columns):
+                group = group.told(name, [numbers[number] for numbers in found])
+            self.finished.put_nowait(group)
+
+
+def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None) -> list[np.ndarray]:
+    """What every rank scored in a round: a collective.
+
+    Args:
+        mine: of this rank, float32 [columns, response tokens].
+        tokens: response tokens of each rank.
+        mesh: the ranks; None for one.
+
+    Returns:
+        Of each rank, float32 [columns, its response tokens].
+    """
+    if mesh is None or mesh.size() == 1:
+        return [mine.float().cpu().numpy()]
+    padded = torch.zeros(len(mine), max(1, *tokens), dtype=torch.float32, device=mine.device)
+    padded[:, : mine.shape[1]] = mine
+    parts = [torch.empty_like(padded) for _ in tokens]
+    dist.all_gather(parts, padded, group=mesh.get_group())
+    return [part[:, :count].cpu().numpy() for part, count in zip(parts, tokens, strict=True)]

@@ -1,0 +1,61 @@
+"""The loss of a packed micro-batch under an algorithm: which log-probs stand for which policy.
+
+In: what the model says of the response tokens, and what was known of them. Out: a `LossSum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlinf.algos.apply import MicroBatch, loss_of
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.packing import Packed
+from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS
+
+
+def policy_loss(
+    spec: AlgorithmSpec,
+    batch: Packed,
+    logprobs: Tensor,
+    entropy: Tensor,
+    kept: Mapping[str, Tensor],
+    version: int | None,
+) -> LossSum:
+    """The loss of a micro-batch, differentiable by `logprobs` (and `entropy`, if there is a bonus for it).
+
+    The engine's log-probs stand for the policy that the ratio starts from; with `correction` those of the weights
+    before the update do, and the engine's for the policy that sampled.
+
+    Args:
+        spec: the algorithm.
+        batch: the samples.
+        logprobs, entropy: of the policy being trained, nats, [response tokens].
+        kept: columns beside those of `batch`, float32 [response tokens] each.
+        version: of the weights being trained, before the update.
+
+    Raises:
+        ValueError: the algorithm needs a column that is not there.
+    """
+    columns = {**batch.columns, **kept}
+    if not len(batch.targets):  # a rank without work has no columns, and still takes part
+        columns = dict.fromkeys((REFERENCE, PROXIMAL, VERSIONS), logprobs.detach())
+    return loss_of(
+        spec,
+        MicroBatch(
+            logprobs,
+            torch.ones_like(logprobs, dtype=torch.bool),
+            old_logprobs=batch.old_logprobs if spec.correction is None else columns.get(PROXIMAL),
+            advantages=batch.advantages,
+            sequences=batch.sequences,
+            entropy=entropy,
+            ref_logprobs=columns.get(REFERENCE),
+            behavior_logprobs=batch.old_logprobs,
+            proximal_logprobs=columns.get(PROXIMAL),
+            versions=columns.get(VERSIONS),
+            version=version,
+        ),
+    )

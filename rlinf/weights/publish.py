@@ -1,0 +1,118 @@
+"""From a trainer's model to `Weights` on its rank 0: gathered, merged, cast and packed.
+
+Flows in: a model, whole or sharded by FSDP2 over the trainer's ranks, with or without adapters. Flows out: its weights
+under the names of the plain model, on rank 0; nothing on the others. Every rank takes part, since gathering a sharded
+tensor is a collective; no rank holds more than one gathered tensor, except for the buckets themselves on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rlinf.data.weights import BUCKET_BYTES, Allocator, Weights
+from rlinf.models.language.lora import merged_named_parameters
+from rlinf.runtime.actor.actor import Actor
+
+
+async def publish(
+    actor: Actor,
+    model: nn.Module,
+    version: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Weights | None:
+    """The weights of `actor`'s model, as a copy that receivers may read while training goes on.
+
+    Called on every rank of the actor's group, in the same order as all else that communicates over the model's mesh; it
+    runs in the compute thread. Buckets in CPU memory lie in the host's shared-memory arena, so that they reach other
+    processes of the machine without another copy.
+
+    Args:
+        actor: the trainer.
+        model: its model; the names are those of `merged_named_parameters`.
+        version: counts the batches it has learned from.
+        dtype: what floating-point tensors are published as, such as bfloat16 under float32 masters; None: as they are.
+        device: "cpu" to collect the buckets in host memory, where a whole model may fit that the trainer's device
+            cannot hold twice; None: on the model's device.
+        bucket_bytes: bound on a bucket, and on the memory needed beside the buckets.
+
+    Returns:
+        On rank 0 the weights, on other ranks None.
+
+    Raises:
+        ArenaFull: the shared memory's limit is reached.
+    """
+    empty = actor.empty_shared if _in_host_memory(model, device) else None
+    return await actor.compute(
+        pack_model, model, version, lead=actor.rank == 0, dtype=dtype, bucket_bytes=bucket_bytes, empty=empty
+    )
+
+
+def pack_model(
+    model: nn.Module,
+    version: int,
+    *,
+    lead: bool,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    empty: Allocator | None = None,
+) -> Weights | None:
+    """What `publish` does, blocking: every rank calls it, and the lead gets the weights.
+
+    Args:
+        lead: this rank packs; the others only take part in gathering.
+        empty: allocates the buckets; the rest is as for `publish`.
+    """
+    reshard(model)
+    whole = gathered(merged_named_parameters(model), dtype=dtype)
+    try:
+        return Weights.pack(whole, version, bucket_bytes=bucket_bytes, dtype=dtype, empty=empty) if lead else None
+    finally:
+        for _ in whole:  # the other ranks need this one for the rest, also after an error here
+            pass
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter show its shard: after a forward without backward FSDP2 shows some of them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors from sharded ones, in their order.
+
+    Every rank of the mesh must run it to its end.
+
+    One collective at a time: under gloo several at once were seen to corrupt the heap within a thousand (torch 2.13),
+    and under NCCL, which queues them on a stream, starting them early would win nothing.
+
+    Args:
+        named: names and tensors; those that are not sharded pass through.
+        dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are.
+    """
+    for name, tensor in named:
+        yield name, _whole(tensor.detach(), dtype)
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    cast: Any = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    whole: Tensor = cast.full_tensor()
+    return whole
+
+
+def _in_host_memory(model: nn.Module, device: str | None) -> bool:
+    if device is not None:
+        return torch.device(device).type == "cpu"
+    first = next(model.parameters(), None)
+    return first is None or first.device.type == "cpu"

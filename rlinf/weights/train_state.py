@@ -1,0 +1,361 @@
+"""Checkpoints of a trainer: the state from which training goes on bit for bit, and the model for everybody else.
+
+Flows in: a model, its optimizer and schedule. Flows out: `state/` and `hf/` in a directory that the caller names (and
+renames). Saving has two halves: copies in host memory, made in the compute thread between two steps, and the writing,
+in a thread of its own while training goes on. Neither the writing nor the reading of `state/` communicates, so they
+cannot come between collectives of the training; only the gathering for `hf/` does, within the first half.
+
+`state/` is a sharded checkpoint in the safetensors layout of torch.distributed.checkpoint: each rank writes the shards
+it has, `HuggingFaceStorageReader` and DCP's planner read what the ranks of another run have, however many they are.
+Beside them `state.json` holds the rest. There is no pickle in it, and none is read: DCP's own `.metadata` is one, and a
+checkpoint is a thing that people download.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
+from rlinf.runtime.base.calls import lease_here
+from rlinf.weights.hf_export import SHARD_BYTES, ModelCopy, copy_model
+from rlinf.weights.publish import reshard
+from rlinf.weights.state_tensors import (
+    empty_state,
+    generators,
+    model_tensors,
+    optimizer_groups,
+    optimizer_tensors,
+    own_part,
+    set_generators,
+    take_over,
+)
+
+R = TypeVar("R")
+
+STATE, MODEL = "state", "hf"
+"""Directories of a checkpoint."""
+ABOUT = "state.json"
+FORMAT = 1
+"""Of `state/`; a reader refuses what is newer."""
+OFFSETS = "DCP_SHARDING_INFO"
+"""Key in a safetensors header under which DCP looks for where in the whole tensor a shard begins."""
+
+
+class Computes(Protocol):
+    """What saving needs of an actor: which rank it is, and its compute thread."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    async def compute(self, fn: Callable[[], R], /) -> R: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint says beside tensors."""
+
+    version: int
+    """Of the weights."""
+    extra: dict[str, Any]
+    """What the caller gave when it saved."""
+
+
+async def save_checkpoint(
+    actor: Computes,
+    path: str | Path,
+    *,
+    model: PreTrainedModel,
+    optimizer: Optimizer | None,
+    schedule: LRScheduler | None,
+    version: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write `path`/state and `path`/hf; compute thread and devices are free again as soon as everything was copied.
+
+    Called on every rank of the actor's group, in the same order as all else that communicates over the model's mesh.
+    Cancelled, it stops writing and leaves what is there.
+
+    Args:
+        actor: the trainer.
+        path: directory of the checkpoint, the same for all ranks, on a disk that all see. Written in place: the caller
+            gives a name that nobody reads yet and renames it when every rank has returned.
+        model, optimizer, schedule: see `copy_state`.
+        version: of the weights.
+        tokenizer: written to `hf/`.
+        extra: whatever else belongs to this moment; JSON values. Rank 0's counts.
+        dtype: what `hf/` is written as, such as bfloat16 under float32 masters; None: as the model is.
+        shard_bytes: bound on a weights file of `hf/`.
+
+    Raises:
+        OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
+    """
+
+    def copies() -> tuple[StateCopy, ModelCopy | None]:
+        state = copy_state(
+            model, optimizer, schedule, version, rank=actor.rank, ranks=actor.world_size, extra=dict(extra or {})
+        )
+        lead = actor.rank == 0
+        whole = copy_model(
+            model, tokenizer, lead=lead, dtype=dtype, shard_bytes=shard_bytes, at_hand=state.copies if lead else None
+        )
+        return state, whole
+
+    state, whole = await actor.compute(copies)
+    if (lease := lease_here()) is not None:
+        lease.give()  # nothing below uses the devices, and other roles may be waiting for them
+
+    def write(stop: threading.Event) -> None:
+        state.write(Path(path) / STATE, stop)
+        if whole is not None:
+            whole.write(Path(path) / MODEL, stop)
+            sync_directory(Path(path))
+
+    await _in_thread(write)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """What one rank holds of a trainer's state, in host memory, ready to be written."""
+
+    rank: int
+    """Which rank's it is."""
+    about: str | None
+    """JSON of what is not a tensor, on rank 0."""
+    shards: dict[str, Tensor]
+    """In host memory, by key."""
+    offsets: dict[str, tuple[int, ...]]
+    """Where in its whole tensor each shard begins."""
+    copies: dict[int, Tensor]
+    """The copies again, by the address of the original."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None) -> None:
+        """Write this rank's files and wait until the disk has them.
+
+        Args:
+            directory: made if need be.
+            stop: when it is set, writing ends with `WritingStopped`.
+
+        Raises:
+            OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
+        """
+        make_room(directory, sum(shard.nbytes for shard in self.shards.values()))
+        where = {key: {"saved_offsets": list(offset)} for key, offset in self.offsets.items()}
+        write_tensors(directory / _file_name(self.rank), self.shards, {OFFSETS: json.dumps(where)}, stop)
+        if self.about is not None:
+            write_text(directory / ABOUT, self.about)
+        sync_directory(directory)
+
+
+def copy_state(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    schedule: LRScheduler | None,
+    version: int,
+    *,
+    rank: int,
+    ranks: int,
+    extra: Mapping[str, Any] | None = None,
+) -> StateCopy:
+    """Copy what this rank holds to host memory. Blocking, for the compute thread, between two steps.
+
+    Besides what is named, the state of torch's random generators is saved, of each rank its own.
+
+    Args:
+        model: plain, or sharded by FSDP2 over all ranks.
+        optimizer: any of torch's, over parameters of the model; its state must be tensors.
+        schedule: any of torch's whose `state_dict` is plain numbers and lists.
+        version: of the weights.
+        rank, ranks: which this is, of how many.
+        extra: JSON values; rank 0's counts.
+
+    Raises:
+        ValueError: the optimizer has parameters that the model has not, or there is something that is not JSON.
+    """
+    reshard(model)
+    shards, offsets, copies = {}, {}, {}
+    for key, tensor in {**model_tensors(model), **optimizer_tensors(model, optimizer)}.items():
+        mine = own_part(tensor, rank)
+        if mine is not None:
+            local, offsets[key] = mine
+            shards[key] = copies[local.data_ptr()] = _host_copy(local)
+    for key, state in generators(rank, model).items():
+        shards[key], offsets[key] = state, (0,)
+    about = None
+    if rank == 0:
+        about = _to_json(
+            {
+                "format": FORMAT,
+                "version": version,
+                "ranks": ranks,
+                "optimizer": optimizer_groups(model, optimizer),
+                "schedule": None if schedule is None else schedule.state_dict(),
+                "extra": dict(extra or {}),
+            }
+        )
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # copies from a GPU were only begun
+    return StateCopy(rank, about, shards, offsets, copies)
+
+
+def load_state(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    schedule: LRScheduler | None,
+    directory: str | Path,
+    *,
+    rank: int,
+) -> Restored:
+    """Take over a state that was saved, by this number of ranks or another. Blocking, for the compute thread.
+
+    Nothing is executed that the files contain. A random generator is restored if a rank of this number saved one.
+    Hyperparameters (such as the learning rate) become those of the checkpoint.
+
+    Args:
+        model, optimizer, schedule: built as when the state was saved; sharded over any number of ranks.
+        directory: the checkpoint's `state`.
+        rank: which this is.
+
+    Raises:
+        FileNotFoundError: there is no complete state.
+        ValueError: it does not fit what is given, is damaged, or was written by a later version. Nothing has changed
+            then, except when the damage is in the middle of a file.
+    """
+    directory = Path(directory)
+    about = _read_about(directory)
+    reshard(model)
+    reader = HuggingFaceStorageReader(str(directory))
+    try:
+        stored = reader.read_metadata()
+        targets = model_tensors(model)
+        groups = optimizer_groups(model, optimizer)
+        _check(directory, stored, targets, groups, about)
+        state = empty_state(model, optimizer, stored, about["optimizer"])
+        kept = {f"optimizer.{name}.{key}": value for name, values in state.values() for key, value in values.items()}
+        random = {key: value for key, value in generators(rank, model).items() if key in stored.state_dict_metadata}
+        _read(reader, stored, {**targets, **kept, **random})
+    except SafetensorError as error:
+        raise ValueError(f"{directory} is damaged: resume from an earlier checkpoint ({error})") from error
+    take_over(optimizer, state, about["optimizer"])
+    if schedule is not None and about["schedule"] is not None:
+        schedule.load_state_dict(about["schedule"])
+    set_generators(random, model)
+    return Restored(int(about["version"]), dict(about["extra"]))
+
+
+def _read_about(directory: Path) -> dict[str, Any]:
+    """What `state.json` says, once all files are known to be there."""
+    path = directory / ABOUT
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no {ABOUT}: it is no state of a trainer, or was not finished")
+    try:
+        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: resume from an earlier checkpoint ({error})") from error
+    if about["format"] > FORMAT:
+        raise ValueError(f"{path} is of format {about['format']}, and this version reads up to {FORMAT}: update rlinf")
+    written = set(map(_file_name, range(about["ranks"])))
+    there = {path.name for path in directory.glob("*.safetensors")}
+    if missing := sorted(written - there):
+        raise FileNotFoundError(f"{directory} was saved by {about['ranks']} ranks and lacks {', '.join(missing)}")
+    if strangers := sorted(there - written):
+        raise ValueError(
+            f"{directory} was saved by {about['ranks']} ranks, and {', '.join(strangers)} is not of them: remove it"
+        )
+    return about
+
+
+def _check(
+    directory: Path,
+    stored: Metadata,
+    targets: Mapping[str, Tensor],
+    groups: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> None:
+    """See that a checkpoint fits, before anything changes."""
+    there = {key: kind.size for key, kind in stored.state_dict_metadata.items() if key.startswith("model.")}  # type: ignore[union-attr]
+    wrong = [f"of {key} it has a part only" for key, kind in stored.state_dict_metadata.items() if _has_holes(kind)]
+    wrong += [f"it has no {key}" for key in targets.keys() - there.keys()]
+    wrong += [f"the model has no {key}" for key in there.keys() - targets.keys()]
+    for key in targets.keys() & there.keys():
+        if targets[key].shape != there[key]:
+            wrong.append(f"{key} is {list(there[key])} there and {list(targets[key].shape)} here")
+    saved = [group["parameters"] for group in about["optimizer"]["groups"]]
+    mine = [group["parameters"] for group in groups["groups"]]
+    if mine and saved != mine:
+        sizes = f"{list(map(len, saved))} per group there, {list(map(len, mine))} here"
+        wrong.append(f"the optimizers are for different parameters ({sizes})")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"{directory} does not fit this model and optimizer: {'; '.join(sorted(wrong)[:5])}{more}. "
+            "Resume with the configuration that it was saved with"
+        )
+
+
+def _has_holes(kind: Any) -> bool:
+    """Whether the shards of a tensor are not all there; what they lack would be read as whatever memory held."""
+    return sum(prod(chunk.sizes) for chunk in kind.chunks) != prod(kind.size)
+
+
+def _read(reader: HuggingFaceStorageReader, stored: Metadata, targets: dict[str, Any]) -> None:
+    """Fill tensors, or this rank's shards of them, from whichever files have them. Communicates with nobody."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader.set_up_storage_reader(stored, is_coordinator=True)
+    planner.set_up_planner(targets, stored, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _file_name(rank: int) -> str:
+    return f"rank_{rank:05}.safetensors"
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory; from a GPU it is only begun."""
+    pinned = tensor.is_cuda
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return copy.copy_(tensor, non_blocking=pinned)
+
+
+def _to_json(about: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(about, indent=1)
+    except TypeError as error:
+        raise ValueError(
+            f"a checkpoint's optimizer settings, schedule and extra must be numbers, texts, lists and dicts: {error}"
+        ) from error
+
+
+async def _in_thread(write: Callable[[threading.Event], None]) -> None:
+    """Run `write` in a thread; cancelled, tell it to stop, and wait until it has, so that the files can be removed."""
+    stop = threading.Event()
+    job = asyncio.get_running_loop().run_in_executor(None, write, stop)
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        stop.set()
+        while not job.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([job])
+        job.exception()  # seen: that it was stopped
+        raise

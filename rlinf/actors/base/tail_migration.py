@@ -3,8 +3,8 @@
 Flows in: from every rank that has read its last prompt, what it has left, whenever that changes (`rescale_tell`, to
 rank 0). Flows out: unfinished groups, from rank to rank. Who wakes whom: a report wakes rank 0, which decides
 (`placement/tail_migration.py`) and has ranks hand over (`rescale_hand_over`); a rank that does stops its answers where
-they are and gives them to others (`rescale_take`), which go on. What somebody does not take, its rank answers itself. A rank
-with nothing left ends its `generate`, and with it its lease.
+they are and gives them to others (`rescale_take`), which go on. What somebody does not take, its rank answers itself. A
+rank with nothing left ends its `generate`, and with it its lease.
 
 No sample is changed by that: its random numbers are counted by token. What it goes on from is read again, so log-probs
 are the same up to rounding, as they are in any other company of rows. (Where weights changed since it began, the part

@@ -583,7 +583,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.settle()
         held = self.model.held.get(token, [])
         if some and held:
-            ids = list(self.queue._running[token])[:1]
+            ids = list(self.queue._running.by_token[token])[:1]
             self.queue.ack(token, ids)
             finished = [put for put in held if put.value == self.first_value(token, held)]
         else:
@@ -595,7 +595,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.pause(hurry)
 
     def first_value(self, token: str, held: list[Put]) -> int:
-        still = {item.value for item in self.queue._running.get(token, {}).values()}
+        still = {item.value for item in self.queue._running.by_token.get(token, {}).values()}
         return next(put.value for put in held if put.value not in still)
 
     @rule(token=TOKENS, dies=st.booleans())
@@ -622,7 +622,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         queue, model = self.queue, self.model
         queued = [item.value for items in queue._queued.values() for item in items]
-        running = [item.value for held in queue._running.values() for item in held.values()]
+        running = [item.value for held in queue._running.by_token.values() for item in held.values()]
         assert sorted(queued) == sorted(put.value for put in model.available)
         assert sorted(running) == sorted(put.value for held in model.held.values() for put in held)
         assert queue._size == len(queued) + len(running)

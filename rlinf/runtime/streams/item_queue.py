@@ -6,9 +6,7 @@ ack, or a taker that waits for more than there is, wakes the oldest putter; a co
 An item is queued → running (taken, not yet acknowledged) → done and gone. Whoever takes items holds them under a
 token; if that consumer leaves or dies, what it holds is queued again, in its old place. So nothing is lost; and because
 an item put twice under one id counts once, nothing is repeated either when a stage dies between emitting a result and
-acknowledging its input.
-
-This file knows neither hosts nor messages; `channel.py` and `stream.py` give it both.
+acknowledging its input. Hosts and messages are the business of `channel.py` and `stream.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, Unpack
 from rlinf.runtime.base.errors import QueueClosed, again
 from rlinf.runtime.observe.dataflow import Counter
 
-from .queue_types import Item, Items, PutIds, Taken, Token, Wishes
+from .queue_types import Item, Items, PutIds, Running, Taken, Token, Wishes
 from .waiting import Putter, Taker, Waiting
 
 __all__ = ["ItemQueue", "Taken", "Token"]
@@ -53,9 +51,7 @@ class ItemQueue:
         self.on_end: list[Callable[[], None]] = []
         """Told once, when the queue is closed and empty, or failed: nothing more will come out of it."""
         self._queued: dict[Hashable, Items] = {}
-        self._running: dict[Token, dict[Hashable, Item]] = {}
-        self._holders: dict[Token, str] = {}  # who holds what is running, for the stall report
-        self._running_of: dict[Hashable, int] = {}  # how many run, by key
+        self._running = Running()
         self._waiting = Waiting()
         self._reserved = 0
         self._seen = PutIds()
@@ -249,19 +245,15 @@ class ItemQueue:
         return there >= least or (self.closed and (there > 0 or token in self._running or self._at_end(key)))
 
     def _hand_out(self, token: Token, queued: Items, count: int, key: Hashable) -> Taken:
-        held = self._running.setdefault(token, {})
-        taken = []
-        for item in queued.next(count):
-            held[item.id] = item
-            taken.append((item.id, item.value))
+        items = queued.next(count)
+        self._running.add(token, key, items)
         if not queued:
             del self._queued[key]
-        self._running_of[key] = self._running_of.get(key, 0) + count
         if self.closed:  # whoever peeks for this token has got what there will ever be
             for taker in list(self._waiting.takers.get(token, ())):
                 if taker.peeks:
                     self._offer(taker)
-        return taken
+        return [(item.id, item.value) for item in items]
 
     async def take(self, token: Token, most: int = 1, *, name: str = "?", **wishes: Unpack[Wishes]) -> Taken:
         """Like `take_nowait`, waiting. Cancelled, it has taken nothing."""
@@ -282,57 +274,37 @@ class ItemQueue:
 
     def _note(self, token: Token, name: str, taken: Taken) -> Taken:
         if taken:
-            self._holders[token] = name
+            self._running.holders[token] = name
         return taken
 
     def ack(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer is done with these items (default: all that it holds): they are gone."""
-        held = self._running.get(token)
-        if held is None:
-            return
-        ended: list[Hashable] = []
-        for id in list(held) if ids is None else ids:
-            if (item := held.pop(id, None)) is not None:
-                self._size -= 1
-                self.done_count += 1
-                if self._stops(item) and self.closed:
-                    ended.append(item.key)
-        self._served(token, held, ended)
-        if self._waiting.putters:
-            self._wake_putters()
-        self._check_end()
+        if token in self._running:
+            done = self._running.remove(token, ids)
+            self._size -= len(done)
+            self.done_count += len(done)
+            # somebody may wait to hear that a key ends with these items
+            ended = [key for key in dict.fromkeys(item.key for item in done) if self._at_end(key)]
+            self._serve_after(token, ended)
+            if self._waiting.putters:
+                self._wake_putters()
+            self._check_end()
 
     def requeue(self, token: Token, ids: Iterable[Hashable] | None = None) -> None:
         """The consumer gives these items back (default: all that it holds): they take their old places."""
-        held = self._running.get(token)
-        if held is None:
-            return
-        back: dict[Hashable, list[Item]] = {}
-        for id in list(held) if ids is None else ids:
-            if (item := held.pop(id, None)) is not None:
-                self._stops(item)
+        if token in self._running:
+            back: dict[Hashable, list[Item]] = {}
+            for item in self._running.remove(token, ids):
                 back.setdefault(item.key, []).append(item)
-        for key, items in back.items():
-            self._queued.setdefault(key, Items()).put_back(items)
-        self._served(token, held, back)
+            for key, items in back.items():
+                self._queued.setdefault(key, Items()).put_back(items)
+            self._serve_after(token, back)
 
-    def _stops(self, item: Item) -> bool:
-        """It runs no more; whether it was the last of its key."""
-        left = self._running_of[item.key] - 1
-        if left:
-            self._running_of[item.key] = left
-        else:
-            del self._running_of[item.key]
-        return not left
-
-    def _served(self, token: Token, held: dict[Hashable, Item], keys: Iterable[Hashable]) -> None:
+    def _serve_after(self, token: Token, keys: Iterable[Hashable]) -> None:
         """A consumer holds fewer items, and those who wait for these keys may have something to take."""
-        if not held:
-            del self._running[token]
-            self._holders.pop(token, None)
         if self._waiting.takers:
             self._serve(*keys)
-            if not held:
+            if token not in self._running:
                 self._serve(*self._waiting.wanted_if_spare())  # one consumer fewer is busy
 
     def leave(self, tokens: Callable[[Token], bool]) -> None:
@@ -341,7 +313,7 @@ class ItemQueue:
             for taker in list(self._waiting.takers[token]):
                 self._waiting.remove_taker(taker)
                 taker.future.cancel()
-        for token in [token for token in self._running if tokens(token)]:
+        for token in [token for token in self._running.by_token if tokens(token)]:
             self.requeue(token)
 
     def insist(self, token: Token, more: bool = False) -> None:
@@ -387,7 +359,7 @@ class ItemQueue:
 
     def _at_end(self, key: Hashable) -> bool:
         """Closed, and nothing of this key is held that could come back."""
-        return self.closed and key not in self._running_of
+        return self.closed and not self._running.has(key)
 
     def _check_end(self) -> None:
         if self.closed and not self._running and not self._queued:
@@ -416,12 +388,12 @@ class ItemQueue:
             "name": self.name,
             "capacity": self.capacity,
             "queued": sum(map(len, self._queued.values())),
-            "running": sum(map(len, self._running.values())),
+            "running": sum(map(len, self._running.by_token.values())),
             "put": self.put_count,
             "done": self.done_count,
             "keys": len(self._queued),
             "waiting_to_take": [(taker.name, taker.since) for taker in self._waiting.all_takers()],
             "waiting_to_put": [(putter.name, putter.since) for putter in self._waiting.putters],
-            "held_by": sorted({self._holders.get(token, "?") for token in self._running}),
+            "held_by": sorted({self._running.holders.get(token, "?") for token in self._running.by_token}),
             "closed": self.closed or self.closing,
         }

@@ -60,6 +60,46 @@ class Items(deque[Item]):
         return 0
 
 
+class Running:
+    """The items that were taken and not yet acknowledged, by the token of whoever holds them."""
+
+    def __init__(self) -> None:
+        self.by_token: dict[Token, dict[Hashable, Item]] = {}
+        """Of tokens that hold at least one item: the items by id."""
+        self.holders: dict[Token, str] = {}
+        """Who holds them, for the stall report."""
+        self._counts: dict[Hashable, int] = {}
+
+    def __contains__(self, token: Token) -> bool:
+        return token in self.by_token
+
+    def __len__(self) -> int:
+        """How many tokens hold something."""
+        return len(self.by_token)
+
+    def has(self, key: Hashable) -> bool:
+        """Whether items of this key are held."""
+        return key in self._counts
+
+    def add(self, token: Token, key: Hashable, items: list[Item]) -> None:
+        """The holder of a token took these items of one key, at least one."""
+        self.by_token.setdefault(token, {}).update((item.id, item) for item in items)
+        self._counts[key] = self._counts.get(key, 0) + len(items)
+
+    def remove(self, token: Token, ids: Iterable[Hashable] | None = None) -> list[Item]:
+        """Which of these ids (default: all) the token held; it does not any more."""
+        held = self.by_token[token]
+        items = [item for id in (list(held) if ids is None else ids) if (item := held.pop(id, None)) is not None]
+        for item in items:
+            self._counts[item.key] -= 1
+            if not self._counts[item.key]:
+                del self._counts[item.key]
+        if not held:
+            del self.by_token[token]
+            self.holders.pop(token, None)
+        return items
+
+
 class PutIds(set[Hashable]):
     """Ids that were put and may be put again, because what they were made of may come back and be done again."""
 

@@ -1,7 +1,7 @@
 """What the roles that come with this package can be asked, so that a rehearsal need not import what computes.
 
 Flows in: a role's name, or the class of an actor. Flows out: its endpoints as the runtime sees them. Nothing waits
-here. `tests/test_rehearsal.py` holds this table against the classes.
+here. `tests/placement/simulator/test_simulate.py` holds this table against the classes.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from rlinf.engines.base import Begun, Request, Sampling
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.engines.transformers.engine import TransformersEngine
 from tests.engines.scripted import VOCABULARY, Weights, answers, ragged, request, right, scripted, ticks
-from tests.engines.test_calls import direct
-from tests.engines.test_transformers import ragged as drawn
-from tests.engines.test_transformers import teacher_forced, tiny
+from tests.engines.transformers.test_calls import direct
+from tests.engines.transformers.test_engine import ragged as drawn
+from tests.engines.transformers.test_engine import teacher_forced, tiny
 
 work = st.lists(
     st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=25), st.integers(1, 30)),

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal
 
 from rlinf.models.policy.build import build_policy_model
-from tests.models.cases import CNN, MLP, observed, rough
+from tests.models.policy.cases import CNN, MLP, observed, rough
 
 
 @pytest.mark.parametrize("config", [{**MLP, "chunk": 2, "shared": True}, {**CNN, "state_size": 5}], ids=["mlp", "cnn"])

@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
         lines.append(["never", *arguments(name, directory), *whole, half, "steps=2"])
         lines.append(["auto", *arguments(name, directory), *whole, half])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.programs.recipes"],
+        [sys.executable, "-m", "tests.runs.programs.recipes"],
         cwd=ROOT, env=environment(), input="".join(json.dumps(line) + "\n" for line in lines), capture_output=True,
         text=True, timeout=280,
     )  # fmt: skip

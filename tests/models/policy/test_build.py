@@ -6,7 +6,7 @@ import torch
 from rlinf.models.policy.base import Stored
 from rlinf.models.policy.build import build_policy_model, described, fitted, load_policy
 from rlinf.models.policy.mlp import MlpPolicy
-from tests.models.cases import CNN, MLP, VLA, observed
+from tests.models.policy.cases import CNN, MLP, VLA, observed
 
 
 class Doubled(MlpPolicy):

@@ -18,7 +18,7 @@ from rlinf.metrics.console.live import LiveView
 from rlinf.metrics.console.live_picture import BARS, Shown, clock, curve, picture
 from rlinf.runtime.system.introspection import ActorState, QueueState
 from rlinf.runtime.system.observer import Moment
-from tests.metrics.terminal import Terminal, plain
+from tests.metrics.console.terminal import Terminal, plain
 
 METRICS = {
     "reward/mean": 0.487, "evaluation/accuracy": 0.83, "tokens_per_s": 4720.0, "response_length/mean": 5.1,

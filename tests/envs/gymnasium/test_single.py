@@ -28,7 +28,7 @@ class TestNoisyPixels(ProtocolSuite):
     """A task of one's own, with pictures, noise in every step, and a dictionary for an observation."""
 
     def make(self, num_envs):
-        return Gymnasium(num_envs, id="tests.envs.test_gymnasium:Noisy-v0")
+        return Gymnasium(num_envs, id="tests.envs.gymnasium.test_single:Noisy-v0")
 
 
 class Noisy(gymnasium.Env):
@@ -148,7 +148,7 @@ def test_wrappers_are_applied_in_order():
     def seven(env):
         return gymnasium.wrappers.TransformReward(env, lambda reward: 7.0)
 
-    simulator = Gymnasium(1, id="Pendulum-v1", wrappers=[seven, "tests.envs.test_gymnasium.add"])
+    simulator = Gymnasium(1, id="Pendulum-v1", wrappers=[seven, "tests.envs.gymnasium.test_single.add"])
     begin(simulator, [1])
     assert simulator.step(torch.zeros(1, 1), everyone(simulator)).reward.item() == 8.0
 

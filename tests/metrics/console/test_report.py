@@ -16,7 +16,7 @@ from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.console.report import LOOK_SECONDS, Report
 from rlinf.metrics.run_directory import RunDirectory
 from rlinf.runtime.system.observer import Watch
-from tests.metrics.terminal import Terminal, plain
+from tests.metrics.console.terminal import Terminal, plain
 
 STEP = {"reward/mean": 0.5, "timing/step": 2.0, "timing/training": 1.5, "timing/overlap": 0.0, "timing/other": 0.5}
 BOUND = {

@@ -79,7 +79,8 @@ def program(runs: list[list[str]], processes: int, directory: Path) -> str:
     wanted = directory / f"{processes}.jsonl"
     wanted.write_text("".join(json.dumps(run) + "\n" for run in runs))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-    started = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.programs.placements", str(wanted)]
+    program = ["-m", "tests.runs.programs.placements", str(wanted)]
+    started = [sys.executable, *(torchrun if processes > 1 else []), *program]
     done = subprocess.run(started, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     return done.stdout

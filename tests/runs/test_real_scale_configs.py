@@ -13,7 +13,7 @@ from rlinf.job.memory import complaints, parameters_of
 from tests.launching import launch, metrics_of
 from tests.stand_in import save_model, save_problems
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "math").glob("*.yaml"))
 SHAPES = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,

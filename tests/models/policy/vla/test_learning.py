@@ -5,7 +5,7 @@ import torch
 from rlinf.algos import apply, spec
 from rlinf.algos.chunk_advantages import Chunks, advantages_of_chunks, rows
 from rlinf.models.policy.build import build_policy_model
-from tests.models.cases import VLA
+from tests.models.policy.cases import VLA
 
 
 def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():

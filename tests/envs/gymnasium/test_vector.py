@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.gymnasium.single import Gymnasium
 from rlinf.envs.gymnasium.vector import GymnasiumVector
-from tests.envs import test_gymnasium  # registers Noisy-v0
+from tests.envs.gymnasium import test_single as test_gymnasium  # registers Noisy-v0
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled
 
 NOISY = f"{test_gymnasium.__name__}:Noisy-v0"

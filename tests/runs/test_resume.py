@@ -32,7 +32,7 @@ def killed(output: Path, after: int, processes: int = 0) -> Path:
     run = output / "quickstart"
     process = subprocess.Popen(
         command(*RUN, f"output_dir={output}", processes=processes),
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

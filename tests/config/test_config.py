@@ -23,7 +23,7 @@ from rlinf.config.loading import ConfigError, InputError, dump, load
 from rlinf.config.schema import leaves, nearest, number
 from rlinf.config.text import RunConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass

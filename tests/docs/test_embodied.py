@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "embodied.md"
+PAGE = Path(__file__).parents[2] / "docs" / "embodied.md"
 
 
 def test_python_blocks_of_the_page_run_in_order():

@@ -8,7 +8,7 @@ import torch
 
 from rlinf.models.policy.base import Policy, at_level
 from rlinf.models.policy.build import build_policy_model, described, load_policy, save_policy
-from tests.models.cases import CONFIGS, instructed, observed, rough
+from tests.models.policy.cases import CONFIGS, instructed, observed, rough
 
 
 @pytest.fixture(params=CONFIGS)

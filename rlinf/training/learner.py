@@ -11,15 +11,14 @@ import math
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos import losses
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
+from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed
-from rlinf.models.language.fsdp import local
+from rlinf.training.optimizer import forget_gradients, optimizer_step
 from rlinf.training.text.policy_loss import policy_loss
 from rlinf.training.text.requirements import PROXIMAL
 
@@ -77,7 +76,7 @@ class Learner:
 
     def begin(self) -> None:
         """Forget what has gathered since the last step, such as what an interrupted call left."""
-        self.optimizer.zero_grad()
+        forget_gradients(self.optimizer)
         self._sum = None
 
     def learn_policy(
@@ -135,26 +134,17 @@ class Learner:
         """
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
-        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        gathered, square = over_ranks(self._sum, _square(gradients), self._mesh)
-        tokens = float(gathered.weight)
-        if tokens == 0:
-            self.begin()
-            raise ValueError("there is not one token to learn from: every response was empty")
-        norm = math.sqrt(square) / tokens if square >= 0 else math.nan
-        loss = float(gathered.mean())
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.begin()
-            raise FloatingPointError(
-                f"loss {loss} and gradient norm {norm} over {tokens:.0f} tokens are not both finite: the step was not "
-                "taken. A smaller learning rate is the usual cure"
+        try:
+            gathered, norm = optimizer_step(
+                self._sum, self._parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip
             )
-        torch._foreach_mul_(gradients, min(1.0, self._grad_clip / (norm + 1e-6)) / tokens)
+        finally:
+            self.begin()
+        if float(gathered.weight) == 0:
+            raise ValueError("there is not one token to learn from: every response was empty")
         lr = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
         self.schedule.step()
-        self.begin()
-        return gathered, {"loss": loss, "grad_norm": norm, "lr": lr}
+        return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 
 
 def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
@@ -171,42 +161,3 @@ def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int
     way = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     left = 1.0 - way if schedule == "linear" else (1.0 + math.cos(math.pi * way)) / 2.0
     return min_ratio + (1.0 - min_ratio) * left
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    """Squared norm of all together, float64 []."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-
-
-def over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
-    """The sums, and the squared norm, of all ranks together: two small collectives, in float64."""
-    if mesh is None:
-        return mine, float(square)
-    names = sorted(mine.metrics)
-    tops = [metric.largest for name in names if isinstance(metric := mine.metrics[name], Max)]
-    added = [part for name in names for part in _addends(mine.metrics[name])]
-    sums = torch.cat([part.double().reshape(-1) for part in (square, mine.total, mine.weight, *added)])
-    dist.all_reduce(sums, group=mesh.get_group())
-    largest = torch.stack([top.double() for top in tops]) if tops else sums.new_empty(0)
-    if tops:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    pieces, highs = iter(sums[3:].split([part.numel() for part in added])), iter(largest)
-    metrics: dict[str, Metric] = {}
-    for name in names:
-        kind = type(mine.metrics[name])
-        if kind is Max:
-            metrics[name] = Max(next(highs))
-        elif kind is Mean:
-            metrics[name] = Mean(next(pieces)[0], next(pieces)[0])
-        else:
-            metrics[name] = Explained(next(pieces))
-    return LossSum(sums[1], sums[2], metrics), float(sums[0])
-
-
-def _addends(metric: Metric) -> tuple[Tensor, ...]:
-    """What of a metric is added over ranks."""
-    if isinstance(metric, Mean):
-        return metric.total, metric.weight
-    return (metric.moments,) if isinstance(metric, Explained) else ()

@@ -16,7 +16,7 @@ from rlinf.data.demonstrations import Decisions, Demonstration, decisions
 from rlinf.data.rng import permutation
 from rlinf.models.policy.base import Policy
 from rlinf.training.embodied.replay_buffer import Rows
-from rlinf.training.optimizer import mean_step
+from rlinf.training.optimizer import minimize
 
 _ROWS = 1024  # decisions that are brought to the device at a time, where nothing is learned from them
 
@@ -62,7 +62,7 @@ def imitate(
         chosen = torch.from_numpy(permutation(len(shown), seed, epoch)).split(batch)[number]
         share = chosen[rank::ranks]
         loss = _loss(policy, shown.rows(share if len(share) else chosen[:1]), device, counts=len(share) > 0)
-        losses.append(mean_step(loss, parameters, optimizer, mesh=mesh)[0])
+        losses.append(minimize(loss, parameters, optimizer, mesh=mesh)[0])
     newest = losses[-per_epoch:]
     return {
         "imitation/loss": float(sum(losses[1:], losses[0]).mean()),

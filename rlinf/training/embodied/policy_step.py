@@ -17,7 +17,7 @@ from rlinf.algos.apply import MicroBatch, loss_of, value_loss_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.models.policy.base import Policy, Stored
-from rlinf.training.optimizer import mean_step
+from rlinf.training.optimizer import minimize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ class ControlLearner:
         if value_loss is not None and float(weights[1]) > 0:  # each is divided by its own count
             loss = policy_loss.plus(value_loss, self._value_coef * float(weights[0] / weights[1]))
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        gathered, norm = mean_step(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip)
+        gathered, norm = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 

@@ -21,7 +21,7 @@ from rlinf.models.policy.base import Stored, at_level
 from rlinf.models.policy.noise import uniforms
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.training.embodied.replay_buffer import Rows
-from rlinf.training.optimizer import mean_step
+from rlinf.training.optimizer import minimize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class SoftLearner:
 
     def _step(self, loss: LossSum, part: str) -> LossSum:
         parameters = {"actor": self._actor, "critic": self._critic, "alpha": [self.learned.log_alpha]}[part]
-        gathered, _ = mean_step(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
+        gathered, _ = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
         return gathered
 
     @torch.no_grad()

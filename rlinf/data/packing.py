@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.sample import Sample
+from rlinf.data.sample import ImageRef, PrefixKey, Sample, prefix_key
 
 T = TypeVar("T")
 
@@ -34,12 +34,23 @@ class Row:
     """At which its log-probs are meant."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What else is to be known of each token, by name, [response] each; rows of a micro-batch have the same."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures of the prompt, in the order of their placeholders in `prompt_ids`."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
         """A sample; a greedy one counts as drawn at temperature 1, which is what its log-probs say."""
         temperature = sample.temperature or 1.0
-        return Row(sample.prompt.token_ids, sample.response_ids, sample.logprobs, advantage, temperature, columns or {})
+        prompt = sample.prompt
+        return Row(
+            prompt.token_ids,
+            sample.response_ids,
+            sample.logprobs,
+            advantage,
+            temperature,
+            columns or {},
+            prompt.images,
+        )
 
     @staticmethod
     def made_up(prompt: int, response: int) -> Row:
@@ -82,6 +93,8 @@ class Packed:
     """Which sequence each response token belongs to, from 0, int64 [responses]."""
     columns: Mapping[str, Tensor]
     """What else is known of the response tokens, by name, [responses] each."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures to be read, in the order of their placeholders in `ids`."""
 
     def predicting(self) -> Tensor:
         """Which of `ids` predicts each response token, int64 [responses]; a prompt's last predicts the first of every
@@ -122,7 +135,7 @@ def pack(rows: Sequence[Row]) -> Packed:
     kept = np.arange(responses.sum()) + np.repeat(starts + prompts - 1 - first, responses)
     positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     ids = np.concatenate([part for row in rows for part in (row.prompt_ids, row.response_ids[:-1])]).astype(np.int64)
-    chosen, places = _shared(rows, prompts, read, starts)
+    chosen, places, readers = _shared(rows, prompts, read, starts)
     old = [
         np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(responses, rows, strict=True)
     ]
@@ -141,6 +154,7 @@ def pack(rows: Sequence[Row]) -> Packed:
         columns={
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
+        images=tuple(image for row in readers for image in row.images),
     )
 
 
@@ -154,15 +168,15 @@ def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.
 
 def _shared(
     rows: Sequence[Row], prompts: np.ndarray, read: np.ndarray, starts: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Which places of the sequences laid end to end are read, and which of those stands at each place; (None, None) if
-    too few are shared to be worth it."""
-    reader: dict[bytes, int] = {}  # the first row with each prompt
-    of = np.array([reader.setdefault(row.prompt_ids.tobytes(), number) for number, row in enumerate(rows)])
+) -> tuple[np.ndarray | None, np.ndarray | None, Sequence[Row]]:
+    """Which places of the sequences laid end to end are read, which of those stands at each place, and the rows whose
+    prompts are read; (None, None, all rows) if too few are shared to be worth it."""
+    reader: dict[PrefixKey, int] = {}  # the first row with each prompt
+    of = np.array([reader.setdefault(prefix_key(row.prompt_ids, row.images), n) for n, row in enumerate(rows)])
     repeated = of != np.arange(len(rows))
     total = int((prompts + read).sum())
     if prompts[repeated].sum() < _WORTH_SHARING * total:
-        return None, None
+        return None, None, rows
     takes = read + np.where(repeated, 0, prompts)  # tokens that are read for each row
     ends = np.cumsum(takes)
     places = np.empty(total, dtype=np.int64)
@@ -177,7 +191,7 @@ def _shared(
             places[start:body] = np.arange(end - more - prompt, end - more)
             chosen[end - more - prompt : end - more] = np.arange(start, body)
         chosen[end - more : end] = np.arange(body, body + more)
-    return chosen, places
+    return chosen, places, [row for row, again in zip(rows, repeated, strict=True) if not again]
 
 
 def cut(items: Sequence[T], sizes: Sequence[int], budget: int) -> Iterator[list[T]]:

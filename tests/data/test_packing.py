@@ -1,6 +1,7 @@
 """Laying sequences one behind another, and cutting them into pieces."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.packing import Row, cut, pack
-from rlinf.data.sample import Prompt, Sample
+from rlinf.data.sample import ImageRef, Prompt, Sample, prefix_key
 
 
 def ids(*numbers):
@@ -47,6 +48,41 @@ def test_a_prompt_with_several_answers_is_read_once():
     assert packed.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1]
     assert packed.predicting().tolist() == [1, 2, 3, 1, 4, 5]
     assert packed.targets.tolist() == [7, 8, 2, 9, 8, 7]
+
+
+CAT, DOG = ImageRef("c0", "cat.png"), ImageRef("d0", "dog.png")
+
+
+def test_equal_placeholders_of_different_pictures_are_never_read_once():
+    rows = [Row(ids(5, 5, 6), ids(7, 8), images=(picture,)) for picture in (CAT, DOG)]
+    packed = pack(rows)
+    assert packed.places is None
+    assert packed.ids.tolist() == [5, 5, 6, 7, 5, 5, 6, 7]
+    assert packed.images == (CAT, DOG)
+    assert pack([Row(ids(5, 5, 6), ids(7)), rows[0]]).places is None, "nor a picture and none"
+
+
+def test_equal_pictures_are_read_once_wherever_they_are_kept():
+    copied = ImageRef("c0", "elsewhere/cat.png")
+    rows = [Row(ids(5, 6), ids(7, 8), images=(picture,)) for picture in (CAT, DOG, copied)]
+    packed = pack(rows)
+    assert packed.ids.tolist() == [5, 6, 7, 5, 6, 7, 7]
+    assert packed.places.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
+    assert packed.images == (CAT, DOG)
+
+
+def test_a_prefix_key_is_of_what_the_model_reads_alone():
+    same = Prompt(1, ids(5, 6), text="one", images=(CAT,)), Prompt(2, ids(5, 6).astype(np.int32), images=(CAT,))
+    assert same[0].prefix_key == same[1].prefix_key == prefix_key(ids(5, 6), (CAT,))
+    others = Prompt(1, ids(5, 6)), Prompt(1, ids(5, 6), images=(DOG,)), Prompt(1, ids(5, 7), images=(CAT,))
+    others += (Prompt(1, ids(5, 6), images=(CAT, CAT)), Prompt(1, ids(5, 6), images=(CAT, DOG)))
+    assert len({same[0].prefix_key, *(prompt.prefix_key for prompt in others)}) == 6
+
+
+def test_a_samples_pictures_come_along_with_its_prompt():
+    drawn = sample([5, 6], [7])
+    pictured = replace(drawn, prompt=replace(drawn.prompt, images=(CAT,)))
+    assert Row.of(pictured).images == (CAT,)
 
 
 def test_what_a_sample_says_stands_where_its_tokens_are_predicted():

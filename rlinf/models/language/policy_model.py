@@ -84,6 +84,11 @@ class PolicyModel(nn.Module):
 
     def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
         """What `part` of the model gives where response tokens are predicted, [response tokens, ...]."""
+        if batch.images:
+            raise ValueError(
+                f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "
+                "data set, since their placeholders alone say nothing"
+            )
         if self.packs:
             layout = Layout.of(batch.lengths, batch.ids.device, self.computes_in, batch.places)
             given = {"input_ids": batch.ids[None], "position_ids": batch.positions[None], ARGUMENT: layout}

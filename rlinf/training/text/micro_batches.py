@@ -147,7 +147,7 @@ def _runs(rows: Sequence[Row]) -> list[list[Row]]:
     """Neighbours with the same prompt, together."""
     runs: list[list[Row]] = []
     for row in rows:
-        if runs and runs[-1][0].prompt_ids is row.prompt_ids:
+        if runs and runs[-1][0].prompt_ids is row.prompt_ids and runs[-1][0].images == row.images:
             runs[-1].append(row)
         else:
             runs.append([row])

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rlinf.algos import losses
+from rlinf.algos.losses.importance import weights
 from rlinf.algos.tensor.loss_sum import LossSum
 
 SHAPE = (64, 4096)
@@ -45,13 +46,12 @@ def contestants(new: Tensor, old: Tensor, mask: Tensor) -> dict[str, Callable[[]
             new, old, gains, mask, **CLIP, **answer, ratio="sequence"
         ),
         "policy, truncated importance sampling": lambda: losses.policy(
-            new, old, gains, mask, **CLIP, behavior_logprobs=noisy, is_cap=2.0
+            new, old, gains, mask, **CLIP, weights=weights(old, noisy, mask)[0]
         ),
         "decoupled": lambda: losses.decoupled(new, old, noisy, gains, mask, **CLIP),
         "cispo": lambda: losses.cispo(new, old, gains, mask),
         "aipo": lambda: losses.aipo(new, old, gains, mask, cap=4.0),
         "sapo": lambda: losses.sapo(new, old, gains, mask),
-        "distill": lambda: losses.distill(new, old, noisy, mask, **CLIP),
         "value": lambda: losses.value(new, old, noisy, mask),
         "kl (k3)": lambda: losses.kl(new, old, mask),
         "supervised": lambda: losses.supervised(new, mask),

@@ -20,8 +20,8 @@ from rlinf import ActorSystem, Stream, endpoint
 from rlinf.actors.base.spmd import JointActor
 from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
-from rlinf.metrics.html.device_lanes import device_lanes
-from rlinf.metrics.html.device_lanes_svg import device_lanes_svg
+from rlinf.metrics.html.lanes import device_lanes
+from rlinf.metrics.html.lanes_svg import device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
 

@@ -69,7 +69,7 @@ class Trainer(LearningActor):
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
-            algorithm: a recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`, see `spec.get`; or a
+            algorithm: a recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`, see `recipes.get`; or
                 spec.
             reference: who says what a reference policy thinks of each token, if the algorithm asks for that: None for a
                 role of its own (`ref_logprobs` of the samples), "adapters_off" for this model without its adapters.

@@ -6,7 +6,7 @@ Flow: judged groups become one `Answers`; `advantages_of` gives each answer (or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,98 +16,9 @@ from rlinf.algos import filters, losses, shaping
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.losses import divergence, importance
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.batches import Advantages, Answers, MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.validation import same_shape
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """A batch of judged answers; what a spec does not need may be missing."""
-
-    rewards: Tensor
-    """Of each answer, [answers]."""
-    groups: Tensor
-    """Which group each belongs to, whole numbers, [answers]."""
-    mask: Tensor
-    """Which tokens count, bool [answers, tokens]."""
-    truncated: Tensor | None = None
-    """Whether the length limit cut it, bool [answers]."""
-    logprobs: Tensor | None = None
-    """Under the policy that sampled, nats, [answers, tokens]."""
-    ref_logprobs: Tensor | None = None
-    """Under the reference, nats, [answers, tokens]."""
-    teacher_logprobs: Tensor | None = None
-    """Under the teacher, nats, [answers, tokens]."""
-    values: Tensor | None = None
-    """The critic's prediction before each token, [answers, tokens]."""
-
-    def need(self, name: str) -> Tensor:
-        """A tensor that this algorithm cannot do without.
-
-        Raises:
-            ValueError: it was not given.
-        """
-        return _given(self, name)
-
-
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """What a batch of answers comes to."""
-
-    values: Tensor
-    """Advantage of each answer, [answers], or of each token, [answers, tokens]; without gradient."""
-    mask: Tensor
-    """Which tokens count in the loss, bool [answers, tokens]."""
-    rewards: Tensor
-    """After shaping, [answers]."""
-    returns: Tensor | None = None
-    """What the critic is to predict, [answers, tokens]."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Tokens to learn from, [rows, tokens] or packed [tokens]; what a spec does not need may be missing."""
-
-    logprobs: Tensor
-    """Under the policy being trained, nats; differentiable."""
-    mask: Tensor
-    """Which tokens count."""
-    old_logprobs: Tensor | None = None
-    """Under the policy that the ratio starts from (with `loss.decoupled`: the one that drew the tokens)."""
-    advantages: Tensor | None = None
-    """Per token, or one per row or sequence."""
-    sequences: Tensor | None = None
-    """Sequence of each token, whole numbers from 0; None: each row is one."""
-    entropy: Tensor | None = None
-    """Of each token's distribution, nats; differentiable if the spec has a bonus for it."""
-    ref_logprobs: Tensor | None = None
-    """Under the reference."""
-    behavior_logprobs: Tensor | None = None
-    """The engine's, for `correction`."""
-    proximal_logprobs: Tensor | None = None
-    """Under the weights just before the update, for `loss.decoupled`."""
-    versions: Tensor | None = None
-    """Version of the weights that made each token."""
-    version: int | None = None
-    """Version of the weights being trained, before the update."""
-
-    def need(self, name: str) -> Tensor:
-        """A tensor that this algorithm cannot do without.
-
-        Raises:
-            ValueError: it was not given.
-        """
-        return _given(self, name)
-
-    def next_version(self) -> int:
-        """The version that this update makes.
-
-        Raises:
-            ValueError: `version` was not given.
-        """
-        if self.version is None:
-            raise ValueError("MicroBatch.version is missing, which this algorithm needs")
-        return self.version + 1
 
 
 def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None = None) -> Advantages:
@@ -234,10 +145,3 @@ def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dic
         weights = staying if weights is None else weights * staying
         watched = {**watched, **more}
     return weights, watched
-
-
-def _given(holder: Answers | MicroBatch, name: str) -> Tensor:
-    value: Tensor | None = getattr(holder, name)
-    if value is None:
-        raise ValueError(f"{type(holder).__name__}.{name} is missing, which this algorithm needs")
-    return value

@@ -52,25 +52,6 @@ def whole(mask: Tensor, truncated: Tensor) -> Tensor:
     return mask.bool() & kept.reshape(-1, *[1] * (mask.ndim - 1))
 
 
-def fresh(versions: Tensor, mask: Tensor, *, current: int, most: int) -> Tensor:
-    """Which answers are recent enough: no token that counts was made more than `most` versions ago.
-
-    Args:
-        versions: version of the weights that made each token, [answers, tokens].
-        mask: which tokens count, same shape.
-        current: version of the weights being trained.
-        most: staleness allowed, versions.
-
-    Returns:
-        bool [answers].
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    same_shape("fresh", "versions", versions, mask=mask)
-    return ~((current - versions > most) & mask.bool()).any(1)
-
-
 @dataclass(slots=True)
 class Filling:
     """How far a batch is filled whose even groups are dropped. Pure counting: nothing waits or draws here.

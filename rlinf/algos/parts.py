@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,11 +22,9 @@ from rlinf.algos.losses.divergence import KINDS, Kind
 from rlinf.algos.losses.importance import LEVELS, Level, Outside
 from rlinf.algos.losses.value import ERRORS, Error
 from rlinf.algos.shaping import at_end, less_kl
+from rlinf.algos.tensor.batches import Answers, MicroBatch
+from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.validation import one_of, within
-
-if TYPE_CHECKING:
-    from rlinf.algos.apply import Answers, MicroBatch
-    from rlinf.algos.tensor.loss_sum import LossSum
 
 # Advantages ----------------------------------------------------------------------------------------------------------
 

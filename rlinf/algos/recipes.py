@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rlinf.algos.parts import (
     Aggregation,
@@ -22,7 +24,8 @@ from rlinf.algos.parts import (
     ReinforcePP,
     Sapo,
 )
-from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.spec import AlgorithmSpec, Resolve, override
+from rlinf.algos.validation import one_of
 
 _PER_ANSWER = Aggregation("seq-mean-token-mean")
 
@@ -83,3 +86,18 @@ RECIPES = {recipe.name: recipe for recipe in _ALL}
 """Every recipe by its name."""
 
 NAMES = tuple(RECIPES)
+
+
+def get(name: str, overrides: Mapping[str, Any] | None = None, *, resolve: Resolve | None = None) -> AlgorithmSpec:
+    """The recipe of that name, with changes.
+
+    Args:
+        name: such as "grpo"; `NAMES` has all.
+        overrides: see `spec.override`.
+        resolve: turns a dotted path into the function it names.
+
+    Raises:
+        ValueError: no recipe, place, key or choice of that name (the text gives the nearest), or a bad value.
+    """
+    one_of("algorithm", "name", name, RECIPES)
+    return override(RECIPES[name], overrides or {}, resolve=resolve)

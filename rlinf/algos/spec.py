@@ -1,10 +1,11 @@
 """An algorithm as data: a name stands for a frozen `AlgorithmSpec`, any field of which can be changed.
 
-    spec.get("dapo")
-    spec.get("dapo", {"loss.clip_high": 0.3, "kl": {"place": "loss", "beta": 0.01}})
-    spec.get("grpo", {"loss": "sapo", "advantage": my_function})
+    recipes.get("dapo")
+    recipes.get("dapo", {"loss.clip_high": 0.3, "kl": {"place": "loss", "beta": 0.01}})
+    recipes.get("grpo", {"loss": "sapo", "advantage": my_function})
 
-`apply` turns a spec into advantages and losses. Nothing here reads a file: YAML arrives as the mapping that it is.
+`recipes` has the named ones, and `apply` turns a spec into advantages and losses. Nothing here reads a file: YAML
+arrives as the mapping that it is.
 """
 
 from __future__ import annotations
@@ -119,23 +120,6 @@ _PARTS: dict[str, Any] = {
 
 _CHOICES: dict[str, dict[str, Any]] = {"advantage": dict(ADVANTAGES), "loss": dict(LOSSES)}
 """Places that one of several can stand at, by name."""
-
-
-def get(name: str, overrides: Mapping[str, Any] | None = None, *, resolve: Resolve | None = None) -> AlgorithmSpec:
-    """The recipe of that name, with changes.
-
-    Args:
-        name: such as "grpo"; `recipes.NAMES` has all.
-        overrides: see `override`.
-        resolve: turns a dotted path into the function it names.
-
-    Raises:
-        ValueError: no recipe, place, key or choice of that name (the text gives the nearest), or a bad value.
-    """
-    from rlinf.algos.recipes import RECIPES  # they are made of specs
-
-    one_of("algorithm", "name", name, RECIPES)
-    return override(RECIPES[name], overrides or {}, resolve=resolve)
 
 
 def override(spec: AlgorithmSpec, changes: Mapping[str, Any], *, resolve: Resolve | None = None) -> AlgorithmSpec:

@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rlinf.metrics.html.device_lanes import DeviceLanes, device_lanes
-from rlinf.metrics.html.device_lanes_svg import device_lanes_svg
+from rlinf.metrics.html.lanes import Lanes, device_lanes
+from rlinf.metrics.html.lanes_svg import device_lanes_svg
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def _summary(options: argparse.Namespace) -> None:
         console.print(_table(device_lanes(Path(path), options.step, whole=options.step is None)))
 
 
-def _table(read: DeviceLanes) -> Table:
+def _table(read: Lanes) -> Table:
     shares = read.shares()
     roles = dict.fromkeys(name for _, own in shares for name in own if name not in ("moves", "idle"))
     names = [*roles, *(["moves"] if any(own["moves"] for _, own in shares) else []), "idle"]

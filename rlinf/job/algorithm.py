@@ -36,7 +36,7 @@ def algorithm_of(config: RunConfig) -> AlgorithmSpec:
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     values = {place: getattr(algorithm, place) for place in PLACES}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
-    chosen = spec.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
+    chosen = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
     if chosen.shaping is not None and not _sets(changes, "shaping", "longest"):
         cache = chosen.shaping.cache
         if not _sets(changes, "shaping", "cache"):
@@ -55,7 +55,7 @@ def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec:
     places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
     values = {place: getattr(algorithm, place) for place in places}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
-    return spec.get(algorithm.name, changes, resolve=_found)
+    return recipes.get(algorithm.name, changes, resolve=_found)
 
 
 def roles_of(config: RunConfig, algorithm: AlgorithmSpec) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.training.text.value_schedule import ValueOrders, value_rows
 from tests.actors import toys
@@ -20,7 +20,7 @@ from tests.actors.programs import critics
 from tests.actors.watched import PRECISELY
 
 SHARED = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
-PPO = spec.get("ppo")
+PPO = recipes.get("ppo")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def weights(actor):
 
 
 def test_returns_are_those_of_an_episode_reckoned_by_hand():
-    discounted = spec.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.5}})
+    discounted = recipes.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.5}})
     ((row,),) = value_rows([answered([0.5, 0.25])], discounted)
     # last token: 1 - 0.25 = 0.75; first: 0.9 x 0.25 - 0.5 = -0.275, and 0.9 x 0.5 x 0.75 of what follows
     np.testing.assert_allclose(row.columns["returns"], [0.5 - 0.275 + 0.3375, 1.0], rtol=1e-6)
@@ -69,7 +69,7 @@ def test_returns_are_those_of_an_episode_reckoned_by_hand():
 @given(st.lists(st.lists(st.floats(-2, 2, width=32), max_size=9), min_size=1, max_size=6), st.floats(-2, 2, width=32))
 def test_returns_do_not_depend_on_what_else_is_in_the_batch(said, reward):
     groups = [answered(values, reward, number) for number, values in enumerate(said)]
-    algorithm = spec.get("ppo", critics.ALGORITHM["overrides"])
+    algorithm = recipes.get("ppo", critics.ALGORITHM["overrides"])
     for values, rows in zip(said, value_rows(groups, algorithm), strict=True):
         assert len(rows) == bool(values)  # an empty answer teaches nothing
         for row in rows:
@@ -77,7 +77,7 @@ def test_returns_do_not_depend_on_what_else_is_in_the_batch(said, reward):
 
 
 def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
-    penalised = spec.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}})
+    penalised = recipes.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}})
     group = answered([0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match=r"no ref_logprobs: put reference\.logprobs"):
         value_rows([group], penalised)
@@ -88,7 +88,7 @@ def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
 def test_answers_that_were_cut_are_left_out_where_the_algorithm_says_so():
     groups = [answered([0.0] * 3, truncated=True), answered([0.0] * 2, number=1)]
     assert [len(rows) for rows in value_rows(groups, PPO)] == [1, 1]
-    assert [len(rows) for rows in value_rows(groups, spec.get("ppo", {"truncated": "mask"}))] == [0, 1]
+    assert [len(rows) for rows in value_rows(groups, recipes.get("ppo", {"truncated": "mask"}))] == [0, 1]
 
 
 @pytest.mark.parametrize(

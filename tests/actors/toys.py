@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlinf.algos import recipes, spec
-from rlinf.algos.apply import Answers, MicroBatch, advantages_of, loss_of
+from rlinf.algos import recipes
+from rlinf.algos.apply import advantages_of, loss_of
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.batches import Answers, MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
 
 ALPHABET = {"characters": "0123456789>"}
 VOCABULARY = len(load_tokenizer(ALPHABET))
-SPEC = spec.get("grpo", {"loss": {"clip_low": 0.2, "clip_high": 0.28}})
+SPEC = recipes.get("grpo", {"loss": {"clip_low": 0.2, "clip_high": 0.28}})
 CLIP = {"spec": SPEC}
 
 
@@ -118,16 +119,16 @@ def told(batch: list[Group], seed: int = 5) -> list[Group]:
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
-    **{name: spec.get(name) for name in recipes.NAMES if spec.get(name).critic is None},
+    **{name: recipes.get(name) for name in recipes.NAMES if recipes.get(name).critic is None},
     # where the recipe's own numbers are for long answers, those that make a difference to short ones
-    "dr_grpo": spec.get("dr_grpo", {"aggregation": {"norm_length": 7.0}}),
-    "dapo": spec.get("dapo", {"shaping": {"longest": 6, "cache": 4}}),
-    "gspo": spec.get("gspo", {"loss": {"clip_low": 0.3, "clip_high": 0.4}}),
-    "kl in the reward": spec.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.2}}),
-    "corrected kl": spec.get("grpo", {"kl": {"place": "loss", "beta": 0.3, "corrected": True}}),
-    "entropy": spec.get("rloo", {"entropy_bonus": 0.4, "aggregation": {"how": "seq-mean-token-sum"}}),
-    "masked": spec.get("grpo", {"truncated": "mask", "aggregation": {"how": "seq-mean-token-mean"}}),
-    "drift": spec.get("grpo", {"max_drift": 0.1, "correction": {"cap": 1.5, "level": "sequence"}}),
+    "dr_grpo": recipes.get("dr_grpo", {"aggregation": {"norm_length": 7.0}}),
+    "dapo": recipes.get("dapo", {"shaping": {"longest": 6, "cache": 4}}),
+    "gspo": recipes.get("gspo", {"loss": {"clip_low": 0.3, "clip_high": 0.4}}),
+    "kl in the reward": recipes.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.2}}),
+    "corrected kl": recipes.get("grpo", {"kl": {"place": "loss", "beta": 0.3, "corrected": True}}),
+    "entropy": recipes.get("rloo", {"entropy_bonus": 0.4, "aggregation": {"how": "seq-mean-token-sum"}}),
+    "masked": recipes.get("grpo", {"truncated": "mask", "aggregation": {"how": "seq-mean-token-mean"}}),
+    "drift": recipes.get("grpo", {"max_drift": 0.1, "correction": {"cap": 1.5, "level": "sequence"}}),
 }
 """Every recipe without a critic, and parts that none of them has."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from rlinf.algos import losses
+from rlinf.algos.losses import importance
 from rlinf.algos.losses.aggregate import HOWS
 from tests.algos import references
 
@@ -45,7 +46,9 @@ CASES = [
     ),
     Case(
         "policy with truncated importance sampling",
-        lambda b, **a: losses.policy(*three(b), **CLIP, behavior_logprobs=b["behavior"], is_cap=1.2, **a),
+        lambda b, **a: losses.policy(
+            *three(b), **CLIP, weights=importance.weights(b["old"], b["behavior"], b["mask"], cap=1.2)[0], **a
+        ),
         lambda b: references.tis(b, 0.2, 0.28, 1.2),
     ),
     Case(
@@ -68,11 +71,6 @@ CASES = [
         stopped=True,
     ),
     Case("sapo", lambda b, **a: losses.sapo(*three(b), tau_neg=1.5, **a), lambda b: references.sapo(b, 1.0, 1.5)),
-    Case(
-        "distill",
-        lambda b, **a: losses.distill(b["new"], b["old"], b["teacher"], b["mask"], **CLIP, **a),
-        lambda b: references.distill(b, 0.2, 0.28),
-    ),
     *[
         Case(
             f"kl {kind}",

@@ -91,14 +91,6 @@ def sapo(b, tau_pos, tau_neg):
     return each(b, loss)
 
 
-def distill(b, clip_low, clip_high):
-    def loss(r, t):
-        gain = clip(b["teacher"][r, t] - b["old"][r, t], -20, 20)
-        return surrogate(gain, ratio_of(b["new"][r, t], b["old"][r, t]), clip_low, clip_high)
-
-    return each(b, loss)
-
-
 def kl_of(new, ref, kind):
     d = clip(new - ref, -20, 20)
     return {"k1": d, "k2": d * d / 2, "k3": min(math.exp(-d) + d - 1, 10.0), "abs": abs(d)}[kind]

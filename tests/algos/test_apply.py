@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from rlinf.algos import losses, spec
+from rlinf.algos import losses, recipes
 from rlinf.algos.advantages import group_relative, leave_one_out, reinforce_pp
-from rlinf.algos.apply import Answers, MicroBatch, advantages_of, loss_of, value_loss_of
+from rlinf.algos.apply import advantages_of, loss_of, value_loss_of
 from rlinf.algos.recipes import NAMES
+from rlinf.algos.tensor.batches import Answers, MicroBatch
 
 
 def answers(**changes):
@@ -51,7 +52,7 @@ def micro_batch(**changes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_turns_answers_into_a_gradient(name):
-    recipe = spec.get(name)
+    recipe = recipes.get(name)
     found = advantages_of(recipe, answers())
     old = micro_batch().old_logprobs
     batch = micro_batch(advantages=found.values, logprobs=old.clone())  # as at a first step: no clip is reached
@@ -70,40 +71,40 @@ def test_advantages_are_those_of_the_part():
         "dr_grpo": group_relative(given.rewards, given.groups, scale="none"),
         "rloo": leave_one_out(given.rewards, given.groups),
     }.items():
-        assert advantages_of(spec.get(name), given).values.tolist() == expected.tolist()
+        assert advantages_of(recipes.get(name), given).values.tolist() == expected.tolist()
 
 
 def test_reinforce_pp_has_its_penalty_in_the_rewards_once():
     given = answers()
     kl = given.logprobs - given.ref_logprobs
     expected = reinforce_pp(given.rewards, given.mask, kl=kl, kl_beta=0.5, groups=given.groups)
-    found = advantages_of(spec.get("reinforce_pp_baseline", {"kl.beta": 0.5}), given)
+    found = advantages_of(recipes.get("reinforce_pp_baseline", {"kl.beta": 0.5}), given)
     torch.testing.assert_close(found.values, expected)
 
 
 def test_a_penalty_in_the_reward_of_an_answer_is_that_of_all_its_tokens():
     given = answers()
-    found = advantages_of(spec.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.5}}), given)
+    found = advantages_of(recipes.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.5}}), given)
     spent = ((given.logprobs - given.ref_logprobs) * given.mask).sum(1)
     torch.testing.assert_close(found.values, group_relative(given.rewards - 0.5 * spent, given.groups))
 
 
 def test_overlong_shaping_really_shapes():
     given = answers()
-    found = advantages_of(spec.get("dapo", {"shaping": {"longest": 4, "cache": 2}}), given)
+    found = advantages_of(recipes.get("dapo", {"shaping": {"longest": 4, "cache": 2}}), given)
     assert found.rewards.tolist() == [0.0, 0.0, -0.5, 1.0, 0.0, -1.0]  # lengths 4, 2, 3, 1, 4, 4
     torch.testing.assert_close(found.values, group_relative(found.rewards, given.groups))
 
 
 def test_answers_that_were_cut_give_no_gradient_if_so_chosen():
     given = answers()
-    found = advantages_of(spec.get("grpo", {"truncated": "mask"}), given)
+    found = advantages_of(recipes.get("grpo", {"truncated": "mask"}), given)
     assert (found.mask.any(1) == ~given.truncated).all()
-    assert advantages_of(spec.get("grpo"), given).mask.equal(given.mask)
+    assert advantages_of(recipes.get("grpo"), given).mask.equal(given.mask)
 
 
 def test_ppo_whitens_once_and_its_returns_are_rewards_for_gamma_and_lambda_one():
-    found = advantages_of(spec.get("ppo"), answers())
+    found = advantages_of(recipes.get("ppo"), answers())
     inside = found.values[found.mask]
     assert float(inside.mean()) == pytest.approx(0, abs=1e-6)
     assert float(inside.std(correction=0)) == pytest.approx(1, abs=1e-5)
@@ -113,8 +114,8 @@ def test_ppo_whitens_once_and_its_returns_are_rewards_for_gamma_and_lambda_one()
 
 def test_kl_and_entropy_in_the_loss_are_added_with_their_weights():
     batch = micro_batch()
-    plain = loss_of(spec.get("grpo"), batch)
-    found = loss_of(spec.get("grpo", {"kl": {"beta": 0.3}, "entropy_bonus": 0.2}), batch)
+    plain = loss_of(recipes.get("grpo"), batch)
+    found = loss_of(recipes.get("grpo", {"kl": {"beta": 0.3}, "entropy_bonus": 0.2}), batch)
     kl = losses.kl(batch.logprobs, batch.ref_logprobs, batch.mask)
     entropy = batch.entropy[batch.mask].sum()
     torch.testing.assert_close(found.total, plain.total + 0.3 * kl.total - 0.2 * entropy)
@@ -125,7 +126,8 @@ def test_kl_and_entropy_in_the_loss_are_added_with_their_weights():
 
 def test_a_correction_weighs_by_old_over_behavior():
     batch = micro_batch()
-    found = loss_of(spec.get("grpo_tis", {"correction.cap": 1.1}), batch)
+    ratio = (batch.old_logprobs - batch.behavior_logprobs).exp()
+    found = loss_of(recipes.get("grpo_tis", {"correction.cap": 1.1}), batch)
     expected = losses.policy(
         batch.logprobs,
         batch.old_logprobs,
@@ -133,12 +135,13 @@ def test_a_correction_weighs_by_old_over_behavior():
         batch.mask,
         clip_low=0.2,
         clip_high=0.2,
-        behavior_logprobs=batch.behavior_logprobs,
-        is_cap=1.1,
+        weights=ratio.clamp(max=1.1),
         entropy=batch.entropy,
     )
     torch.testing.assert_close(found.total, expected.total)
-    assert found.values() == pytest.approx(expected.values())
+    counted = ratio[batch.mask]
+    weights = {"is/mean": counted.mean(), "is/max": counted.max(), "is/outside": (counted > 1.1).float().mean()}
+    assert found.values() == pytest.approx({**expected.values(), **{k: float(v) for k, v in weights.items()}})
 
 
 def test_bad_answers_that_drifted_away_are_left_out_but_counted():
@@ -147,7 +150,7 @@ def test_bad_answers_that_drifted_away_are_left_out_but_counted():
     far[1] -= 5.0  # advantage -0.5
     far[3] -= 5.0  # advantage 0.5: stays
     batch = micro_batch(logprobs=far)
-    found = loss_of(spec.get("grpo", {"max_drift": 2.0}), batch)
+    found = loss_of(recipes.get("grpo", {"max_drift": 2.0}), batch)
     (gradient,) = torch.autograd.grad(found.total, batch.logprobs)
     assert (gradient[1] == 0).all()
     assert gradient[3].abs().sum() > 0
@@ -157,19 +160,21 @@ def test_bad_answers_that_drifted_away_are_left_out_but_counted():
 
 def test_the_interpolated_proximal_policy_of_fresh_tokens_is_the_one_that_drew_them():
     batch = micro_batch()
-    found = loss_of(spec.get("async_grpo_interpolated"), batch)
+    found = loss_of(recipes.get("async_grpo_interpolated"), batch)
     batch = micro_batch(proximal_logprobs=batch.old_logprobs)
-    torch.testing.assert_close(found.total, loss_of(spec.get("async_grpo"), batch).total)
+    torch.testing.assert_close(found.total, loss_of(recipes.get("async_grpo"), batch).total)
 
 
 def test_the_critics_loss_is_aggregated_like_the_policys():
     values = torch.randn(6, 4, requires_grad=True)
-    recipe = spec.get("ppo", {"aggregation.how": "seq-mean-token-mean", "critic.error": "square", "critic.clip": None})
+    recipe = recipes.get(
+        "ppo", {"aggregation.how": "seq-mean-token-mean", "critic.error": "square", "critic.clip": None}
+    )
     found = value_loss_of(recipe, values, values.detach(), torch.zeros(6, 4), answers().mask)
     rows = [(row[kept] ** 2).mean() for row, kept in zip(values, answers().mask, strict=True)]
     torch.testing.assert_close(found.mean(), sum(rows) / 6)
     with pytest.raises(ValueError, match="'grpo' has no critic"):
-        value_loss_of(spec.get("grpo"), values, values, values, answers().mask)
+        value_loss_of(recipes.get("grpo"), values, values, values, answers().mask)
 
 
 def test_a_users_own_parts_are_called():
@@ -179,7 +184,7 @@ def test_a_users_own_parts_are_called():
     def loss(batch, aggregation, weights):
         return losses.supervised(batch.logprobs, batch.mask, how=aggregation.how)
 
-    recipe = spec.get("grpo", {"advantage": advantage, "loss": loss})
+    recipe = recipes.get("grpo", {"advantage": advantage, "loss": loss})
     assert advantages_of(recipe, answers()).values.tolist() == (answers().rewards * 2).tolist()
     batch = micro_batch()
     torch.testing.assert_close(loss_of(recipe, batch).total, losses.supervised(batch.logprobs, batch.mask).total)
@@ -188,17 +193,26 @@ def test_a_users_own_parts_are_called():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: advantages_of(spec.get("ppo"), answers(values=None)), "Answers.values is missing"),
-        (lambda: advantages_of(spec.get("opd"), answers(teacher_logprobs=None)), "Answers.teacher_logprobs is missing"),
-        (lambda: advantages_of(spec.get("reinforce_pp"), answers(ref_logprobs=None)), "Answers.ref_logprobs"),
-        (lambda: advantages_of(spec.get("grpo", {"truncated": "mask"}), answers(truncated=None)), "Answers.truncated"),
-        (lambda: advantages_of(spec.get("grpo"), answers(groups=torch.zeros(3))), r"groups \[3\]"),
-        (lambda: loss_of(spec.get("grpo"), micro_batch(old_logprobs=None)), "MicroBatch.old_logprobs is missing"),
-        (lambda: loss_of(spec.get("grpo_tis"), micro_batch(behavior_logprobs=None)), "MicroBatch.behavior_logprobs"),
-        (lambda: loss_of(spec.get("async_grpo"), micro_batch(proximal_logprobs=None)), "MicroBatch.proximal_logprobs"),
-        (lambda: loss_of(spec.get("async_grpo_interpolated"), micro_batch(version=None)), "MicroBatch.version is"),
-        (lambda: loss_of(spec.get("deepseek_grpo"), micro_batch(ref_logprobs=None)), "MicroBatch.ref_logprobs"),
-        (lambda: loss_of(spec.get("grpo", {"entropy_bonus": 0.1}), micro_batch(entropy=None)), "MicroBatch.entropy"),
+        (lambda: advantages_of(recipes.get("ppo"), answers(values=None)), "Answers.values is missing"),
+        (
+            lambda: advantages_of(recipes.get("opd"), answers(teacher_logprobs=None)),
+            "Answers.teacher_logprobs is missing",
+        ),
+        (lambda: advantages_of(recipes.get("reinforce_pp"), answers(ref_logprobs=None)), "Answers.ref_logprobs"),
+        (
+            lambda: advantages_of(recipes.get("grpo", {"truncated": "mask"}), answers(truncated=None)),
+            "Answers.truncated",
+        ),
+        (lambda: advantages_of(recipes.get("grpo"), answers(groups=torch.zeros(3))), r"groups \[3\]"),
+        (lambda: loss_of(recipes.get("grpo"), micro_batch(old_logprobs=None)), "MicroBatch.old_logprobs is missing"),
+        (lambda: loss_of(recipes.get("grpo_tis"), micro_batch(behavior_logprobs=None)), "MicroBatch.behavior_logprobs"),
+        (
+            lambda: loss_of(recipes.get("async_grpo"), micro_batch(proximal_logprobs=None)),
+            "MicroBatch.proximal_logprobs",
+        ),
+        (lambda: loss_of(recipes.get("async_grpo_interpolated"), micro_batch(version=None)), "MicroBatch.version is"),
+        (lambda: loss_of(recipes.get("deepseek_grpo"), micro_batch(ref_logprobs=None)), "MicroBatch.ref_logprobs"),
+        (lambda: loss_of(recipes.get("grpo", {"entropy_bonus": 0.1}), micro_batch(entropy=None)), "MicroBatch.entropy"),
     ],
 )
 def test_what_is_missing_is_named(call, text):
@@ -213,5 +227,5 @@ def test_hidden_log_probs_cannot_hurt_a_penalty():
         for name in ("logprobs", "ref_logprobs", "teacher_logprobs", "values")
     }
     for name in ("reinforce_pp", "ppo", "opd"):
-        clean, found = advantages_of(spec.get(name), given), advantages_of(spec.get(name), answers(**dirty))
+        clean, found = advantages_of(recipes.get(name), given), advantages_of(recipes.get(name), answers(**dirty))
         torch.testing.assert_close(found.values, clean.values)

@@ -21,12 +21,6 @@ def test_answers_that_were_cut_lose_their_tokens():
     assert filters.whole(mask, torch.tensor([True, False])).tolist() == [[False, False], [True, False]]
 
 
-def test_answers_with_one_stale_token_are_stale():
-    versions = torch.tensor([[5, 5], [2, 5], [2, 5]])
-    mask = torch.tensor([[1, 1], [1, 1], [0, 1]])
-    assert filters.fresh(versions, mask, current=5, most=2).tolist() == [True, False, True]
-
-
 @given(st.integers(1, 20), st.integers(1, 8), st.lists(st.booleans(), max_size=400))
 def test_a_batch_is_filled_exactly_or_the_rounds_are_used_up(wanted, max_rounds, luck):
     filling, drawn, kept = Filling(wanted, max_rounds), iter(luck), 0
@@ -57,7 +51,6 @@ def test_what_comes_when_the_batch_is_full_is_not_kept():
     [
         (lambda: filters.uneven(torch.zeros(2), torch.zeros(3)), r"groups \[3\]"),
         (lambda: filters.whole(torch.zeros(2, 3), torch.zeros(3)), r"truncated \[3\]"),
-        (lambda: filters.fresh(torch.zeros(2, 3), torch.zeros(2), current=1, most=0), r"mask \[2\]"),
         (lambda: Filling(wanted=0, max_rounds=1), "wanted=0"),
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlinf.algos import spec
+from rlinf.algos import recipes, spec
 from rlinf.algos.parts import Cispo, Clipped, Kl, Overlong, Sapo
 from rlinf.algos.recipes import NAMES
 
@@ -15,11 +15,11 @@ ASKED_FOR = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_comes_by_its_name_and_back_from_its_settings(name):
-    recipe = spec.get(name)
+    recipe = recipes.get(name)
     assert recipe.name == name
     keys = {key: value for key, value in spec.settings(recipe).items() if key != "name"}
-    assert spec.get(name, keys) == recipe
-    assert spec.override(spec.get("gspo"), _whole(recipe)) == spec.get("gspo", _whole(recipe))
+    assert recipes.get(name, keys) == recipe
+    assert spec.override(recipes.get("gspo"), _whole(recipe)) == recipes.get("gspo", _whole(recipe))
 
 
 def _whole(recipe):
@@ -31,7 +31,7 @@ def test_the_names_that_were_asked_for_are_there():
 
 
 def test_what_makes_dapo():
-    dapo = spec.get("dapo")
+    dapo = recipes.get("dapo")
     assert dapo.loss == Clipped(clip_low=0.2, clip_high=0.28)
     assert dapo.shaping == Overlong(longest=20480, cache=4096)
     assert dapo.sampling is not None
@@ -40,25 +40,25 @@ def test_what_makes_dapo():
 
 
 def test_a_key_of_a_part_is_changed_nested_or_dotted():
-    nested = spec.get("dapo", {"loss": {"clip_high": 0.3}, "shaping": {"longest": 6, "cache": 2}})
+    nested = recipes.get("dapo", {"loss": {"clip_high": 0.3}, "shaping": {"longest": 6, "cache": 2}})
     assert nested.loss == Clipped(clip_low=0.2, clip_high=0.3)
-    assert nested == spec.get("dapo", {"loss.clip_high": 0.3, "shaping.longest": 6, "shaping.cache": 2})
-    assert spec.get("dapo").loss.clip_high == 0.28  # recipes themselves never change
+    assert nested == recipes.get("dapo", {"loss.clip_high": 0.3, "shaping.longest": 6, "shaping.cache": 2})
+    assert recipes.get("dapo").loss.clip_high == 0.28  # recipes themselves never change
 
 
 def test_another_part_is_taken_by_name_with_or_without_keys():
-    assert spec.get("grpo", {"loss": "sapo"}).loss == Sapo()
-    assert spec.get("grpo", {"loss": {"name": "sapo", "tau_neg": 2}}).loss == Sapo(tau_neg=2.0)
-    assert spec.get("grpo", {"loss.name": "cispo", "loss.clip_high": 3.0}).loss == Cispo(clip_high=3.0)
-    assert spec.get("grpo", {"loss": Cispo(clip_high=3.0)}).loss == Cispo(clip_high=3.0)
+    assert recipes.get("grpo", {"loss": "sapo"}).loss == Sapo()
+    assert recipes.get("grpo", {"loss": {"name": "sapo", "tau_neg": 2}}).loss == Sapo(tau_neg=2.0)
+    assert recipes.get("grpo", {"loss.name": "cispo", "loss.clip_high": 3.0}).loss == Cispo(clip_high=3.0)
+    assert recipes.get("grpo", {"loss": Cispo(clip_high=3.0)}).loss == Cispo(clip_high=3.0)
 
 
 def test_an_optional_part_is_added_and_left_out():
-    added = spec.get("grpo", {"kl": {"beta": 0.04}})
+    added = recipes.get("grpo", {"kl": {"beta": 0.04}})
     assert added.kl == Kl("loss", "k3", 0.04)
-    assert spec.get("grpo", {"kl.beta": 0.04}) == added
+    assert recipes.get("grpo", {"kl.beta": 0.04}) == added
     assert spec.override(added, {"kl": None}).kl is None
-    assert spec.get("grpo", {"correction": {}}).correction is not None
+    assert recipes.get("grpo", {"correction": {}}).correction is not None
 
 
 def my_loss(batch, aggregation, weights):
@@ -75,26 +75,26 @@ class MyAdvantage:
 
 def test_a_users_own_function_or_class_stands_in_by_itself_or_by_its_path():
     mine = {"my.loss": my_loss, "my.Advantage": MyAdvantage}
-    found = spec.get("grpo", {"loss": "my.loss", "advantage": "my.Advantage"}, resolve=mine.__getitem__)
+    found = recipes.get("grpo", {"loss": "my.loss", "advantage": "my.Advantage"}, resolve=mine.__getitem__)
     assert found.loss is my_loss
     assert found.advantage == MyAdvantage()
-    assert spec.get("grpo", {"loss": my_loss, "advantage": MyAdvantage()}) == found
-    tuned = spec.get("grpo", {"advantage": {"name": "my.Advantage", "slope": 2}}, resolve=mine.__getitem__)
+    assert recipes.get("grpo", {"loss": my_loss, "advantage": MyAdvantage()}) == found
+    tuned = recipes.get("grpo", {"advantage": {"name": "my.Advantage", "slope": 2}}, resolve=mine.__getitem__)
     assert tuned.advantage == MyAdvantage(2.0)
     assert spec.settings(tuned)["advantage.slope"] == 2.0
     assert spec.settings(found)["loss"] is my_loss
 
 
 def test_what_a_trainer_has_to_provide_is_told():
-    assert not spec.get("grpo").needs_whole_batch
-    assert spec.get("reinforce_pp").needs_whole_batch
-    assert spec.get("reinforce_pp").needs_reference
-    assert spec.get("ppo").needs_whole_batch
-    assert not spec.get("ppo", {"advantage.whiten": False}).needs_whole_batch
-    assert spec.get("opd").needs_teacher
-    assert spec.get("async_grpo").needs_recomputed_logprobs
-    assert not spec.get("async_grpo_interpolated").needs_recomputed_logprobs
-    assert spec.get("grpo_tis").needs_recomputed_logprobs
+    assert not recipes.get("grpo").needs_whole_batch
+    assert recipes.get("reinforce_pp").needs_whole_batch
+    assert recipes.get("reinforce_pp").needs_reference
+    assert recipes.get("ppo").needs_whole_batch
+    assert not recipes.get("ppo", {"advantage.whiten": False}).needs_whole_batch
+    assert recipes.get("opd").needs_teacher
+    assert recipes.get("async_grpo").needs_recomputed_logprobs
+    assert not recipes.get("async_grpo_interpolated").needs_recomputed_logprobs
+    assert recipes.get("grpo_tis").needs_recomputed_logprobs
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_what_a_trainer_has_to_provide_is_told():
 )
 def test_mistakes_are_told_before_anything_runs(name, changes, text):
     with pytest.raises(ValueError, match=text):
-        spec.get(name, changes)
+        recipes.get(name, changes)

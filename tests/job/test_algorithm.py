@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.cli.validate import load_config
 from rlinf.config.loading import ConfigError
@@ -27,7 +27,7 @@ def own_advantage(answers, penalty, reduce):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"dr_grpo", "dapo"}))
 def test_a_recipe_by_its_name_is_that_recipe(name):
-    assert chosen(f"algorithm={name}") == spec.get(name)
+    assert chosen(f"algorithm={name}") == recipes.get(name)
 
 
 def test_limits_of_the_run_are_filled_in_unless_they_are_set():
@@ -81,8 +81,8 @@ def test_an_algorithm_says_which_roles_and_flow_it_needs():
     assert needs("algorithm=opd", "teacher.model=some/model") == ["teacher"]
     assert needs("algorithm=deepseek_grpo") == ["reference"]
     assert needs("algorithm=deepseek_grpo", "reference.kind=adapters_off", "model.lora.r=4") == []
-    assert flow_of(spec.get("ppo")) == "rlinf.flows.ppo"
-    assert flow_of(spec.get("dapo")) == "rlinf.flows.grpo"
+    assert flow_of(recipes.get("ppo")) == "rlinf.flows.ppo"
+    assert flow_of(recipes.get("dapo")) == "rlinf.flows.grpo"
 
 
 def test_what_does_not_go_together_is_told_before_anything_starts():

@@ -5,7 +5,7 @@ nothing, whatever stands there: NaN and inf included. Each function takes [rows,
 sequence of each token, and any of the aggregations of `aggregate`.
 """
 
-from rlinf.algos.losses.clipped import decoupled, distill, policy
+from rlinf.algos.losses.clipped import decoupled, policy
 from rlinf.algos.losses.diagnostics import mismatch, staleness
 from rlinf.algos.losses.likelihood import entropy_bonus, kl, supervised
 from rlinf.algos.losses.soft_clipped import aipo, cispo, sapo
@@ -21,7 +21,6 @@ __all__ = [
     "aipo",
     "cispo",
     "decoupled",
-    "distill",
     "entropy_bonus",
     "kl",
     "mismatch",

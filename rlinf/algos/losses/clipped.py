@@ -1,4 +1,4 @@
-"""Surrogates with a clipped ratio: PPO and what became of it (GRPO, DAPO, GSPO, decoupled PPO, distillation)."""
+"""Surrogates with a clipped ratio: PPO and what became of it (GRPO, DAPO, GSPO, decoupled PPO)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def policy(
     dual_clip: float | None = None,
     entropy: Tensor | None = None,
     ratio: Ratio = "token",
-    behavior_logprobs: Tensor | None = None,
-    is_cap: float | None = None,
     weights: Tensor | None = None,
     how: How = "token-mean",
     norm_length: float | None = None,
@@ -55,7 +53,6 @@ def policy(
         r_t = exp(mean over the sequence's tokens of logp - old)       ratio="sequence"
         L_t = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high))
         L_t = min(L_t, -dual_clip A)                                   where A < 0, if dual_clip is given
-        L_t = L_t min(exp(old_t - behavior_t), is_cap)                 if behavior_logprobs is given
 
     PPO (arXiv:1707.06347, eq. 7) with a bound of its own on each side (DAPO, arXiv:2503.14476, eq. 10) and, optionally,
     the dual clip (arXiv:1912.09729, eq. 5). `ratio="sequence"` is GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form
@@ -88,32 +85,19 @@ def policy(
     """
     check_clip("policy", clip_low, clip_high, dual_clip)
     one_of("policy", "ratio", ratio, RATIOS)
-    if (behavior_logprobs is None) != (is_cap is None):
-        raise ValueError(
-            "policy: behavior_logprobs and is_cap need each other: the weight is min(old/behavior, is_cap)"
-        )
-    given = {"old_logprobs": old_logprobs, "behavior_logprobs": behavior_logprobs, "entropy": entropy}
+    given = {"old_logprobs": old_logprobs, "entropy": entropy}
     ground = Ground.of("policy", logprobs, mask, how, norm_length, sequences, weights, **given)
     clip = Clip(clip_low, clip_high, dual_clip)
     more = {"mean": _mean_of_sequence(logprobs, old_logprobs, ground)} if ratio == "sequence" else {}
 
     def formula(
-        kept: Kept,
-        slope: Tensor,
-        leaf: Tensor,
-        old_logprobs: Tensor,
-        cost: Tensor,
-        mean: Tensor | None = None,
-        behavior_logprobs: Tensor | None = None,
+        kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor, mean: Tensor | None = None
     ) -> Part:
         if mean is None:
             difference = log_ratio(kept, leaf, old_logprobs)
         else:
             difference = kept.only_(mean.expand(leaf.shape).clone(memory_format=torch.contiguous_format))
-        part = _clipped(kept, slope, difference, cost, clip)
-        if behavior_logprobs is not None and is_cap is not None:
-            _weigh(part, slope, kept, log_ratio(kept, old_logprobs, behavior_logprobs), is_cap, "truncate")
-        return part
+        return _clipped(kept, slope, difference, cost, clip)
 
     return ground.sum(formula, cost=ground.cost(advantages), **more)
 
@@ -216,51 +200,3 @@ def decoupled(
         return part
 
     return ground.sum(formula, cost=ground.cost(advantages))
-
-
-def distill(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    weights: Tensor | None = None,
-    entropy: Tensor | None = None,
-    how: How = "token-mean",
-    norm_length: float | None = None,
-    sequences: Tensor | None = None,
-) -> LossSum:
-    """On-policy distillation: the clipped surrogate with the teacher's verdict on each token as its advantage.
-
-        A_t = teacher_t - old_t        L_t as in `policy`
-
-    Where new and old policy agree, the gradient is that of KL(student || teacher) token by token (Lu et al.,
-    "On-Policy Distillation", Thinking Machines, 2025). A is neither normalised nor carried back in time; its clamp to
-    +-20 bounds what a token can say that the teacher holds impossible.
-
-    Args:
-        logprobs, old_logprobs, mask, clip_low, clip_high, dual_clip, weights, entropy: see `policy`.
-        teacher_logprobs: of the same tokens under the teacher, same shape; never differentiated.
-        how, norm_length, sequences: see `policy`.
-
-    Returns:
-        Sums; the metrics of `policy`, and `teacher_kl`, the mean of -A: an estimate of KL(old || teacher), nats.
-
-    Raises:
-        ValueError: as `policy`.
-    """
-    check_clip("distill", clip_low, clip_high, dual_clip)
-    given = {"old_logprobs": old_logprobs, "teacher_logprobs": teacher_logprobs, "entropy": entropy}
-    ground = Ground.of("distill", logprobs, mask, how, norm_length, sequences, weights, **given)
-    clip = Clip(clip_low, clip_high, dual_clip)
-
-    def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor) -> Part:
-        cost = log_ratio(kept, old_logprobs, teacher_logprobs)
-        part = _clipped(kept, slope, log_ratio(kept, leaf, old_logprobs), cost, clip)
-        part.watch("teacher_kl", cost)
-        return part
-
-    return ground.sum(formula)

@@ -1,4 +1,4 @@
-"""Off-policy learners for control: soft actor-critic and its relatives (REDQ, RLPD, IQL). Pure functions.
+"""Losses of soft actor-critic and its relatives (REDQ, RLPD). Pure functions.
 
 Transitions flow in as tensors over a batch, predictions of several critics as [critics, batch]; `LossSum`s come out,
 un-normalised like all others, so that micro-batches and ranks add. What is drawn at random takes a generator.
@@ -13,9 +13,6 @@ from rlinf.algos.losses.aggregate import reduce
 from rlinf.algos.tensor.loss_sum import LossSum, mean_of
 from rlinf.algos.tensor.masks import wide
 from rlinf.algos.validation import same_shape, within
-
-_LARGEST_WEIGHT = 100.0
-"""Bound of IQL's exponential weight, as in its paper's implementation."""
 
 
 def pessimistic(values: Tensor, *, subset: int | None = None, generator: torch.Generator | None = None) -> Tensor:
@@ -152,46 +149,6 @@ def temperature(log_alpha: Tensor, logprobs: Tensor, mask: Tensor, *, target_ent
     (logprobs,) = _hidden(mask.bool(), logprobs.detach())
     loss = reduce(-log_alpha.exp() * (logprobs + target_entropy), mask)
     return loss.watching({"alpha": mean_of(log_alpha.exp().expand_as(logprobs), mask.bool())})
-
-
-def expectile(values: Tensor, targets: Tensor, mask: Tensor, *, tau: float) -> LossSum:
-    """The state value's loss of IQL: L = |tau - 1(u < 0)| u^2, with u = target - value.
-
-    Implicit Q-learning (arXiv:2110.06169, eq. 5): for tau towards 1 the value nears the best action's in the data.
-
-    Args:
-        values: predicted for the states, [batch]; differentiable.
-        targets: the target critics' (pessimistic) values of the actions in the data, [batch]; never differentiated.
-        mask: which transitions count, [batch], bool or 0/1.
-        tau: between 0 and 1; 0.5 is the mean.
-
-    Raises:
-        ValueError: shapes differ, or tau is out of range.
-    """
-    same_shape("expectile", "values", values, targets=targets, mask=mask)
-    within("expectile", "tau", tau, 0.0, 1.0)
-    targets, values = _hidden(mask.bool(), targets.detach(), values)
-    u = targets - values
-    return reduce(torch.where(u < 0, 1.0 - tau, tau) * u.square(), mask)
-
-
-def advantage_weights(advantages: Tensor, *, inverse_temperature: float) -> Tensor:
-    """Weights of IQL's policy loss: min(exp(inverse_temperature x u), 100); multiply -log pi of the data's actions.
-
-    Implicit Q-learning (arXiv:2110.06169, eq. 7).
-
-    Args:
-        advantages: u = target - value, any shape.
-        inverse_temperature: at least 0.
-
-    Returns:
-        The same shape, without gradient.
-
-    Raises:
-        ValueError: the inverse temperature is negative.
-    """
-    within("advantage_weights", "inverse_temperature", inverse_temperature, 0.0)
-    return (inverse_temperature * wide(advantages.detach())).exp().clamp(max=_LARGEST_WEIGHT)
 
 
 def polyak(target: Tensor, source: Tensor, *, tau: float) -> Tensor:

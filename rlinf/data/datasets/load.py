@@ -6,7 +6,6 @@ generated tasks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -167,30 +166,6 @@ def load_data(
     )
 
 
-def load_prompts(
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "test",
-    problems: int | None = None,
-    **options: Any,
-) -> list[Prompt]:
-    """Problems to evaluate on, in the order of their rows.
-
-    Args:
-        source: where they are.
-        tokenizer: the model's.
-        split: which split of it.
-        problems: how many at most, the same ones every time; None for all.
-        options: see `PromptOptions`.
-
-    Raises:
-        DataError: something cannot be read or used; rows that are wrong are gathered.
-    """
-    how = PromptOptions(**options)
-    return _evaluated_on(source, split, tokenizer, dataclasses.replace(how, columns={}), dict(how.columns), problems)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A source of problems, found and checked."""
@@ -300,7 +275,7 @@ def _evaluated_on(
     tokenizer: PreTrainedTokenizerBase,
     how: PromptOptions,
     own: Mapping[str, Any],
-    problems: int | None,
+    problems: int,
 ) -> tuple[list[Prompt], tuple[str, ...]]:
     rows = open_rows(source, split=split)
     if isinstance(rows, Iterated):
@@ -308,7 +283,7 @@ def _evaluated_on(
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
         rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
     opened = _prepared(rows, tokenizer, how, own)
-    chosen = range(len(rows)) if problems is None else sorted(permutation(len(rows), 0)[:problems].tolist())
+    chosen = sorted(permutation(len(rows), 0)[:problems].tolist())
     assert isinstance(opened.maker, PromptMaker)
     batch = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])
     note = f"evaluation on {len(batch.prompts):,} of them"

@@ -14,9 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.html.actor_lanes import StepLanes
-from rlinf.metrics.html.actor_lanes_svg import STYLE, picture
 from rlinf.metrics.html.answers import answers_section
+from rlinf.metrics.html.lanes import Lanes
+from rlinf.metrics.html.lanes_svg import STYLE, actor_lanes_svg
 from rlinf.metrics.html.run_data import RunData, curves
 from rlinf.metrics.timing import ACTIVITIES
 from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
@@ -63,7 +63,7 @@ EDGE = 5
 """Steps at both ends whose mean reward is compared: one step alone is noise."""
 
 
-def page(run: RunData, lanes: Sequence[StepLanes]) -> str:
+def page(run: RunData, lanes: Sequence[Lanes]) -> str:
     """The page of a run.
 
     Args:
@@ -224,13 +224,13 @@ def _beside_the_possible(run: RunData) -> str:
     )
 
 
-def _lanes(steps: Sequence[StepLanes]) -> str:
+def _lanes(steps: Sequence[Lanes]) -> str:
     if not steps:
         return ""
     return (
         "<section><h2>Who did what when</h2><p>Steps early, in the middle and at the end of the run, on one time "
         "scale. trace.json has all of it, for ui.perfetto.dev.</p>"
-        f'<div class="card picture">{picture(steps, card=False)}</div></section>'
+        f'<div class="card picture">{actor_lanes_svg(steps, card=False)}</div></section>'
     )
 
 

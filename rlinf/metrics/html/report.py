@@ -1,4 +1,4 @@
-"""A run as a page: `report.html`, which stands by itself, and pictures of device lanes.
+"""Writes `report.html`, a page that shows a whole run and needs no other file.
 
 In: only the files of a run directory, so a page can be made while a run goes, after a crash, or years later.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlinf.metrics.html.actor_lanes import Trace
-from rlinf.metrics.html.actor_lanes_svg import lanes_svg
+from rlinf.metrics.html.lanes import actor_lanes
 from rlinf.metrics.html.page import page
 from rlinf.metrics.html.run_data import read_run
-
-__all__ = ["lanes_svg", "write_report"]
+from rlinf.metrics.html.trace import Trace
 
 
 def write_report(directory: Path) -> Path:
@@ -31,7 +29,7 @@ def write_report(directory: Path) -> Path:
     """
     run, traced = read_run(directory), directory / "trace.json"
     trace = Trace(traced) if traced.is_file() else None
-    text = page(run, trace.lanes(trace.first_middle_last()) if trace is not None else [])
+    text = page(run, actor_lanes(trace, trace.first_middle_last()) if trace is not None else [])
     path = directory / "report.html"
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text, encoding="utf-8")

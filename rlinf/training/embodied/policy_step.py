@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.algos.apply import MicroBatch, loss_of, value_loss_of
+from rlinf.algos.apply import loss_of, value_loss_of
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.models.policy.base import Policy, Stored
 from rlinf.training.optimizer import minimize

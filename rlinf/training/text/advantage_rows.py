@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.algos.apply import Answers, advantages_of
+from rlinf.algos.apply import advantages_of
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.batches import Answers
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
 from rlinf.training.text.requirements import (

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlinf.algos.apply import MicroBatch, loss_of
+from rlinf.algos.apply import loss_of
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed
 from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS

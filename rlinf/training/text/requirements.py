@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf.algos import spec as specs
+from rlinf.algos import recipes
 from rlinf.algos.parts import LOSSES, Decoupled, GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.importing import resolve
@@ -42,11 +42,11 @@ def algorithm_of(algorithm: Algorithm) -> AlgorithmSpec:
     if isinstance(algorithm, AlgorithmSpec):
         return algorithm
     if isinstance(algorithm, str):
-        return specs.get(algorithm, resolve=resolve)
+        return recipes.get(algorithm, resolve=resolve)
     unknown = sorted(set(algorithm) - {"name", "overrides"})
     if unknown or "name" not in algorithm:
         raise ValueError(f"algorithm: a mapping has the keys name and overrides, not {sorted(algorithm)}")
-    return specs.get(algorithm["name"], algorithm.get("overrides"), resolve=resolve)
+    return recipes.get(algorithm["name"], algorithm.get("overrides"), resolve=resolve)
 
 
 def asked_first(spec: AlgorithmSpec, *, minibatches: int, adapters_off: bool) -> tuple[str, ...]:

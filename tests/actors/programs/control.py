@@ -14,7 +14,7 @@ import rlinf
 from rlinf.actors.env import Simulation
 from rlinf.actors.policy import Decider
 from rlinf.actors.policy_trainer import ControlTrainer
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import Reach
 from rlinf.models.policy.build import build_policy_model
@@ -135,7 +135,7 @@ async def main(system: rlinf.ActorSystem) -> None:
         trainer = await system.spawn(Watched, name=f"trainer{number}", **LEARNING, **case)
         metrics = await trainer.train(trajectories[::-1])
         algorithm = case["algorithm"]
-        recipe = spec.get(algorithm) if isinstance(algorithm, str) else spec.get(*algorithm.values())
+        recipe = recipes.get(algorithm) if isinstance(algorithm, str) else recipes.get(*algorithm.values())
         found: dict[str, Any] = {
             "metrics": metrics,
             "lesson": as_dict(lesson(joined(trajectories), recipe, group_size)),

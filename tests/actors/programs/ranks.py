@@ -13,7 +13,7 @@ import torch
 import rlinf
 from rlinf import Stream, endpoint
 from rlinf.actors.trainer import Trainer
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
     said = [group.told("ref_logprobs", toys.logprobs_of(plain, group)) for group in batch]
     await trainer.save(Path(sys.argv[1]).parent / "adapted")
     for place in ("loss", "reward"):
-        algorithm = spec.get("grpo", {"kl": {"place": place, "beta": 0.5}})
+        algorithm = recipes.get("grpo", {"kl": {"place": place, "beta": 0.5}})
         for off, groups in ((True, batch), (False, said)):
             for minibatches in (1, 2):
                 await trainer.restore(Path(sys.argv[1]).parent / "adapted")

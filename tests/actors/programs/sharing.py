@@ -20,7 +20,7 @@ from rlinf import Actor, endpoint
 from rlinf.actors.critic import Critic
 from rlinf.actors.reference import Reference
 from rlinf.actors.trainer import Trainer
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.step import Step
 from rlinf.flows.ppo import ppo
@@ -28,7 +28,7 @@ from rlinf.runtime.streams.stream import each
 from tests.actors import toys
 
 STEPS = 2
-PPO = spec.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}, "correction": {"cap": 2.0}})
+PPO = recipes.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}, "correction": {"cap": 2.0}})
 MODEL = {"model": toys.configuration(), "tokenizer": toys.ALPHABET}
 LEARNING = {
     **MODEL, "algorithm": PPO, "lr": 0.01, "micro_batch_tokens": 40, "epochs": 2,

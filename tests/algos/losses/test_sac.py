@@ -62,28 +62,11 @@ def test_the_temperature_rises_where_entropy_is_too_low():
     assert found.values()["alpha"] == 1.0
 
 
-def test_the_expectile_of_many_targets_is_the_minimum_of_its_loss():
-    targets = torch.linspace(0, 1, 101, dtype=torch.float64)
-    guesses = torch.linspace(0, 1, 201, dtype=torch.float64)
-    losses = [
-        float(control.expectile(torch.full_like(targets, float(g)), targets, torch.ones(101), tau=0.9).mean())
-        for g in guesses
-    ]
-    # the expectile of a uniform law: tau (1 - v)^2 = (1 - tau) v^2
-    expected = math.sqrt(0.9) / (math.sqrt(0.9) + math.sqrt(0.1))
-    assert float(guesses[losses.index(min(losses))]) == pytest.approx(expected, abs=0.01)
-
-
-def test_weights_of_good_actions_grow_to_a_bound():
-    found = control.advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 1e3]), inverse_temperature=2.0)
-    assert found.tolist() == pytest.approx([math.exp(-2), 1.0, math.exp(2), 100.0])
-
-
 def test_a_target_network_follows_slowly():
     assert control.polyak(torch.tensor([0.0]), torch.tensor([1.0]), tau=0.25).tolist() == [0.25]
 
 
-@pytest.mark.parametrize("loss", ["critics", "actor", "temperature", "expectile"])
+@pytest.mark.parametrize("loss", ["critics", "actor", "temperature"])
 def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
     generator = torch.Generator().manual_seed(0)
     leaf, other = (torch.randn(5, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -94,7 +77,6 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
             "critics": lambda: control.critics(torch.stack([x, 2 * x])[:, rows], other[rows], mask[rows]),
             "actor": lambda: control.actor(x[rows], other[rows] * x[rows], mask[rows], alpha=0.3),
             "temperature": lambda: control.temperature(x[0], other[rows], mask[rows], target_entropy=1.0),
-            "expectile": lambda: control.expectile(x[rows], other[rows], mask[rows], tau=0.8),
         }[loss]()
 
     leaf.requires_grad_()
@@ -112,7 +94,6 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
         (lambda: control.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
         (lambda: control.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),
         (lambda: control.actor(EVERY, torch.zeros(2), EVERY, alpha=1.0), r"values \[2\]"),
-        (lambda: control.expectile(EVERY, EVERY, EVERY, tau=1.5), "tau=1.5"),
         (lambda: control.polyak(EVERY, torch.zeros(2), tau=0.5), r"source \[2\]"),
     ],
 )

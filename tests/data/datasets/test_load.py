@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf.data.datasets.load import load_data, load_prompts
+from rlinf.data.datasets.load import load_data
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.datasets.toy_tasks import make_task, prompts
 from rlinf.data.rng import permutation
@@ -95,10 +95,12 @@ def test_evaluation_has_columns_of_its_own_and_the_same_problems_every_time(tmp_
     assert len(data[0].held_out) == 10
 
 
-def test_prompts_alone_for_evaluation(tmp_path, tokenizer):
+def test_problems_to_evaluate_on_from_a_file_and_from_an_iterator(tmp_path, tokenizer):
     path = jsonl(tmp_path / "aime.jsonl", [{"problem": "1+1?", "answer": 2}, {"problem": "2+2?", "answer": 4}])
-    assert seen(load_prompts(path, tokenizer)) == [(0, "1+1?", "2"), (1, "2+2?", "4")]
-    assert seen(load_prompts(iter(ROWS), tokenizer, problems=2, columns={"prompt": "question"}))[1][1] == "1+1?"
+    found = load_data(tokenizer, train=path, evaluation=path)
+    assert seen(found.held_out) == [(0, "1+1?", "2"), (1, "2+2?", "4")]
+    again = load_data(tokenizer, train=ROWS, columns={"prompt": "question"}, evaluation=iter(ROWS), problems=2)
+    assert seen(again.held_out)[1][1] == "1+1?"
 
 
 def test_multiple_choice_as_in_gpqa(tmp_path, tokenizer):
@@ -106,11 +108,11 @@ def test_multiple_choice_as_in_gpqa(tmp_path, tokenizer):
         "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2\nWhich?,red,blue,green\nWho?,I,you,they\n"
     )
     columns = {"prompt": "Question", "choices": ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2"]}
-    first, second = load_prompts(tmp_path / "gpqa.csv", tokenizer, columns=columns)
+    first, second = load_data(tokenizer, train=tmp_path / "gpqa.csv", columns=columns, shuffle=False).train.take(2)
     assert f"\n{first.answer}) red" in first.text
     assert f"\n{second.answer}) I" in second.text
     with pytest.raises(DataError, match="no column 'Right' for choices"):
-        load_prompts(tmp_path / "gpqa.csv", tokenizer, columns={**columns, "choices": ["Right"]})
+        load_data(tokenizer, train=tmp_path / "gpqa.csv", columns={**columns, "choices": ["Right"]})
 
 
 def test_wrong_rows_are_gathered(tmp_path, tokenizer):

@@ -10,8 +10,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
-from rlinf.metrics.html.actor_lanes import Trace, side_by_side
-from rlinf.metrics.html.actor_lanes_svg import MOST_LANES, lanes_svg
+from rlinf.metrics.html.lanes import actor_lanes, device_lanes
+from rlinf.metrics.html.lanes_svg import MOST_LANES, actor_lanes_svg
+from rlinf.metrics.html.trace import Trace
 from rlinf.metrics.timing import timing
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
@@ -40,6 +41,11 @@ class Trainer(Actor):
         return total
 
 
+def picture(path, steps=None):
+    trace = Trace(path)
+    return actor_lanes_svg(actor_lanes(trace, trace.first_middle_last() if steps is None else steps))
+
+
 @pytest.fixture
 def traced(tmp_path):
     """A trace of three steps on two hosts, and what the metrics told of them."""
@@ -65,22 +71,22 @@ def test_lanes_and_metrics_tell_the_same(traced):
     path, told = traced
     trace = Trace(path)
     assert trace.steps == [1, 2, 3]
-    for step, expected in zip(trace.lanes([1, 2, 3]), told, strict=True):
+    for step, expected in zip(actor_lanes(trace, [1, 2, 3]), told, strict=True):
         got = {name: value for name, value in step.timing.items() if name != "timing/step"}
         assert got == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_lane_shows_work_and_waiting(traced):
-    (step,) = Trace(traced[0]).lanes([1])
+    (step,) = actor_lanes(Trace(traced[0]), [1])
     rollout, trainer = step.lanes
-    assert (rollout.host, rollout.actor, trainer.host, trainer.actor) == (0, "rollout[0]", 1, "trainer[0]")
+    assert (rollout.host, rollout.name, trainer.host, trainer.name) == (0, "rollout[0]", 1, "trainer[0]")
     assert step.seconds == pytest.approx(5.5)
     assert rollout.stretches[0].activity == "generation"
     shown = [(s.activity, round(s.start, 3), round(s.end, 3)) for s in trainer.stretches]
     assert shown[0] == ("waiting", 0.0, 1.0)
     assert shown[1] == ("training", 1.0, 1.5)
     assert shown[-1] == ("training", 3.0, 5.5)
-    assert [(round(start, 3), round(end, 3)) for start, end in side_by_side(step)] == [(1.0, 1.5), (2.0, 2.5)]
+    assert [(round(start, 3), round(end, 3)) for start, end in step.overlap()] == [(1.0, 1.5), (2.0, 2.5)]
 
 
 def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
@@ -93,10 +99,10 @@ def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
 
 
 def test_a_picture_is_plain_svg_for_light_and_dark(traced):
-    text = lanes_svg(traced[0], [1, 3])
+    text = picture(traced[0], [1, 3])
     root = ET.fromstring(text)
     assert {element.tag for element in root.iter()} <= {
-        SVG + name for name in ("svg", "title", "style", "rect", "text", "tspan", "line")
+        SVG + name for name in ("svg", "title", "style", "defs", "pattern", "rect", "text", "tspan", "line")
     }
     assert "prefers-color-scheme:dark" in text
     assert "Step 1" in text
@@ -104,7 +110,7 @@ def test_a_picture_is_plain_svg_for_light_and_dark(traced):
     assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
     width = float(root.attrib["viewBox"].split()[2])
     height = float(root.attrib["viewBox"].split()[3])
-    for rect in root.iter(SVG + "rect"):
+    for rect in (rect for rect in root.iter(SVG + "rect") if "x" in rect.attrib):
         assert 0 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width + 0.7
         assert 0 <= float(rect.attrib["y"]) <= float(rect.attrib["y"]) + float(rect.attrib["height"]) <= height
 
@@ -112,7 +118,7 @@ def test_a_picture_is_plain_svg_for_light_and_dark(traced):
 def test_names_in_a_trace_are_escaped(tmp_path):
     spans = [step_of(1, 0.0, 1.0), call("<b>&[0]", "<i>", 0.2, 0.5)]
     write_trace(tmp_path / "t.json", [spans])
-    text = lanes_svg(tmp_path / "t.json")
+    text = picture(tmp_path / "t.json")
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;" in text
     ET.fromstring(text)
@@ -122,7 +128,7 @@ def test_many_actors_are_drawn_in_part_and_counted(tmp_path):
     spans = [step_of(1, 0.0, 1.0)]
     spans += [call(f"judge[{rank}]", "score", rank / 100, 0.9) for rank in range(MOST_LANES + 8)]
     write_trace(tmp_path / "t.json", [spans])
-    text = lanes_svg(tmp_path / "t.json")
+    text = picture(tmp_path / "t.json")
     assert "and 8 more" in text
     assert len(re.findall(r'class="row"', text)) == MOST_LANES
 
@@ -131,23 +137,23 @@ def test_a_picture_stays_small_however_many_spans_there_are(tmp_path):
     spans = [step_of(1, 0.0, 1.0)]
     spans += [call("judge[0]", "score", n / 20_000, (n + 0.5) / 20_000) for n in range(20_000)]
     write_trace(tmp_path / "t.json", [spans])
-    assert len(lanes_svg(tmp_path / "t.json")) < 20_000
+    assert len(picture(tmp_path / "t.json")) < 20_000
 
 
 def test_what_is_not_there_is_told(traced, tmp_path):
     with pytest.raises(ValueError, match=r"step 9 is not in .*, which has steps 1 to 3"):
-        lanes_svg(traced[0], [9])
+        picture(traced[0], [9])
     write_trace(tmp_path / "none.json", [[]])
     with pytest.raises(ValueError, match="has no step of a flow"):
-        lanes_svg(tmp_path / "none.json")
+        device_lanes(tmp_path / "none.json")
     (tmp_path / "else.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="is no trace in Chrome's format"):
-        lanes_svg(tmp_path / "else.json")
+        picture(tmp_path / "else.json")
 
 
 def test_a_trace_written_anew_by_another_program_is_read(traced, tmp_path):
     (tmp_path / "again.json").write_text(json.dumps(json.loads(traced[0].read_text()), separators=(",", ":")))
-    assert lanes_svg(tmp_path / "again.json", [1]) == lanes_svg(traced[0], [1])
+    assert actor_lanes(Trace(tmp_path / "again.json"), [1])[0].lanes == actor_lanes(Trace(traced[0]), [1])[0].lanes
 
 
 def test_a_trace_whose_writer_was_killed_shows_what_it_has(traced, tmp_path):

@@ -7,9 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from docs.pictures.make import MODES, run
-from rlinf.metrics.html.actor_lanes_svg import MOST_LANES
-from rlinf.metrics.html.device_lanes import DeviceLanes, device_lanes
-from rlinf.metrics.html.device_lanes_svg import device_lanes_svg
+from rlinf.metrics.html.lanes import HELD, LOADING, PARKING, Lanes, device_lanes
+from rlinf.metrics.html.lanes_svg import MOST_LANES, device_lanes_svg
 from rlinf.runtime.base.clock import run_virtual
 from tests.spans import call, lease, move, step, wait, wait_for_lease, write_trace
 
@@ -49,18 +48,18 @@ def test_a_device_shows_work_moves_and_leases_of_its_roles(tmp_path):
     read = device_lanes(traced(tmp_path / "t.json", STEP + TURNS), 2)
     (lane,) = read.lanes
     assert (read.title, read.step, read.seconds) == ("t", 2, 10.0)
-    assert [(use.role, use.what, use.start, use.end) for use in lane.work] == [
+    assert [(use.name, use.activity, use.start, use.end) for use in lane.work] == [
         ("rollout", "generation", 0.0, 4.0),
         ("trainer", "training", 7.0, 9.0),
         ("rollout", "sync", 9.5, 10.0),
     ]
-    assert [(use.role, use.what, use.start, use.end) for use in lane.moves] == [
+    assert [(use.name, use.activity, use.start, use.end) for use in lane.of(LOADING, PARKING)] == [
         ("rollout", "parking", 5.0, 6.0),
         ("trainer", "loading", 6.0, 7.0),
     ]
-    assert [(use.role, use.start, use.end) for use in lane.leases] == [("rollout", 0.0, 5.0), ("trainer", 7.0, 9.0)]
-    assert set(lane.rows.values()) == {0}
-    assert (lane.seconds, read.busy) == (6.5, 0.65)
+    assert [(use.name, use.start, use.end) for use in lane.of(HELD)] == [("rollout", 0.0, 5.0), ("trainer", 7.0, 9.0)]
+    assert set(lane.rows().values()) == {0}
+    assert (lane.busy, read.busy) == (6.5, 0.65)
     ((host, shares),) = read.shares()
     assert host == 0
     assert shares == pytest.approx({"rollout": 0.45, "trainer": 0.2, "moves": 0.2, "idle": 0.15})
@@ -69,14 +68,14 @@ def test_a_device_shows_work_moves_and_leases_of_its_roles(tmp_path):
 def test_roles_that_work_at_once_on_a_device_lie_below_each_other(tmp_path):
     beside = [call("judge[0]", "score", 2.0, 4.0)]
     (lane,) = device_lanes(traced(tmp_path / "t.json", STEP + TURNS + beside), 2).lanes
-    assert lane.rows == {"rollout": 0, "judge": 1, "trainer": 0}
-    assert lane.seconds == 6.5, "time in which two work counts once"
+    assert lane.rows() == {"rollout": 0, "judge": 1, "trainer": 0}
+    assert lane.busy == 6.5, "time in which two work counts once"
 
 
 def test_a_device_that_did_nothing_in_the_step_is_shown_as_idle(tmp_path):
     path = traced(tmp_path / "t.json", STEP + TURNS, [call("judge[0]", "score", 0.1, 0.5)])
     read = device_lanes(path, 2)
-    assert [(lane.host, lane.work) for lane in read.lanes][1] == (1, ())
+    assert [(lane.host, lane.work) for lane in read.lanes][1] == (1, [])
     assert read.shares()[1] == (1, {"moves": 0.0, "idle": 1.0})
     assert "host 1" in device_lanes_svg([read])
 
@@ -150,7 +149,7 @@ def test_a_step_that_took_no_time_is_drawn(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def modes(tmp_path_factory) -> dict[str, DeviceLanes]:
+def modes(tmp_path_factory) -> dict[str, Lanes]:
     """What the three runs of the picture in the documentation did."""
     read = {}
     for mode, places in MODES.items():
@@ -162,11 +161,11 @@ def modes(tmp_path_factory) -> dict[str, DeviceLanes]:
 
 def test_the_documentations_picture_shows_what_its_modes_are(modes):
     """Collocated, every device serves every role; disaggregated, each serves one, and nobody moves."""
-    roles = {mode: [{use.role for use in lane.work} for lane in read.lanes] for mode, read in modes.items()}
+    roles = {mode: [{use.name for use in lane.work} for lane in read.lanes] for mode, read in modes.items()}
     assert roles["collocated"] == [{"rollout", "judge", "trainer"}] * 4
     assert roles["disaggregated"] == [{"rollout"}, {"rollout"}, {"judge"}, {"trainer"}]
-    assert not any(lane.moves for lane in modes["disaggregated"].lanes)
-    assert all(lane.moves for lane in modes["collocated"].lanes)
+    assert not any(lane.of(LOADING, PARKING) for lane in modes["disaggregated"].lanes)
+    assert all(lane.of(LOADING, PARKING) for lane in modes["collocated"].lanes)
     for read in modes.values():
         for lane in read.lanes:
-            assert set(lane.rows.values()) == {0}, "no two roles compute on one device at once"
+            assert set(lane.rows().values()) == {0}, "no two roles compute on one device at once"

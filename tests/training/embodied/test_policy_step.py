@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
 from rlinf.training.embodied.policy_step import ControlLearner, Lesson
 from tests.actors.programs.control import MLP
 
-PPO = spec.get("ppo")
+PPO = recipes.get("ppo")
 ROWS = 10
 
 

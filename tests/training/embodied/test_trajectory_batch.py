@@ -7,13 +7,13 @@ import torch
 
 from rlinf.actors.env import Simulation
 from rlinf.actors.policy import Decider
-from rlinf.algos import spec
+from rlinf.algos import recipes
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectory_batch import check, counted, described, lesson, summary
 from tests.actors.programs.control import COUNTING, Played
 
-PPO = spec.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})
-GRPO = spec.get("grpo", {"advantage": {"scale": "none"}})
+PPO = recipes.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})
+GRPO = recipes.get("grpo", {"advantage": {"scale": "none"}})
 GO, END, FAIL = (1.0, False, False), (4.0, True, True), (-1.0, True, False)
 SCRIPTS = [
     [[GO, (2.0, False, False), END], [GO] * 4],  # ends by its task in the middle of the second chunk
@@ -160,12 +160,12 @@ async def test_before_any_episode_has_ended_what_was_earned_so_far_is_compared()
 )
 def test_an_algorithm_that_cannot_be_had_says_why(name, changes, has_critic, group_size, said):
     with pytest.raises(ValueError, match=f"algorithm {name!r}.*{said}"):
-        check(spec.get(name, changes), has_critic=has_critic, group_size=group_size)
+        check(recipes.get(name, changes), has_critic=has_critic, group_size=group_size)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "gspo", "grpo_clip_higher", "cispo", "sapo"])
 def test_algorithms_for_actions_pass(name):
-    check(spec.get(name), has_critic=True, group_size=2)
+    check(recipes.get(name), has_critic=True, group_size=2)
 
 
 def test_without_episodes_there_is_nothing_to_sum_up():

@@ -2,8 +2,9 @@
 
 import torch
 
-from rlinf.algos import apply, spec
+from rlinf.algos import apply, recipes
 from rlinf.algos.chunk_advantages import Chunks, advantages_of_chunks, rows
+from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.models.policy.build import build_policy_model
 from tests.models.policy.cases import VLA
 
@@ -13,7 +14,7 @@ def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():
     optimizer = torch.optim.Adam(
         [{"params": policy.without_critic(), "lr": 3e-3}, {"params": policy.of_critic(), "lr": 1e-2}]
     )
-    algorithm, random, earned = spec.get("ppo"), torch.Generator().manual_seed(0), []
+    algorithm, random, earned = recipes.get("ppo"), torch.Generator().manual_seed(0), []
     for _ in range(31):
         bright = torch.randint(0, 256, (64,), generator=random)
         pictures = bright.to(torch.uint8).view(64, 1, 1, 1).expand(64, 16, 16, 3)
@@ -29,7 +30,7 @@ def test_a_vla_learns_by_ppo_to_say_how_bright_a_picture_is():
             now = policy.evaluate(act.stored)
             loss = apply.loss_of(
                 algorithm,
-                apply.MicroBatch(
+                MicroBatch(
                     logprobs=now.logprobs.flatten(1),
                     old_logprobs=old["logprobs"],
                     advantages=old["advantages"],

@@ -8,24 +8,29 @@ cut, or how many ranks share it. Ranks must call the same methods in the same or
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rlinf.algos import losses
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
 from rlinf.data.packing import Packed
-from rlinf.models.language.fsdp import local
+from rlinf.models.language.fsdp import Layout, local
 from rlinf.training.text.policy_loss import policy_loss
 from rlinf.training.text.requirements import PROXIMAL
 
 Schedule = Literal["constant", "linear", "cosine"]
 """What becomes of the learning rate after the warm-up."""
 _SCHEDULES = ("constant", "linear", "cosine")
+ALONE = Layout()
+_BUCKET_BYTES = 1 << 26
+"""Of gradients that are summed over ranks at once: enough for a network's full speed, little beside a model."""
 
 
 class Learner:
@@ -33,7 +38,7 @@ class Learner:
 
     Args:
         module: trained in place; its frozen parameters stay as they are.
-        mesh: the ranks that it is spread over; None if it is whole.
+        layout: how it lies on the ranks that train it.
         lr: learning rate after warm-up.
         warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
         schedule, total_steps, min_lr_ratio: of the learning rate afterwards, see `lr_factor`.
@@ -49,7 +54,7 @@ class Learner:
         self,
         module: nn.Module,
         *,
-        mesh: DeviceMesh | None = None,
+        layout: Layout = ALONE,
         lr: float,
         warmup_steps: int = 0,
         schedule: Schedule = "constant",
@@ -64,7 +69,7 @@ class Learner:
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
         self.module = module
-        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
+        self._layout = layout
         self._grad_clip = grad_clip
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
@@ -135,13 +140,19 @@ class Learner:
         """
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        layout = self._layout
+        if layout.copies is not None:
+            sum_over_copies(self._parameters, layout.copies)
         gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        gathered, square = over_ranks(self._sum, _square(gradients), self._mesh)
+        square = _square(gradients)  # equal in all copies: the first says it
+        gathered, square_of_all = over_ranks(
+            self._sum, square if layout.first_copy else torch.zeros_like(square), layout.ranks
+        )
         tokens = float(gathered.weight)
         if tokens == 0:
             self.begin()
             raise ValueError("there is not one token to learn from: every response was empty")
-        norm = math.sqrt(square) / tokens if square >= 0 else math.nan
+        norm = math.sqrt(square_of_all) / tokens if square_of_all >= 0 else math.nan
         loss = float(gathered.mean())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.begin()
@@ -180,18 +191,57 @@ def _square(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
-def over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
-    """The sums, and the squared norm, of all ranks together: two small collectives, in float64."""
-    if mesh is None:
+def sum_over_copies(parameters: Sequence[Tensor], copies: DeviceMesh) -> None:
+    """Replace gradients by their sums over the copies of a model: one collective per bucket of them.
+
+    Args:
+        parameters: in the same order in every copy. One that has a gradient in any copy has one in all afterwards.
+        copies: the ranks that hold the same part of the model.
+    """
+    for bucket in _buckets(parameters):
+        given = torch.tensor([float(parameter.grad is not None) for parameter in bucket], device=bucket[0].device)
+        for parameter in bucket:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [local(parameter.grad) for parameter in bucket if parameter.grad is not None]
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), given.to(gradients[0].dtype)])
+        dist.all_reduce(flat, group=copies.get_group())
+        *sums, counts = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        for parameter, gradient, total, count in zip(bucket, gradients, sums, counts.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+            elif isinstance(parameter.grad, DTensor):
+                gradient.copy_(total.view_as(gradient))
+            else:
+                parameter.grad = total.view_as(gradient)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, of at most `_BUCKET_BYTES` together unless one is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        mine = local(parameter).nbytes
+        if bucket and (size + mine > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += mine
+    if bucket:
+        yield bucket
+
+
+def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple[LossSum, float]:
+    """The sums, and the squared norm, of all ranks together: one small collective, in float64."""
+    if ranks is None or ranks.size() == 1:
         return mine, float(square)
     names = sorted(mine.metrics)
     tops = [metric.largest for name in names if isinstance(metric := mine.metrics[name], Max)]
     added = [part for name in names for part in _addends(mine.metrics[name])]
-    sums = torch.cat([part.double().reshape(-1) for part in (square, mine.total, mine.weight, *added)])
-    dist.all_reduce(sums, group=mesh.get_group())
-    largest = torch.stack([top.double() for top in tops]) if tops else sums.new_empty(0)
-    if tops:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    flat = torch.cat([part.double().reshape(-1) for part in (*tops, square, mine.total, mine.weight, *added)])
+    parts = [torch.empty_like(flat) for _ in range(ranks.size())]
+    dist.all_gather(parts, flat, group=ranks.get_group())  # not reduced: some are added up and some compared
+    table = torch.stack(parts)
+    largest, sums = table[:, : len(tops)].amax(0), table[:, len(tops) :].sum(0)
     pieces, highs = iter(sums[3:].split([part.numel() for part in added])), iter(largest)
     metrics: dict[str, Metric] = {}
     for name in names:

@@ -22,6 +22,7 @@ from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
 from rlinf.models.language.build import Build, place
+from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.value_building import build_values
 from rlinf.models.language.value_model import HEAD, ValueModel
@@ -59,9 +60,10 @@ class Critic(LearningActor):
         micro_batch_tokens: int = 2048,
         order: Literal["prompt", "arrival"] = "prompt",
         dtype: str = "float32",
+        sharding: Sharding = "shard",
         gradient_checkpointing: bool = False,
     ) -> None:
-        """Make the model, spread it over the ranks, and make its optimizer.
+        """Make the model on the ranks, and its optimizer.
 
         Args:
             model: a policy's Hugging Face directory, or the configuration of a new one: the critic has its layers, and
@@ -78,6 +80,7 @@ class Critic(LearningActor):
                 "arrival" as they come.
             dtype: to compute in, "float32" or "bfloat16"; weights, gradients' sums, the optimizer and the head are
                 float32.
+            sharding: how model and optimizer lie on the ranks, see `Trainer.setup`.
             gradient_checkpointing: keep only the input of each layer and compute the rest twice.
 
         Raises:
@@ -106,7 +109,7 @@ class Critic(LearningActor):
             "weight_decay": weight_decay,
             "grad_clip": grad_clip,
         }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=optimizer)
+        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=optimizer, sharding=sharding)
 
     # Predicting --------------------------------------------------------------------------------------------------
 

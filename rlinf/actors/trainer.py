@@ -21,6 +21,7 @@ from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
 from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
@@ -59,12 +60,13 @@ class Trainer(LearningActor):
         micro_batch_tokens: int = 2048,
         order: Literal["prompt", "arrival"] = "prompt",
         dtype: str = "float32",
+        sharding: Sharding = "shard",
         gradient_checkpointing: bool = False,
         lora: Mapping[str, Any] | None = None,
         logprob_chunk: int = 1024,
         rescue_dir: str | None = None,
     ) -> None:
-        """Make the model, spread it over the ranks, and make its optimizer.
+        """Make the model on the ranks, and its optimizer.
 
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
@@ -82,6 +84,8 @@ class Trainer(LearningActor):
             order: "prompt" computes on groups in the order of their prompts' ids, so that a run can be repeated bit for
                 bit; "arrival" as they come, which waits for nobody when one answer takes long.
             dtype: to compute in, "float32" or "bfloat16"; weights, gradients' sums and the optimizer are float32.
+            sharding: how model and optimizer lie on the ranks: "shard" spreads one copy over all of them, "replicate"
+                gives each rank a copy, "hybrid" each machine. What is learned does not depend on it.
             gradient_checkpointing: keep only the input of each layer and compute the rest twice.
             lora: `{"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}` trains adapters; None all weights.
             logprob_chunk: response tokens whose logits exist at a time.
@@ -116,7 +120,7 @@ class Trainer(LearningActor):
             "weight_decay": weight_decay,
             "grad_clip": grad_clip,
         }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=learner)
+        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=learner, sharding=sharding)
         self._spec, self._adapters_off, self._minibatches = spec, reference is not None, minibatches
         self._beside = asked_beside(spec, minibatches=minibatches, adapters_off=self._adapters_off)
         self._epochs, self._budget, self._seed = epochs, micro_batch_tokens, seed
@@ -191,7 +195,7 @@ class Trainer(LearningActor):
             ValueError: there was no batch, or one with nothing to learn.
             FloatingPointError: the loss or its gradient is not finite.
         """
-        learner = Learner(self.policy, mesh=self.mesh, lr=lr)
+        learner = Learner(self.policy, layout=self._layout, lr=lr)
         orders = answer_orders(batches, self.world_size, self._budget)
         steps = await self._work_together(orders, learner)
         if self.rank > 0:
@@ -238,7 +242,7 @@ class Trainer(LearningActor):
         where = "cpu" if self._cell.leased else None
 
         async def published(_: None) -> Weights | None:
-            return await publish(self, self.model, self.version, device=where)
+            return await publish(self, self.model, self.version, device=where, first_copy=self._layout.first_copy)
 
         return await self.jointly(published)
 

@@ -255,6 +255,11 @@ class TrainerConfig:
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
+    sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
+    """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them
+    (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each
+    machine a copy that is spread over its processes (HSDP). `auto` takes the first of replicate, hybrid and shard that
+    fits into the devices' memory, and says which."""
     gradient_checkpointing: bool = False
     """Compute activations again on the way back: less memory, about a third more time."""
     order: Literal["prompt", "arrival"] = "prompt"

@@ -10,19 +10,29 @@ norms and attention in other precisions, LoRA adapters themselves, and what an e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf.config.text import RunConfig
+from rlinf.models.language.fsdp import Sharding, copies_of
 from rlinf.models.policy.base import Policy
-from rlinf.placement.seats import TEXT, Placed, place
+from rlinf.placement.seats import TEXT, Placed, cluster_of, place
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 GB = 1e9
+_AUTO_FILLS = 0.7
+"""Share of a device's memory that a choice of `trainer.sharding: auto` may fill by `footprints`, a lower bound."""
+_COPIES = {
+    "replicate": "has a whole copy in each of {} processes",
+    "hybrid": "has a copy on each machine, in slices over {} processes in all",
+    "shard": "has one copy in slices over {} processes",
+}
 
 Seats = Mapping[str, Sequence[frozenset[int]]]
 """Per role the devices of each of its processes."""
@@ -116,7 +126,13 @@ class _Shape:
         return (self.parameters - self.outside) / self.layers
 
 
-def footprints(config: RunConfig, model_config: Any, seats: Seats, roles: Sequence[str] = ()) -> dict[str, Footprint]:
+def footprints(
+    config: RunConfig,
+    model_config: Any,
+    seats: Seats,
+    roles: Sequence[str] = (),
+    slices: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Footprint]:
     """What a process of each role takes on its device.
 
     Args:
@@ -125,17 +141,21 @@ def footprints(config: RunConfig, model_config: Any, seats: Seats, roles: Sequen
         seats: where the roles are; of a role whose processes share a model, how many share it.
         roles: that there are besides rollout, judge and trainer; each with a model of the policy's size. The judge
             takes nothing.
+        slices: by learning role, over how many processes a copy of its model is spread; over all unless it says so.
     """
     shape, trainer = _Shape.of(model_config), config.trainer
     checkpointed = trainer.gradient_checkpointing
     adapters = config.model.lora.r > 0
     found = {
-        "trainer": _learner(config, shape, shape.parameters, len(seats["trainer"]), adapters, checkpointed),
+        "trainer": _learner(
+            config, shape, shape.parameters, slices.get("trainer", len(seats["trainer"])), adapters, checkpointed
+        ),
         "rollout": _rollout(config, shape),
     }
     if "critic" in roles:  # it has a number where a policy has a vocabulary
         own = shape.parameters - (shape.outside - shape.vocabulary * shape.hidden)
-        found["critic"] = _learner(config, shape, own, len(seats["critic"]), False, checkpointed, head=False)
+        ranks = slices.get("critic", len(seats["critic"]))
+        found["critic"] = _learner(config, shape, own, ranks, False, checkpointed, head=False)
     for role, settings in (("reference", config.reference), ("teacher", config.teacher)):
         if role in roles:
             width = _BYTES[settings.dtype]
@@ -194,7 +214,13 @@ def _rollout(config: RunConfig, shape: _Shape) -> Footprint:
 # What does not fit ---------------------------------------------------------------------------------------------------
 
 
-def complaints(config: RunConfig, model_config: Any, hosts: int | Placed, roles: Sequence[str] = ()) -> Iterator[str]:
+def complaints(
+    config: RunConfig,
+    model_config: Any,
+    hosts: int | Placed,
+    roles: Sequence[str] = (),
+    slices: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[str]:
     """What does not fit into the devices' memory, and what would help; nothing where that is not known.
 
     Roles that take turns on a device need not fit side by side: the largest must, beside the others parked. (Processes
@@ -204,23 +230,16 @@ def complaints(config: RunConfig, model_config: Any, hosts: int | Placed, roles:
         config: of the run.
         model_config: see `footprints`.
         hosts: where roles are; or the number of processes, to be placed as `config.placement` says.
-        roles: see `footprints`.
+        roles, slices: see `footprints`.
     """
     kinds = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer", *roles)]
     placed = place(config.placement, kinds, hosts) if isinstance(hosts, int) else hosts
     if placed.memory is None:
         return
-    seats = {role: seat.devices for role, seat in placed.seats.items()}
-    found = footprints(config, model_config, seats, roles)
     said: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for device in sorted({device for own in seats.values() for devices in own for device in devices}):
-        there = {role: sum(device in devices for devices in seats[role]) for role in found}
-        active = {role: count * found[role].active_bytes for role, count in there.items() if count}
-        parked = {role: there[role] * found[role].parked_bytes for role in active}
-        together = [{**parked, role: bytes_} for role, bytes_ in active.items()] if placed.turns else [active]
-        for need in together:
-            if sum(need.values()) > placed.memory:
-                said.setdefault(tuple((role, taken) for role, taken in need.items() if taken), []).append(device)
+    for device, need in _needs(config, model_config, placed, roles, slices):
+        if sum(need.values()) > placed.memory:
+            said.setdefault(tuple(need.items()), []).append(device)
     for needed, devices in said.items():
         parts = " and ".join(f"{taken / GB:.3g} GB for the {role}" for role, taken in needed)
         hosts_need = f"host {devices[0]} needs" if len(devices) == 1 else f"hosts {', '.join(map(str, devices))} need"
@@ -230,8 +249,24 @@ def complaints(config: RunConfig, model_config: Any, hosts: int | Placed, roles:
         )
 
 
+def _needs(
+    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], slices: Mapping[str, int]
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """Devices, with the bytes of the roles that are on one of them at the same time; as often as roles take turns."""
+    seats = {role: seat.devices for role, seat in placed.seats.items()}
+    found = footprints(config, model_config, seats, roles, slices)
+    for device in sorted({device for own in seats.values() for devices in own for device in devices}):
+        there = {role: sum(device in devices for devices in seats[role]) for role in found}
+        active = {role: count * found[role].active_bytes for role, count in there.items() if count}
+        parked = {role: there[role] * found[role].parked_bytes for role in active}
+        for need in [{**parked, role: taken} for role, taken in active.items()] if placed.turns else [active]:
+            yield device, {role: taken for role, taken in need.items() if taken}
+
+
 def _cures(config: RunConfig, roles: Sequence[str], turns: bool) -> Iterator[str]:
     if "trainer" in roles:
+        if config.trainer.sharding in ("replicate", "hybrid"):
+            yield "trainer.sharding=shard, which spreads its state over all its processes"
         yield "name more hosts in placement.trainer, which share its state"
         if config.model.lora.r == 0:
             yield "train adapters only (model.lora.r=16)"
@@ -251,6 +286,63 @@ def _cures(config: RunConfig, roles: Sequence[str], turns: bool) -> Iterator[str
         yield "rollout.dtype=bfloat16"
     if "rollout" in roles:
         yield "a smaller rollout." + ("max_rows" if config.rollout.max_tokens is None else "max_tokens")
+
+
+# How learning roles lie on their processes ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the models that learn lie on the processes of their roles."""
+
+    sharding: Sharding
+    """As it was configured, or chosen."""
+    slices: Mapping[str, int]
+    """By role, over how many processes a copy is spread."""
+    words: str | None
+    """The same for people; None where each role has one process."""
+
+
+def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> Spread:
+    """How trainer and critic lie on their processes.
+
+    As `trainer.sharding` says; "auto" takes the first of replicate, hybrid and shard that fits into `_AUTO_FILLS` of
+    the devices' memory: what `footprints` leaves out needs room too.
+
+    Args:
+        config: of the run.
+        model_config: see `footprints`.
+        placed: where the roles are.
+        roles: see `footprints`.
+
+    Raises:
+        ValueError: "hybrid" on machines that have unequal numbers of a role's processes.
+    """
+    nodes = cluster_of(config.placement, placed.devices).nodes
+    machine = {device.number: number for number, node in enumerate(nodes) for device in node.devices}
+    learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
+    machines = {role: [machine[host] for host in placed.seats[role].hosts] for role in learning}
+    room = math.inf if placed.memory is None else placed.memory * _AUTO_FILLS
+
+    def slices(sharding: Sharding) -> dict[str, int]:
+        return {role: len(copies_of(sharding, where)[0]) for role, where in machines.items()}
+
+    def fits(sharding: Sharding) -> bool:
+        try:
+            spread = slices(sharding)
+        except ValueError:
+            return False
+        needs = _needs(config, model_config, placed, roles, spread) if room < math.inf else ()
+        return all(sum(need.values()) <= room for _, need in needs if need.keys() & spread.keys())
+
+    wanted = config.trainer.sharding
+    order: tuple[Sharding, ...] = ("replicate", "hybrid")
+    chosen: Sharding = next((one for one in order if fits(one)), "shard") if wanted == "auto" else wanted
+    spread = slices(chosen)
+    words = [f"{role} {_COPIES[chosen].format(count)}" for role, where in machines.items() if (count := len(where)) > 1]
+    limit = "no limit of memory" if placed.memory is None else f"{placed.memory / GB:.3g} GB of memory"
+    why = f", which auto chose by {limit}" if wanted == "auto" else ""
+    return Spread(chosen, spread, f"sharding {chosen}{why}: {', '.join(words)}" if words else None)
 
 
 # Policies that act ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rlinf.config.text import MetricsConfig, RewardConfig, RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.job.algorithm import algorithm_of, flow_of, roles_of
-from rlinf.job.memory import complaints, footprints
+from rlinf.job.memory import Spread, complaints, footprints, spread_of
 from rlinf.metrics.machine import machine
 from rlinf.metrics.tracking import chosen, missing
 from rlinf.placement.auto.choose import Chosen, choose
@@ -59,6 +59,8 @@ class Prepared:
     """Where each role runs."""
     model: str
     """What a profile of this run is of: the model, and all else that changes what an item costs."""
+    model_config: Any
+    """Of the policy's model, from transformers."""
     chosen: Chosen | None
     """What the planner found, where there was a profile to plan from."""
     held: Mapping[str, tuple[int, int]]
@@ -98,10 +100,12 @@ def prepare(config: RunConfig, hosts: int = 1) -> Prepared:
     held: dict[str, tuple[int, int]] = {}
     if not problems:
         seats = {role: seat.devices for role, seat in placed.seats.items()}
-        found = footprints(config, model_config, seats, roles)
+        spread, problems = _spread(config, model_config, placed, roles)
+        slices = {} if spread is None else spread.slices
+        found = footprints(config, model_config, seats, roles, slices)
         held = {role: (each.active_bytes, each.parked_bytes) for role, each in found.items()}
-        problems += _memory_problems(config, model_config, placed, roles)
-    prepared = Prepared(flow, algorithm, roles, placed, model, chosen, held)
+        problems += _memory_problems(config, model_config, placed, roles, slices)
+    prepared = Prepared(flow, algorithm, roles, placed, model, model_config, chosen, held)
     problems = [
         *_flow_problems(path, prepared.flow, prepared.roles),
         *_algorithm_problems(config, algorithm),
@@ -268,8 +272,20 @@ def _model(config: RunConfig) -> tuple[Any, list[Problem]]:
         return None, [Problem("configuration", key, value, f"transformers cannot load it: {reason}")]
 
 
-def _memory_problems(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> Iterator[Problem]:
-    for complaint in complaints(config, model_config, placed, roles):
+def _spread(
+    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]
+) -> tuple[Spread | None, list[Problem]]:
+    """How the models that learn lie on their processes, or why they cannot."""
+    try:
+        return spread_of(config, model_config, placed, roles), []
+    except ValueError as error:
+        return None, [Problem("configuration", "trainer.sharding", config.trainer.sharding, str(error))]
+
+
+def _memory_problems(
+    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], slices: Mapping[str, int]
+) -> Iterator[Problem]:
+    for complaint in complaints(config, model_config, placed, roles, slices):
         limit = config.placement.device_memory_gb
         yield Problem("configuration", "placement.device_memory_gb", limit, complaint)
 

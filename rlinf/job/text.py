@@ -23,6 +23,7 @@ from rlinf.flows.evaluate import evaluate
 from rlinf.flows.sft import sft
 from rlinf.job.algorithm import flow_of
 from rlinf.job.checkpoints import Checkpoints
+from rlinf.job.memory import spread_of
 from rlinf.job.placement_manager import Settling
 from rlinf.job.prepare import Prepared, kinds_of
 from rlinf.job.text_data import answers_of, evaluation_of, evaluation_settings, load_problems
@@ -73,6 +74,7 @@ async def learn(
         watch=watch,
     )
     problems = load_problems(config)
+    spread = spread_of(config, prepared.model_config, prepared.placed, prepared.roles)
     roles = await spawn_roles(
         system,
         config,
@@ -82,8 +84,11 @@ async def learn(
         beside=prepared.roles,
         rescue=str(directory.path),
         held=prepared.held,
+        sharding=spread.sharding,
     )
     report.begins({role: group.hosts for role, group in roles.items()})
+    if spread.words is not None:
+        report.line(f"{config.name}: {spread.words}")
     tracking = tracking_of(config, directory, begun, report)
     settling = settling_of(config, prepared)
     async with report, Recorder(directory.path, watch, tracking, system.hosts, settling.ledger) as recorder:
@@ -220,9 +225,11 @@ class Run:
 
         async def spawn(placed: Placed, moving: Collection[str]) -> Roles:
             prepared = self.prepared
+            spread = spread_of(config, prepared.model_config, placed, prepared.roles)
             return await spawn_roles(
                 self.system, config, self.problems, placed,
-                algorithm=prepared.algorithm, beside=prepared.roles, rescue=str(run), held=prepared.held, only=moving,
+                algorithm=prepared.algorithm, beside=prepared.roles, rescue=str(run), held=prepared.held,
+                sharding=spread.sharding, only=moving,
             )  # fmt: skip
 
         async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:

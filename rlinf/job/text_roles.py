@@ -21,6 +21,7 @@ from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
+from rlinf.models.language.fsdp import Sharding
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import OFFERED, Reward
 from rlinf.runtime.actor.actor import Actor
@@ -43,6 +44,7 @@ async def spawn_roles(
     beside: Sequence[str] = (),
     rescue: str | None = None,
     held: Mapping[str, tuple[int, int]] | None = None,
+    sharding: Sharding = "shard",
     only: Collection[str] | None = None,
 ) -> Roles:
     """Start every role on its hosts, all at once.
@@ -56,6 +58,7 @@ async def spawn_roles(
         beside: which of `critic`, `reference` and `teacher` to start too.
         rescue: directory for a batch whose loss is no number.
         held: by role, bytes on each of its devices while it is loaded, and while it is parked.
+        sharding: how trainer and critic lie on their processes.
         only: the roles to start; None for all.
 
     Raises:
@@ -72,9 +75,12 @@ async def spawn_roles(
         "judge": (Judge, _judge(config, data)),
     }
     if algorithm is not None:
-        kinds["trainer"] = (Trainer, {**shared, **_trainer(config, algorithm), "rescue_dir": rescue})
+        kinds["trainer"] = (
+            Trainer,
+            {**shared, **_trainer(config, algorithm), "sharding": sharding, "rescue_dir": rescue},
+        )
         if "critic" in beside:
-            kinds["critic"] = (Critic, {**shared, **_critic(config, algorithm)})
+            kinds["critic"] = (Critic, {**shared, **_critic(config, algorithm), "sharding": sharding})
         for role in ("reference", "teacher"):
             if role in beside:
                 kinds[role] = (Reference, {**shared, **_onlooker(config, role)})

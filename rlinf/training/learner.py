@@ -12,19 +12,20 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos import losses
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed
-from rlinf.training.optimizer import forget_gradients, optimizer_step
+from rlinf.models.language.fsdp import Layout
+from rlinf.training.optimizer import forget_gradients, optimizer_step, sum_over_copies
 from rlinf.training.text.policy_loss import policy_loss
 from rlinf.training.text.requirements import PROXIMAL
 
 Schedule = Literal["constant", "linear", "cosine"]
 """What becomes of the learning rate after the warm-up."""
 _SCHEDULES = ("constant", "linear", "cosine")
+ALONE = Layout()
 
 
 class Learner:
@@ -32,7 +33,7 @@ class Learner:
 
     Args:
         module: trained in place; its frozen parameters stay as they are.
-        mesh: the ranks that it is spread over; None if it is whole.
+        layout: how it lies on the ranks that train it.
         lr: learning rate after warm-up.
         warmup_steps: optimizer steps over which the learning rate rises linearly; step i uses lr x i / warmup_steps.
         schedule, total_steps, min_lr_ratio: of the learning rate afterwards, see `lr_factor`.
@@ -48,7 +49,7 @@ class Learner:
         self,
         module: nn.Module,
         *,
-        mesh: DeviceMesh | None = None,
+        layout: Layout = ALONE,
         lr: float,
         warmup_steps: int = 0,
         schedule: Schedule = "constant",
@@ -63,7 +64,7 @@ class Learner:
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
         self.module = module
-        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
+        self._layout = layout
         self._grad_clip = grad_clip
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
@@ -134,9 +135,17 @@ class Learner:
         """
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
+        layout = self._layout
+        if layout.copies is not None:
+            sum_over_copies(self._parameters, layout.copies)
         try:
             gathered, norm = optimizer_step(
-                self._sum, self._parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip
+                self._sum,
+                self._parameters,
+                self.optimizer,
+                ranks=layout.ranks,
+                leads=layout.first_copy,
+                grad_clip=self._grad_clip,
             )
         finally:
             self.begin()

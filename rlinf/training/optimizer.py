@@ -8,7 +8,7 @@ code; every rank calls the same functions in the same order, since each is a col
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
+
+_BUCKET_BYTES = 1 << 26
+"""Of gradients that are summed over ranks at once: enough for a network's full speed, little beside a model."""
 
 
 def minimize(
@@ -35,7 +38,8 @@ def minimize(
         parameters: what is changed, in the same order on every rank; other parameters of the optimizer stay as they
             are, and gradients reach nothing else.
         optimizer: one that skips parameters without a gradient, as torch's do.
-        mesh, grad_clip: see `optimizer_step`.
+        mesh: ranks that each have a copy; None for one.
+        grad_clip: see `optimizer_step`.
 
     Returns:
         See `optimizer_step`. Without any weight on any rank nothing changes, and the norm is 0.
@@ -49,9 +53,12 @@ def minimize(
         torch.zeros_like(parameter) if gradient is None else gradient
         for parameter, gradient in zip(parameters, found, strict=True)
     ]
-    for parameter, gradient in zip(parameters, sum_over_ranks(gradients, mesh), strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    return optimizer_step(loss.detach(), parameters, optimizer, mesh=mesh, copies=True, grad_clip=grad_clip)
+    if mesh is not None and mesh.size() > 1:
+        sum_over_copies(parameters, mesh)
+    leads = mesh is None or mesh.get_local_rank() == 0
+    return optimizer_step(loss.detach(), parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
 
 
 def optimizer_step(
@@ -59,8 +66,8 @@ def optimizer_step(
     parameters: Sequence[Tensor],
     optimizer: Optimizer,
     *,
-    mesh: DeviceMesh | None = None,
-    copies: bool = False,
+    ranks: DeviceMesh | None = None,
+    leads: bool = True,
     grad_clip: float = math.inf,
 ) -> tuple[LossSum, float]:
     """Divide gradients by what was counted on all ranks, clip them, and take one optimizer step.
@@ -69,8 +76,8 @@ def optimizer_step(
         loss: this rank's sums, without graph.
         parameters: whose `grad` has the un-normalised gradient, summed over ranks; they may be sharded.
         optimizer: what takes the step.
-        mesh: the ranks; None for one.
-        copies: every rank has the whole gradient; else each has its shards of it.
+        ranks: all that share the batch, in one dimension; None for one.
+        leads: this rank's gradients count in the norm; of ranks with equal gradients, one leads.
         grad_clip: a gradient with a larger global norm is scaled down to it.
 
     Returns:
@@ -84,9 +91,7 @@ def optimizer_step(
     square = torch.zeros((), dtype=torch.float64)
     if gradients:
         square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    if copies and mesh is not None and mesh.get_local_rank():
-        square = torch.zeros_like(square)  # all ranks have the same: the first one's counts
-    gathered, total = over_ranks(loss, square, mesh)
+    gathered, total = over_ranks(loss, square if leads else torch.zeros_like(square), ranks)
     count = float(gathered.weight)
     if count == 0:
         return gathered, 0.0
@@ -108,28 +113,57 @@ def forget_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], mesh: DeviceMesh | None) -> Sequence[Tensor]:
-    """Tensors of one dtype summed over ranks, by one collective for all of them."""
-    if mesh is None or mesh.size() == 1:
-        return tensors
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=mesh.get_group())
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+def sum_over_copies(parameters: Sequence[Tensor], copies: DeviceMesh) -> None:
+    """Replace gradients by their sums over the copies of a model: one collective per bucket of them.
+
+    Args:
+        parameters: in the same order in every copy. One that has a gradient in any copy has one in all afterwards.
+        copies: the ranks that hold the same part of the model.
+    """
+    for bucket in _buckets(parameters):
+        given = torch.tensor([float(parameter.grad is not None) for parameter in bucket], device=bucket[0].device)
+        for parameter in bucket:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [_local(parameter.grad) for parameter in bucket if parameter.grad is not None]
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), given.to(gradients[0].dtype)])
+        dist.all_reduce(flat, group=copies.get_group())
+        *sums, counts = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        for parameter, gradient, total, count in zip(bucket, gradients, sums, counts.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+            elif isinstance(parameter.grad, DTensor):
+                gradient.copy_(total.view_as(gradient))
+            else:
+                parameter.grad = total.view_as(gradient)
 
 
-def over_ranks(mine: LossSum, square: Tensor, mesh: DeviceMesh | None) -> tuple[LossSum, float]:
-    """The sums of all ranks, and the squared norm of all their gradients: two small collectives, in float64."""
-    if mesh is None or mesh.size() == 1:
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, of at most `_BUCKET_BYTES` together unless one is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        mine = _local(parameter).nbytes
+        if bucket and (size + mine > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += mine
+    if bucket:
+        yield bucket
+
+
+def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple[LossSum, float]:
+    """The sums, and the squared norm, of all ranks together: one small collective, in float64."""
+    if ranks is None or ranks.size() == 1:
         return mine, float(square)
     names = sorted(mine.metrics)
     tops = [metric.largest for name in names if isinstance(metric := mine.metrics[name], Max)]
     added = [part for name in names for part in _addends(mine.metrics[name])]
-    sums = torch.cat([part.double().reshape(-1) for part in (square, mine.total, mine.weight, *added)])
-    dist.all_reduce(sums, group=mesh.get_group())
-    largest = torch.stack([top.double() for top in tops]) if tops else sums.new_empty(0)
-    if tops:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    flat = torch.cat([part.double().reshape(-1) for part in (*tops, square, mine.total, mine.weight, *added)])
+    parts = [torch.empty_like(flat) for _ in range(ranks.size())]
+    dist.all_gather(parts, flat, group=ranks.get_group())  # not reduced: some are added up and some compared
+    table = torch.stack(parts)
+    largest, sums = table[:, : len(tops)].amax(0), table[:, len(tops) :].sum(0)
     pieces, highs = iter(sums[3:].split([part.numel() for part in added])), iter(largest)
     metrics: dict[str, Metric] = {}
     for name in names:

@@ -28,6 +28,7 @@ async def publish(
     dtype: torch.dtype | None = None,
     device: str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    first_copy: bool = True,
 ) -> Weights | None:
     """The weights of `actor`'s model, as a copy that receivers may read while training goes on.
 
@@ -43,6 +44,8 @@ async def publish(
         device: "cpu" to collect the buckets in host memory, where a whole model may fit that the trainer's device
             cannot hold twice; None: on the model's device.
         bucket_bytes: bound on a bucket, and on the memory needed beside the buckets.
+        first_copy: this rank has a part of the copy of the model that is published, the only one or the first; the
+            ranks of others have nothing to do.
 
     Returns:
         On rank 0 the weights, on other ranks None.
@@ -50,6 +53,8 @@ async def publish(
     Raises:
         ArenaFull: the shared memory's limit is reached.
     """
+    if not first_copy:
+        return None
     empty = actor.empty_shared if _in_host_memory(model, device) else None
     return await actor.compute(
         pack_model, model, version, lead=actor.rank == 0, dtype=dtype, bucket_bytes=bucket_bytes, empty=empty

@@ -90,6 +90,7 @@ async def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    first_copy: bool = True,
 ) -> None:
     """Write `path`/state and `path`/hf; compute thread and devices are free again as soon as everything was copied.
 
@@ -106,6 +107,8 @@ async def save_checkpoint(
         extra: whatever else belongs to this moment; JSON values. Rank 0's counts.
         dtype: what `hf/` is written as, such as bfloat16 under float32 masters; None: as the model is.
         shard_bytes: bound on a weights file of `hf/`.
+        first_copy: this rank has a part of the copy of the model that is written, the only one or the first; the ranks
+            of others write the state of their random generators alone.
 
     Raises:
         OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
@@ -113,8 +116,17 @@ async def save_checkpoint(
 
     def copies() -> tuple[StateCopy, ModelCopy | None]:
         state = copy_state(
-            model, optimizer, schedule, version, rank=actor.rank, ranks=actor.world_size, extra=dict(extra or {})
+            model,
+            optimizer,
+            schedule,
+            version,
+            rank=actor.rank,
+            ranks=actor.world_size,
+            extra=dict(extra or {}),
+            first_copy=first_copy,
         )
+        if not first_copy:
+            return state, None
         lead = actor.rank == 0
         whole = copy_model(
             model, tokenizer, lead=lead, dtype=dtype, shard_bytes=shard_bytes, at_hand=state.copies if lead else None
@@ -176,18 +188,20 @@ def copy_state(
     rank: int,
     ranks: int,
     extra: Mapping[str, Any] | None = None,
+    first_copy: bool = True,
 ) -> StateCopy:
     """Copy what this rank holds to host memory. Blocking, for the compute thread, between two steps.
 
     Besides what is named, the state of torch's random generators is saved, of each rank its own.
 
     Args:
-        model: plain, or sharded by FSDP2 over all ranks.
+        model: plain, or sharded by FSDP2 over all ranks or some.
         optimizer: any of torch's, over parameters of the model; its state must be tensors.
         schedule: any of torch's whose `state_dict` is plain numbers and lists.
         version: of the weights.
         rank, ranks: which this is, of how many.
         extra: JSON values; rank 0's counts.
+        first_copy: see `save_checkpoint`.
 
     Raises:
         ValueError: the optimizer has parameters that the model has not, or there is something that is not JSON.
@@ -195,7 +209,7 @@ def copy_state(
     reshard(model)
     shards, offsets, copies = {}, {}, {}
     for key, tensor in {**model_tensors(model), **optimizer_tensors(model, optimizer)}.items():
-        mine = own_part(tensor, rank)
+        mine = own_part(tensor, rank) if first_copy else None
         if mine is not None:
             local, offsets[key] = mine
             shards[key] = copies[local.data_ptr()] = _host_copy(local)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from rlinf.cli.validate import load_config
 from rlinf.data.offload import bytes_of
 from rlinf.data.packing import Row, pack
-from rlinf.job.memory import complaints, control_footprints, footprints
+from rlinf.job.memory import complaints, control_footprints, footprints, spread_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.policy.build import build_policy_model
 from rlinf.placement.seats import TEXT, place
@@ -171,3 +171,35 @@ def test_a_policy_that_acts_is_counted_by_its_parameters():
         assert control_footprints(build_policy_model(MLP)) == found
     critics = bytes_of(policy.of_critic())
     assert control_footprints(policy, targets=True)["trainer"].active_bytes == weights + 3 * learned + critics
+
+
+def spread(*overrides, hosts=4, roles=()):
+    """What is chosen for a trainer on all hosts."""
+    ranks = f"0-{hosts - 1}" if hosts > 1 else "0"
+    config = configured(f"placement.trainer={ranks}", f"placement.rollout={ranks}", *overrides, hosts=hosts)
+    return spread_of(config, MODEL, placed(config, hosts, roles), roles)
+
+
+def test_auto_copies_the_model_where_it_fits_and_slices_it_where_it_does_not(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # four hosts on two machines
+    kept = footprints(configured(), MODEL, seats(4), (), {"trainer": 1})["trainer"].active_bytes
+    per_machine = footprints(configured(), MODEL, seats(4), (), {"trainer": 2})["trainer"].active_bytes
+    for memory, expected, slices in (
+        (None, "replicate", 1),
+        (kept / 0.7 * 1.01, "replicate", 1),
+        (kept / 0.7 * 0.99, "hybrid", 2),
+        (per_machine / 0.7 * 0.99, "shard", 4),
+    ):
+        limit = [] if memory is None else [f"placement.device_memory_gb={memory / 1e9:.9f}"]
+        found = spread(*limit)
+        assert (found.sharding, found.slices) == (expected, {"trainer": slices})
+        assert f"sharding {expected}, which auto chose" in found.words
+
+
+def test_a_sharding_that_is_asked_for_is_taken_or_refused(monkeypatch):
+    assert spread("trainer.sharding=shard").sharding == "shard"
+    assert spread(hosts=1).words is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"hybrid.*\[2, 1\]"):
+        spread("trainer.sharding=hybrid", hosts=3)
+    assert spread(hosts=3, roles=("critic",)).slices == {"trainer": 1, "critic": 1}

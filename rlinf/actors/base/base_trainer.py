@@ -43,7 +43,7 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.offload import Parking
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.models.language.fsdp import dtype_of
+from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
@@ -94,6 +94,7 @@ class LearningActor(JointActor):
         dtype: str,
         order: Literal["prompt", "arrival"],
         learner: Mapping[str, Any],
+        sharding: Sharding = "shard",
     ) -> None:
         """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
 
@@ -103,6 +104,7 @@ class LearningActor(JointActor):
             dtype: to compute in, "float32" or "bfloat16".
             order: "prompt" works on groups in the order of their prompts' ids, "arrival" as they come.
             learner: settings of `Learner`.
+            sharding: how the model lies on the ranks, see `Sharding`.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
@@ -111,15 +113,33 @@ class LearningActor(JointActor):
             raise ValueError(f"{self._role}: order={order!r} is neither 'prompt' nor 'arrival'")
         computes_in = dtype_of(dtype)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
-        await self._open_mesh(computes_in != torch.float32)
+        await self._open_mesh()
+        self._layout = await self._laid_out(sharding, computes_in != torch.float32)
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.module = await self.compute(build, Place(self.device, self.mesh, computes_in))
-        self._learner = self._at_work = Learner(self.module, mesh=self.mesh, **learner)
+        self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
+        self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
         self._coming_again: list[Learn] = []
         self._parking = Parking(self._held)
         self.version = 0
         self._in_order = InOrder() if order == "prompt" else None
+
+    async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
+        """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""
+        hosts, mine = self.group.hosts, self.rank
+        copies = copies_of(sharding, self._machines())
+        own = next(ranks for ranks in copies if mine in ranks)
+        alike = [ranks[own.index(mine)] for ranks in copies]
+        slices: DeviceMesh | None = None
+        if len(own) > 1 or mixed:
+            slices = self.mesh if len(own) == len(hosts) > 1 else await self._mesh_of(own, "slices")
+        across = self.mesh if len(alike) == len(hosts) else await self._mesh_of(alike, "copies")
+        return Layout(self.mesh, slices, across if len(alike) > 1 else None)
+
+    def _machines(self) -> list[str]:
+        """Of each rank, the machine that it is on."""
+        places = self._cell.host.places
+        return [places[host].machine for host in self.group.hosts]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -274,6 +294,7 @@ class LearningActor(JointActor):
             version=self.version,
             tokenizer=self._tokenizer,
             extra={} if self._in_order is None else {"prompts": self._in_order.state},
+            first_copy=self._layout.first_copy,
         )
         return str(path)
 

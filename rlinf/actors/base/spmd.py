@@ -77,11 +77,8 @@ class JointActor(Actor):
         """Name of the group, such as "trainer"."""
         return self.group.names[0].partition("[")[0]
 
-    async def _open_mesh(self, always: bool = False) -> None:
+    async def _open_mesh(self) -> None:
         """Make the device mesh of all ranks; part of `setup`.
-
-        Args:
-            always: for a single rank too, as mixed precision needs it.
 
         Raises:
             ValueError: two ranks are on one host.
@@ -92,10 +89,16 @@ class JointActor(Actor):
                 f"{self._role}: two ranks on one host, {hosts}: each needs a process of its own, so name every host "
                 "once"
             )
-        if self.world_size > 1 or always:
-            name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self.mesh = await self.system.collectives.mesh(name, hosts, kind)
+        if self.world_size > 1:
+            self.mesh = await self._mesh_of(range(self.world_size), "all")
+
+    async def _mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
+        """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has."""
+        name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
+        name = f"{name}.{purpose}.{ranks[0]}"
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh: DeviceMesh = await self.system.collectives.mesh(name, [self.group.hosts[rank] for rank in ranks], kind)
+        return mesh
 
     async def jointly(
         self, body: Body[R], given: Callable[[], Sequence[Any]] | None = None, stop: Callable[[], None] | None = None

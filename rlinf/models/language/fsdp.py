@@ -1,10 +1,15 @@
-"""A policy model spread over the ranks of a group by FSDP2: each rank owns a slice of every tensor.
+"""How a model lies on the ranks that train it: in slices (FSDP2), in whole copies, or in copies of several slices.
 
-In: a `PolicyModel`, a device mesh. Out: the same module, whose parameters are `DTensor`s; gradients of all ranks are
-*summed* into the slices, never averaged, since the optimizer step divides once by the tokens of all ranks together.
+In: a `PolicyModel`, a `Layout`. Out: the same module; where it lies in slices, its parameters are `DTensor`s.
+Gradients are *summed* over ranks, never averaged, since the optimizer step divides once by the tokens of all ranks
+together: those of a copy's slices by FSDP2 in every backward pass, those of the copies by the optimizer step, once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +21,56 @@ from rlinf.models.language.policy_model import PolicyModel, blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be computed in; its weights and its optimizer are float32 whatever this is."""
+
+Sharding = Literal["shard", "replicate", "hybrid"]
+"""One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel); one copy per machine, in
+slices over its ranks (HSDP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks that train one model, seen from one of them. Without any, one rank has the whole model alone."""
+
+    ranks: DeviceMesh | None = None
+    """All of them: they share the batch. None for one rank."""
+    slices: DeviceMesh | None = None
+    """Those whose slices make up this rank's copy; None where each tensor is whole. One rank alone has a mesh where it
+    computes in another dtype than its weights', which is FSDP2's work too."""
+    copies: DeviceMesh | None = None
+    """Those that hold the same slices as this rank, one per copy; None for a single copy."""
+
+    @property
+    def first_copy(self) -> bool:
+        """This rank's copy is the one that is saved and published."""
+        return self.copies is None or self.copies.get_local_rank() == 0
+
+
+def copies_of(sharding: Sharding, machines: Sequence[Hashable]) -> list[list[int]]:
+    """The ranks of each copy of the model.
+
+    Args:
+        sharding: how it lies.
+        machines: of each rank, where it is.
+
+    Raises:
+        ValueError: there is no such sharding, or "hybrid" on machines with unequal numbers of ranks.
+    """
+    if sharding not in get_args(Sharding):
+        raise ValueError(f"sharding={sharding!r} is none of {list(get_args(Sharding))}")
+    if sharding == "shard":
+        return [[*range(len(machines))]]
+    if sharding == "replicate":
+        return [[rank] for rank in range(len(machines))]
+    found: dict[Hashable, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        found.setdefault(machine, []).append(rank)
+    counts = [len(ranks) for ranks in found.values()]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"sharding='hybrid' needs as many ranks on every machine, and there are {counts}: place them so, or take "
+            "'shard' or 'replicate'"
+        )
+    return [*found.values()]
 
 
 def dtype_of(name: str) -> torch.dtype:

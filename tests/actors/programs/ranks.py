@@ -59,6 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model": toys.configuration("qwen2"),
         "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
     },
+    "copies": {"model": toys.configuration("qwen2"), "sharding": "replicate"},
+    "adapters in copies": {
+        "model": toys.configuration("qwen2"),
+        "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+        "sharding": "replicate",
+    },
+    "bfloat16 in copies": {"model": toys.configuration("qwen2"), "dtype": "bfloat16", "sharding": "replicate"},
     "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
     "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis"},
     "own reference": {
@@ -78,7 +85,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     for name in names:
         settings = {
             "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9, "epochs": 2, "micro_batch_tokens": 30,
-            "logprob_chunk": 5, "algorithm": toys.SPEC, "precise": name != "bfloat16", **cases[name],
+            "logprob_chunk": 5, "algorithm": toys.SPEC, "precise": "bfloat16" not in name, **cases[name],
         }  # fmt: skip
         trainer = await system.spawn(Apprentice, name=name, **settings)
         batch = toys.groups(7)
@@ -141,9 +148,10 @@ async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:
 
 
 async def resumed(system: rlinf.ActorSystem, checkpoint: Path, begun: str) -> dict[str, Any]:
-    """What a second batch makes of a trainer that goes on, and of one that resumes what another job has saved."""
+    """What a second batch makes of a trainer that goes on, and of one that resumes what another job has saved; models
+    lie in slices on 1 and 3 ranks, in whole copies on 2."""
     settings = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "micro_batch_tokens": 30}
-    settings["precise"] = True
+    settings |= {"precise": True, "sharding": "replicate" if system.hosts == 2 else "shard"}
     first, second = toys.groups(7), toys.groups(7, seed=1)
     trainer = await system.spawn(Apprentice, name="continued", **settings)
     await trainer.train(first)

@@ -10,6 +10,7 @@ from rlinf import ActorSystem
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import Build, build_policy
+from rlinf.models.language.fsdp import Layout
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.training.learner import Learner
 from tests.actors import toys
@@ -48,7 +49,7 @@ async def test_a_spread_model_learns_as_a_whole_one_does(mesh):
     found = []
     for where in (None, mesh):
         policy = build(toys.configuration(), where)
-        learner = Learner(policy, mesh=where, lr=0.01)
+        learner = Learner(policy, layout=Layout(slices=where), lr=0.01)
         for _ in range(2):
             learner.learn_policy(pack(ROWS), **toys.CLIP)
             numbers = learner.step()[1]

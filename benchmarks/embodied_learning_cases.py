@@ -28,7 +28,7 @@ class Expert(Actor):
 
     @endpoint
     async def act(self, key: tuple[int, int], seen: Seen, *, greedy: bool = False, keep: bool = True) -> Tensor:
-        """See `Decider.act`; actions [N, 1, A]."""
+        """See `PolicyActor.act`; actions [N, 1, A]."""
         point, target = seen.observation["state"].chunk(2, 1)
         return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]
 

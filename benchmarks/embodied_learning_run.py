@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ImitatingTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.flows.imitate import imitate
@@ -69,8 +69,8 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
     async with ActorSystem.local() as system:
         env, config = await _environments(system, case, seed)
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
-        policy = await system.spawn(Decider, name="policy", policy=config)
-        trainer = await system.spawn(ImitatingTrainer, name="trainer", policy=config, **learning)
+        policy = await system.spawn(PolicyActor, name="policy", policy=config)
+        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=config, **learning)
         expert = await system.spawn(Expert, name="expert")
         shown = await _simulation(system, case, "demonstrations", num_envs=8, auto_reset=False, seed=_SHOWN + seed)
         await record(shown, expert, directory, case.demonstrations)
@@ -104,7 +104,7 @@ async def _environments(system: ActorSystem, case: Case, seed: int) -> tuple[Act
 
 async def _simulation(system: ActorSystem, case: Case, name: str, **settings: Any) -> ActorGroup:
     about = {"simulator": case.simulator, "options": dict(case.options), "max_steps": case.max_steps, "workers": 0}
-    return await system.spawn(Simulation, name=name, **about, **settings)
+    return await system.spawn(EnvActor, name=name, **about, **settings)
 
 
 async def _steps(case: Case, env: ActorGroup, policy: ActorGroup, trainer: ActorGroup) -> tuple[Sequence[float], int]:

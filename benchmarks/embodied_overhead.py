@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.step import EmbodiedStep
 from rlinf.data.weights import Weights
 from rlinf.envs.base import ActionSpec, ArraySpec, Observation, Simulator, State, Transition
@@ -131,10 +131,10 @@ async def _measured(num_envs: int, slices: int, steps: int, workers: int, horizo
     async with ActorSystem.local() as system:
         roles: dict[str, Any] = {
             "env": await system.spawn(
-                Simulation, name="env", simulator="benchmarks.embodied_overhead.Still", num_envs=num_envs,
+                EnvActor, name="env", simulator="benchmarks.embodied_overhead.Still", num_envs=num_envs,
                 workers=workers, slices=slices,
             ),
-            "policy": await system.spawn(Decider, name="policy", policy=policy),
+            "policy": await system.spawn(PolicyActor, name="policy", policy=policy),
             "trainer": await system.spawn(Publishing, name="trainer", policy=policy),
         }  # fmt: skip
         wall, cpu = [], []

@@ -2,13 +2,12 @@
 
 Consumes judged groups, twice: `values` tells them what it expects, on micro-batches as groups come; `train`, once a
 batch has ended, learns from the returns of that batch. The ranks compute together and answer as one; how they do is
-`base_trainer.py`'s business. `train` takes its turn after it has read its batch, so a `values` that makes this batch,
+`text_trainer.py`'s business. `train` takes its turn after it has read its batch, so a `values` that makes this batch,
 and is on its way still, goes first whichever of the two calls arrives first.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Literal
@@ -16,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.algos.apply import value_loss_of
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
@@ -27,18 +26,18 @@ from rlinf.models.language.load import ModelSource
 from rlinf.models.language.value_building import build_values
 from rlinf.models.language.value_model import HEAD, ValueModel
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.calls import Call, current_call, lease_here
+from rlinf.runtime.base.calls import lease_here, start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.learner import Learner
 from rlinf.training.text.commands import Learn, Order, Score
 from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
 from rlinf.training.text.value_schedule import RETURNS, ValueOrders
-from rlinf.weights.publish import reshard
+from rlinf.weights.state_tensors import reshard
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 
 
-class Critic(LearningActor):
+class Critic(TextTrainer):
     """Owns a model of what answers will earn."""
 
     module: ValueModel
@@ -152,7 +151,7 @@ class Critic(LearningActor):
         """
         if (lease := lease_here()) is not None:
             lease.give()  # every rank does, and they take the devices together again when it is their turn
-        made = await asyncio.create_task(self._made(groups), name="batch") if self.rank == 0 else None
+        made = await start_apart(self._made(groups), "batch") if self.rank == 0 else None
         steps = await self._work_together(self._orders(made), self._learner, _of_critic)
         if made is None:
             return {}
@@ -165,10 +164,7 @@ class Critic(LearningActor):
         }
 
     async def _made(self, groups: Groups) -> ValueOrders:
-        """Read the batch, in a task of its own: it waits without a claim on the devices, which rank 0 alone could not
-        take again."""
-        if (call := current_call.get()) is not None:
-            current_call.set(Call(f"batch of {call.name}", call.caller, call.number, call.parent, None, call.since))
+        """Read the batch and compute its returns; on rank 0."""
         batch = [group async for group in each(groups)]
         return await self.compute(ValueOrders, batch, self._spec)
 
@@ -210,11 +206,8 @@ class Critic(LearningActor):
         """
         await self.compute(self._fits, weights)  # a rank that finds fault never takes its turn, so no other does
 
-        async def take(_: None) -> int:
-            await self.computed(self._take, weights)
-            return weights.version
-
-        return await self.jointly(take)
+        await self.computed_jointly(self._take, weights)
+        return weights.version
 
     def _fits(self, weights: Weights) -> None:
         weights.verify()

@@ -21,7 +21,7 @@ from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.training.embodied.trajectory import Seen
 
 
-class Simulation(Actor):
+class EnvActor(Actor):
     """Environments of one simulator on each rank."""
 
     async def setup(  # type: ignore[override]

@@ -7,7 +7,7 @@ weights arrive through `load`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
-from rlinf.data.offload import Parking
 from rlinf.data.weights import Weights, misfits
 from rlinf.envs.episodes import Chunk, Episode
 from rlinf.envs.observations import placed
@@ -42,7 +42,7 @@ class _Diary:
     """Values of the last observations of episodes that were cut, [N], elsewhere 0; None without a critic."""
 
 
-class Decider(Receiver):
+class PolicyActor(ModelActor, Receiver):
     """Acts with a whole policy on each rank."""
 
     async def setup(  # type: ignore[override]
@@ -58,10 +58,7 @@ class Decider(Receiver):
             ValueError: no such policy or key.
             FileNotFoundError: the directory holds no policy.
         """
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._policy: Policy = await self.compute(made, policy, path, self.device)
-        self._parking = Parking(lambda: held(self._policy))
         self._diaries: dict[Key, _Diary] = {}
         self._version = 0
 
@@ -78,7 +75,7 @@ class Decider(Receiver):
         Returns:
             Chunks of actions in [-1, 1], float32 [N, C, A].
         """
-        return await self.compute(self._parking.needed(self._act), key, seen, greedy, keep)
+        return await self.on_model(self._act, key, seen, greedy, keep)
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, seen: Seen) -> Trajectory:
@@ -91,7 +88,7 @@ class Decider(Receiver):
         Raises:
             ValueError: nothing was decided for it.
         """
-        return await self.compute(self._parking.needed(self._told), key, seen)
+        return await self.on_model(self._told, key, seen)
 
     @endpoint
     async def version(self) -> int:
@@ -104,21 +101,16 @@ class Decider(Receiver):
             raise ValueError(f"published weights are not those of this policy: {problems}")
 
     async def switch_weights(self, weights: Weights) -> None:
-        await self.compute(self._parking.needed(self._policy.load_state_dict), dict(weights.named()))
+        await self.on_model(self._policy.load_state_dict, dict(weights.named()))
         self._version = weights.version
 
-    async def offload(self) -> None:
-        """Keep the policy in host memory until `onload`, and what it did for good: trajectories are made there."""
-        await self.compute(self._park)
-
-    async def onload(self) -> None:
-        """Bring the policy back to the device."""
-        await self.compute(self._parking.unpark)
+    def _held(self) -> Iterable[Tensor]:
+        return held(self._policy)
 
     def _park(self) -> None:
-        for diary in self._diaries.values():
+        for diary in self._diaries.values():  # these stay in host memory: trajectories are put together there
             diary.acts = [_on_host(act) for act in diary.acts]
-        self._parking.park()
+        super()._park()
 
     @torch.no_grad()
     def _act(self, key: Key, seen: Seen, greedy: bool, keep: bool) -> Tensor:
@@ -230,7 +222,7 @@ def made(policy: Mapping[str, Any], path: str | None, device: torch.device) -> P
     return found.to(device)
 
 
-class OffPolicyDecider(Decider):
+class OffPolicyDecider(PolicyActor):
     """Acts, and tells what followed each chunk too."""
 
     @torch.no_grad()

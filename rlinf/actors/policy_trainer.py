@@ -7,17 +7,16 @@ them take the same optimizer steps (`policy_step.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from rlinf.actors.base.spmd import JointActor
+from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
 from rlinf.actors.policy import made
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import decisions, read_demonstrations
-from rlinf.data.offload import Parking
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
@@ -25,20 +24,16 @@ from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
-from rlinf.training.embodied.policy_step import ControlLearner, Lesson
+from rlinf.training.embodied.policy_step import Lesson, PolicyLearner
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import check, described, lesson
 from rlinf.training.text.requirements import Algorithm, algorithm_of
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, copy_state, load_state
-
-R = TypeVar("R")
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
 
 
-class ControlTrainer(JointActor):
+class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
 
     async def setup(  # type: ignore[override]
@@ -67,7 +62,7 @@ class ControlTrainer(JointActor):
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
                 critic, grpo and its like without.
             seed: of the order of decisions.
-            lr, critic_lr, betas, weight_decay, grad_clip, value_coef: see `ControlLearner`.
+            lr, critic_lr, betas, weight_decay, grad_clip, value_coef: see `PolicyLearner`.
             epochs: passes over each step's decisions.
             minibatch: decisions per optimizer step, over all ranks.
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
@@ -82,11 +77,9 @@ class ControlTrainer(JointActor):
             if count < 1:
                 raise ValueError(f"trainer: {name}={count} must be at least 1")
         await self._open_mesh()
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.policy: Policy = await self.compute(made, policy, path, self.device)
         check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
-        self._learner = ControlLearner(
+        self._learner = PolicyLearner(
             self.policy,
             mesh=self.mesh,
             lr=lr,
@@ -96,10 +89,9 @@ class ControlTrainer(JointActor):
             grad_clip=grad_clip,
             value_coef=value_coef,
         )
-        self._parking = Parking(lambda: held(self.policy, self._learner.optimizer))
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
         self._kl_stop, self._group_size = kl_stop, group_size
-        self.version = 0
+        self._own(self.policy, self._learner.optimizer)
 
     @endpoint(device=True, joint=True)
     async def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -117,11 +109,7 @@ class ControlTrainer(JointActor):
             ValueError: the trajectories do not fit together.
             FloatingPointError: a reward, the loss or its gradient is not finite; that step was not taken.
         """
-
-        async def learn(_: None) -> dict[str, float]:
-            return await self.computed(self._learn, list(trajectories))
-
-        return await self.jointly(learn)
+        return await self.computed_jointly(self._learn, list(trajectories))
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
@@ -174,91 +162,6 @@ class ControlTrainer(JointActor):
         return batch.sequences[chosen, 0] % self.world_size
 
     @endpoint(device=True, joint=True)
-    async def weights(self) -> Weights | None:
-        """The weights as they are between two batches, with running statistics; a copy. None but on rank 0."""
-
-        async def published(_: None) -> Weights | None:
-            if self.rank:
-                return None
-            named = self.policy.state_dict().items()
-            # a device that is shared has no room for copies beside whoever comes next
-            in_host = self.device.type == "cpu" or self._cell.leased
-            return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if in_host else None)
-
-        return await self.jointly(published)
-
-    @endpoint(device=True, joint=True)
-    async def save(self, path: str | Path) -> str:
-        """Write a checkpoint: `path`/state to go on from, `path`/policy for `models.policy.build.load_policy`.
-
-        Raises:
-            OSError: it cannot be written; the text says what is missing.
-        """
-
-        async def written(_: None) -> None:
-            await self.computed(self._write, Path(path))
-
-        await self.jointly(written)
-        return str(path)
-
-    def _write(self, path: Path) -> None:
-        state = copy_state(
-            self.policy, self._learner.optimizer, None, self.version, rank=self.rank, ranks=self.world_size
-        )
-        state.write(path / STATE)
-        if self.rank == 0:
-            save_policy(self.policy, path / POLICY)
-
-    @endpoint(device=True, joint=True)
-    async def restore(self, path: str | Path) -> int:
-        """Go on from a checkpoint; returns the weights' version.
-
-        Args:
-            path: as given to `save`, or its `state`.
-
-        Raises:
-            FileNotFoundError: there is no complete state.
-            ValueError: it does not fit this policy, or is damaged.
-        """
-        state = Path(path) if Path(path).name == STATE else Path(path) / STATE
-
-        async def read(_: None) -> int:
-            found = await self.computed(load_state, self.policy, self._learner.optimizer, None, state, rank=self.rank)
-            self.version = found.version
-            return found.version
-
-        return await self.jointly(read)
-
-    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """`compute` for work on weights, of all ranks together."""
-        return await super().computed(self._parking.needed(fn), *args, **kwargs)
-
-    async def offload(self) -> None:
-        """Keep the policy, gradients and what the optimizer remembers in host memory until `onload`."""
-        await self.compute(self._parking.park)
-
-    async def onload(self) -> None:
-        """Bring back what `offload` moved."""
-        await self.compute(self._parking.unpark)
-
-
-def _on(batch: Lesson, device: torch.device) -> Lesson:
-    if device.type == "cpu":
-        return batch
-
-    def of(tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else tensor.to(device)
-
-    return Lesson(
-        {name: rows.to(device) for name, rows in batch.stored.items()},
-        *(of(getattr(batch, name)) for name in Lesson.__slots__[1:]),
-    )
-
-
-class ImitatingTrainer(ControlTrainer):
-    """A trainer that can begin with demonstrations."""
-
-    @endpoint(device=True, joint=True)
     async def imitate(
         self,
         path: str | Path,
@@ -287,11 +190,7 @@ class ImitatingTrainer(ControlTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-
-        async def learned(_: None) -> dict[str, float]:
-            return await self.computed(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
-
-        return await self.jointly(learned)
+        return await self.computed_jointly(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
 
     def _imitate(self, path: Path, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
         shown = decisions(read_demonstrations(path.expanduser()), self.policy.config.chunk)
@@ -308,3 +207,30 @@ class ImitatingTrainer(ControlTrainer):
         )
         self.version += 1
         return found
+
+    async def _published(self) -> Weights | None:
+        """With running statistics."""
+        if self.rank:
+            return None
+        # a device that is shared has no room for copies beside whoever comes next
+        in_host = self.device.type == "cpu" or self._cell.leased
+        named = self.policy.state_dict().items()
+        return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if in_host else None)
+
+    def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
+        if self.rank == 0:  # small enough to be written at once
+            save_policy(self.policy, directory / POLICY)
+        return super()._copies(directory)
+
+
+def _on(batch: Lesson, device: torch.device) -> Lesson:
+    if device.type == "cpu":
+        return batch
+
+    def of(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device)
+
+    return Lesson(
+        {name: rows.to(device) for name, rows in batch.stored.items()},
+        *(of(getattr(batch, name)) for name in Lesson.__slots__[1:]),
+    )

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.data.offload import Parking
+from rlinf.actors.base.model_actor import ModelActor
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group
@@ -40,7 +40,7 @@ FILE = "reference.safetensors"
 """In the directory that `save` writes."""
 
 
-class Reference(Receiver):
+class Reference(ModelActor, Receiver):
     """Log-probs by a policy that does not learn."""
 
     async def setup(  # type: ignore[override]
@@ -84,7 +84,6 @@ class Reference(Receiver):
             raise ValueError(f"reference: order={order!r} is neither 'prompt' nor 'arrival'")
         computes_in = dtype_of(dtype)
         self._column, self._decay, self._budget, self._alone = column, decay, micro_batch_tokens, order == "prompt"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         read = await self.compute(load_tokenizer, tokenizer)
         self.policy = await self.compute(_policy, model, read, seed, computes_in, self.device, logprob_chunk)
         self._exact: nn.Module = self.policy.model
@@ -93,7 +92,6 @@ class Reference(Receiver):
             exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
-        self._parking = Parking(self._held)
         self._writer = InThreads()
 
     @endpoint(device=True)
@@ -113,7 +111,7 @@ class Reference(Receiver):
         arrivals = _Arrivals(groups, self._budget)
         try:
             while taken := await arrivals.take():
-                for group in await self.compute(self._parking.needed(self._told), taken):
+                for group in await self.on_model(self._told, taken):
                     yield group
         finally:
             await arrivals.close()
@@ -157,7 +155,7 @@ class Reference(Receiver):
         if isinstance(weights, _Towards):
             assert self._decay is not None
             share = 1.0 - self._decay
-        await self.compute(self._parking.needed(self._move_towards), dict(weights.named()), share)
+        await self.on_model(self._move_towards, dict(weights.named()), share)
         self.version = weights.version
 
     @endpoint(device=True, joint=True)
@@ -174,7 +172,7 @@ class Reference(Receiver):
             OSError: it cannot be written; the text says what is missing.
         """
         if self.rank == 0:  # the others have the same
-            version, weights = self.version, await self.compute(self._parking.needed(_copies), self._exact)
+            version, weights = self.version, await self.on_model(_copies, self._exact)
             if (lease := lease_here()) is not None:
                 lease.give()  # the writing needs no device
             await self._writer(_write, Path(path), weights, version)
@@ -191,7 +189,7 @@ class Reference(Receiver):
             FileNotFoundError: there are none.
             ValueError: they do not fit this model, or are damaged.
         """
-        self.version = await self.compute(self._parking.needed(self._read), Path(path) / FILE)
+        self.version = await self.on_model(self._read, Path(path) / FILE)
         return self.version
 
     def _read(self, file: Path) -> int:
@@ -225,16 +223,6 @@ class Reference(Receiver):
                 own.lerp_(others[name].to(own), share)
             if computing[name] is not own:
                 computing[name].copy_(own)
-
-    # Devices -----------------------------------------------------------------------------------------------------
-
-    async def offload(self) -> None:
-        """Keep the weights in host memory until `onload`."""
-        await self.compute(self._parking.park)
-
-    async def onload(self) -> None:
-        """Bring the weights back to the device."""
-        await self.compute(self._parking.unpark)
 
     def _held(self) -> Iterator[Tensor]:
         yield from held(self.policy)
@@ -299,9 +287,6 @@ class _Arrivals:
                     await self._room.wait()
         finally:
             self._come.set()
-
-
-_CPU = torch.device("cpu")
 
 
 def _policy(

@@ -13,29 +13,27 @@ from typing import Any
 
 import torch
 
+from rlinf.actors.base.base_trainer import HostCopy
 from rlinf.actors.policy import made
-from rlinf.actors.policy_trainer import POLICY, ImitatingTrainer
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import read_demonstrations
-from rlinf.data.offload import Parking
 from rlinf.data.rng import mix
-from rlinf.models.policy.build import save_policy
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import remembered
 from rlinf.training.embodied.replay_buffer import Replay, Rows
-from rlinf.training.embodied.sac_step import SoftLearner, SoftSettings
+from rlinf.training.embodied.sac_step import SacLearner, SacSettings
 from rlinf.training.embodied.trajectory import Trajectory
 from rlinf.training.embodied.trajectory_batch import summary
 from rlinf.training.embodied.transitions import transitions
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, copy_state, load_state
+from rlinf.weights.train_state import Restored
 
 REPLAY = "replay"
 """Directory of a checkpoint with what is remembered."""
 
 
-class OffPolicyTrainer(ImitatingTrainer):
+class SacTrainer(PolicyTrainer):
     """Owns the weights of a policy, its critics, and what was lived through."""
 
     async def setup(  # type: ignore[override]
@@ -66,13 +64,13 @@ class OffPolicyTrainer(ImitatingTrainer):
             actor_every: steps of the critics for each of the actor.
             demonstrations: directory of demonstrations that a part of each batch is drawn from (RLPD); None for none.
             demo_share: that part, 0 to 1.
-            settings: of `SoftSettings`.
+            settings: of `SacSettings`.
 
         Raises:
             ValueError: a policy or settings that cannot be had, or two ranks on a host.
             FileNotFoundError: the directory holds no demonstrations.
         """
-        known = {field.name for field in fields(SoftSettings)}
+        known = {field.name for field in fields(SacSettings)}
         if unknown := sorted({*settings} - known):
             raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
         for name, count in (("batch", batch), ("actor_every", actor_every)):
@@ -83,19 +81,17 @@ class OffPolicyTrainer(ImitatingTrainer):
                 f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
             )
         await self._open_mesh()
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.policy = await self.compute(made, policy, path, self.device)
         if not isinstance(self.policy, SoftPolicy):
             raise ValueError(
                 f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="
                 "rlinf.models.policy.sac.SoftPolicy, or a class derived from it"
             )
-        self._soft = SoftLearner(self.policy, SoftSettings(**settings), self.mesh)
-        self._parking = Parking(lambda: held(self._soft.learned, self._soft.optimizer))  # the replay is in host memory
+        self._soft = SacLearner(self.policy, SacSettings(**settings), self.mesh)
+        self._own(self._soft.learned, self._soft.optimizer)
         self._replay = Replay(capacity)
         self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
-        self._actor_every, self._updates, self.version = actor_every, 0, 0
+        self._actor_every, self._updates = actor_every, 0
         self._demos: Replay | None = None
         self._from_demos = 0
         if demonstrations is not None:
@@ -115,11 +111,7 @@ class OffPolicyTrainer(ImitatingTrainer):
         Raises:
             ValueError: there is none, or it does not fit what was remembered before.
         """
-
-        async def taken(_: None) -> dict[str, float]:
-            return await self.computed(self._remember, list(trajectories))
-
-        return await self.jointly(taken)
+        return await self.computed_jointly(self._remember, list(trajectories))
 
     @endpoint(device=True, joint=True)
     async def learn(self) -> dict[str, float]:
@@ -131,11 +123,7 @@ class OffPolicyTrainer(ImitatingTrainer):
         Raises:
             FloatingPointError: a loss or its gradient is not finite; that step was not taken.
         """
-
-        async def learned(_: None) -> dict[str, float]:
-            return await self.computed(self._catch_up)
-
-        return await self.jointly(learned)
+        return await self.computed_jointly(self._catch_up)
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """What `train` does: both."""
@@ -180,41 +168,16 @@ class OffPolicyTrainer(ImitatingTrainer):
         demos.add(rows)
         return demos
 
-    def _write(self, path: Path) -> None:
-        state = copy_state(
-            self._soft.learned,
-            self._soft.optimizer,
-            None,
-            self.version,
-            rank=self.rank,
-            ranks=self.world_size,
-            extra={"updates": self._updates},
-        )
-        state.write(path / STATE)
-        if self.rank == 0:
-            save_policy(self.policy, path / POLICY)
-            self._replay.write(path / REPLAY)
+    def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
+        if self.rank == 0:  # at once: a copy could take as much memory as the buffer itself
+            self._replay.write(directory / REPLAY)
+        return super()._copies(directory)
 
-    @endpoint(device=True, joint=True)
-    async def restore(self, path: str | Path) -> int:
-        """Go on from a checkpoint, with all that was remembered; returns the weights' version.
+    def _extra(self) -> Mapping[str, Any]:
+        return {"updates": self._updates}
 
-        Args:
-            path: as given to `save`, or its `state`.
-
-        Raises:
-            FileNotFoundError: there is no complete state, or no replay buffer beside it.
-            ValueError: it does not fit this policy, or is damaged.
-        """
-        directory = Path(path).parent if Path(path).name == STATE else Path(path)
-
-        async def read(_: None) -> int:
-            return await self.computed(self._read, directory)
-
-        return await self.jointly(read)
-
-    def _read(self, directory: Path) -> int:
-        found = load_state(self._soft.learned, self._soft.optimizer, None, directory / STATE, rank=self.rank)
+    def _read(self, directory: Path) -> Restored:
+        found = super()._read(directory)
         self._replay.read(directory / REPLAY)
-        self.version, self._updates = found.version, int(found.extra["updates"])
-        return found.version
+        self._updates = int(found.extra["updates"])
+        return found

@@ -2,7 +2,7 @@
 
 Consumes groups, or worked examples, as they come; computes on each micro-batch as soon as it is full, so training
 overlaps with the generation of the rest. Produces metrics, versioned weights, and checkpoints. The ranks answer as one:
-a flow calls the group and reads one answer; how they work together is `base_trainer.py`'s business.
+a flow calls the group and reads one answer; how they work together is `text_trainer.py`'s business.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
-from rlinf.data.weights import Weights
 from rlinf.models.language.build import Build, build_policy
 from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
@@ -30,13 +29,12 @@ from rlinf.training.text.batch_metrics import describe, rescue, show_samples
 from rlinf.training.text.commands import Learn, Score
 from rlinf.training.text.policy_schedule import PolicyOrders, answer_orders
 from rlinf.training.text.requirements import REFERENCE, Algorithm, algorithm_of, asked_beside
-from rlinf.weights.publish import publish
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
 
 
-class Trainer(LearningActor):
+class Trainer(TextTrainer):
     """Owns the weights that learn."""
 
     async def setup(  # type: ignore[override]
@@ -234,17 +232,6 @@ class Trainer(LearningActor):
         return FloatingPointError(f"{error}. The batch was kept in {path} and, with its texts, in the .json beside it")
 
     # What it gives -----------------------------------------------------------------------------------------------
-
-    @endpoint(device=True, joint=True)
-    async def weights(self) -> Weights | None:
-        """The weights as they are between two batches; a copy, so that training may go on. None but on rank 0."""
-        # a device that is shared has no room for the copy beside whoever comes next
-        where = "cpu" if self._cell.leased else None
-
-        async def published(_: None) -> Weights | None:
-            return await publish(self, self.model, self.version, device=where, first_copy=self._layout.first_copy)
-
-        return await self.jointly(published)
 
     @endpoint(joint=True)
     async def samples(self, count: int) -> list[dict[str, Any]]:

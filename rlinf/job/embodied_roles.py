@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider, OffPolicyDecider
-from rlinf.actors.policy_trainer import ImitatingTrainer
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import OffPolicyDecider, PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.algos.parts import GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import ROLES, SAC, EmbodiedConfig
@@ -140,11 +140,11 @@ async def spawn_roles(system: ActorSystem, config: EmbodiedConfig, code: Prepare
         own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
         own["chunks"] = config.policy.horizon if env.fresh else None
         spawning["env"] = system.spawn(
-            Simulation, name="env", seed=config.seed, **placed.spawning("env"), **shared, **own
+            EnvActor, name="env", seed=config.seed, **placed.spawning("env"), **shared, **own
         )
     if config.trials.episodes:
         spawning[TRIALS] = system.spawn(
-            Simulation, hosts=placed.seats["env"].hosts[:1], name=TRIALS, **{**shared, **_trials(config, videos)}
+            EnvActor, hosts=placed.seats["env"].hosts[:1], name=TRIALS, **{**shared, **_trials(config, videos)}
         )
     try:
         roles = await _together(spawning)
@@ -184,10 +184,10 @@ async def spawn_learners(
     }
     learning = {}
     if "policy" in only:
-        acting = OffPolicyDecider if off_policy and code is not None else Decider
+        acting = OffPolicyDecider if off_policy and code is not None else PolicyActor
         learning["policy"] = system.spawn(acting, name="policy", **where["policy"], **made)
     if "trainer" in only and code is not None:
-        training = OffPolicyTrainer if off_policy else ImitatingTrainer
+        training = SacTrainer if off_policy else PolicyTrainer
         settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)
         learning["trainer"] = system.spawn(
             training, name="trainer", seed=config.seed, **where["trainer"], **made, **settings

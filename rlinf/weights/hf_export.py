@@ -25,7 +25,11 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rlinf.data.safetensors_io import explained, make_room, sync_directory, write_tensors, write_text
 from rlinf.models.language.lora import merged_named_parameters, plain_name
-from rlinf.weights.publish import gathered, reshard
+from rlinf.weights.publish import gathered
+from rlinf.weights.state_tensors import reshard
+
+MODEL = "hf"
+"""Directory of a checkpoint with the model for everybody else."""
 
 SHARD_BYTES = 5_000_000_000
 """Default size of a weights file: what hubs and file systems take without trouble."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Weights
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.runtime.actor.actor import Actor
+from rlinf.weights.state_tensors import reshard
 
 
 async def publish(
@@ -83,13 +83,6 @@ def pack_model(
     finally:
         for _ in whole:  # the other ranks need this one for the rest, also after an error here
             pass
-
-
-def reshard(model: nn.Module) -> None:
-    """Have every parameter show its shard: after a forward without backward FSDP2 shows some of them whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

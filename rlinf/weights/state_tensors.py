@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
@@ -21,6 +22,13 @@ LOCAL_CHOICES = frozenset({"params", "param_names", "foreach", "fused", "captura
 
 OptimizerState = dict[nn.Parameter, tuple[str, dict[str, Tensor]]]
 """Per parameter its name and what the optimizer keeps for it."""
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter show its shard: after a forward without backward FSDP2 shows some of them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def held(module: nn.Module, *optimizers: Optimizer) -> Iterator[Tensor]:

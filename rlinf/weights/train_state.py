@@ -1,9 +1,9 @@
-"""Checkpoints of a trainer: the state from which training goes on bit for bit, and the model for everybody else.
+"""A trainer's state in files, from which training goes on bit for bit.
 
-Flows in: a model, its optimizer and schedule. Flows out: `state/` and `hf/` in a directory that the caller names (and
-renames). Saving has two halves: copies in host memory, made in the compute thread between two steps, and the writing,
-in a thread of its own while training goes on. Neither the writing nor the reading of `state/` communicates, so they
-cannot come between collectives of the training; only the gathering for `hf/` does, within the first half.
+Flows in: a model, its optimizer and schedule. Flows out: a directory `state/`, and the same model, optimizer and
+schedule on another day. Saving has two halves: copies in host memory, made in the compute thread between two steps, and
+the writing, in a thread of its own while training goes on. Neither the writing nor the reading communicates, so they
+cannot come between collectives of the training.
 
 `state/` is a sharded checkpoint in the safetensors layout of torch.distributed.checkpoint: each rank writes the shards
 it has, `HuggingFaceStorageReader` and DCP's planner read what the ranks of another run have, however many they are.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,12 +30,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageR
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
-from rlinf.runtime.base.calls import lease_here
-from rlinf.weights.hf_export import SHARD_BYTES, ModelCopy, copy_model
-from rlinf.weights.publish import reshard
+from rlinf.runtime.base.tasks import finish
 from rlinf.weights.state_tensors import (
     empty_state,
     generators,
@@ -43,29 +40,18 @@ from rlinf.weights.state_tensors import (
     optimizer_groups,
     optimizer_tensors,
     own_part,
+    reshard,
     set_generators,
     take_over,
 )
 
-R = TypeVar("R")
-
-STATE, MODEL = "state", "hf"
-"""Directories of a checkpoint."""
+STATE = "state"
+"""Directory of a checkpoint to go on from."""
 ABOUT = "state.json"
 FORMAT = 1
 """Of `state/`; a reader refuses what is newer."""
 OFFSETS = "DCP_SHARDING_INFO"
 """Key in a safetensors header under which DCP looks for where in the whole tensor a shard begins."""
-
-
-class Computes(Protocol):
-    """What saving needs of an actor: which rank it is, and its compute thread."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    async def compute(self, fn: Callable[[], R], /) -> R: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,74 +62,6 @@ class Restored:
     """Of the weights."""
     extra: dict[str, Any]
     """What the caller gave when it saved."""
-
-
-async def save_checkpoint(
-    actor: Computes,
-    path: str | Path,
-    *,
-    model: PreTrainedModel,
-    optimizer: Optimizer | None,
-    schedule: LRScheduler | None,
-    version: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    first_copy: bool = True,
-) -> None:
-    """Write `path`/state and `path`/hf; compute thread and devices are free again as soon as everything was copied.
-
-    Called on every rank of the actor's group, in the same order as all else that communicates over the model's mesh.
-    Cancelled, it stops writing and leaves what is there.
-
-    Args:
-        actor: the trainer.
-        path: directory of the checkpoint, the same for all ranks, on a disk that all see. Written in place: the caller
-            gives a name that nobody reads yet and renames it when every rank has returned.
-        model, optimizer, schedule: see `copy_state`.
-        version: of the weights.
-        tokenizer: written to `hf/`.
-        extra: whatever else belongs to this moment; JSON values. Rank 0's counts.
-        dtype: what `hf/` is written as, such as bfloat16 under float32 masters; None: as the model is.
-        shard_bytes: bound on a weights file of `hf/`.
-        first_copy: this rank has a part of the copy of the model that is written, the only one or the first; the ranks
-            of others write the state of their random generators alone.
-
-    Raises:
-        OSError: the disk is full, or cannot be written to; the text names the file and the bytes it needs.
-    """
-
-    def copies() -> tuple[StateCopy, ModelCopy | None]:
-        state = copy_state(
-            model,
-            optimizer,
-            schedule,
-            version,
-            rank=actor.rank,
-            ranks=actor.world_size,
-            extra=dict(extra or {}),
-            first_copy=first_copy,
-        )
-        if not first_copy:
-            return state, None
-        lead = actor.rank == 0
-        whole = copy_model(
-            model, tokenizer, lead=lead, dtype=dtype, shard_bytes=shard_bytes, at_hand=state.copies if lead else None
-        )
-        return state, whole
-
-    state, whole = await actor.compute(copies)
-    if (lease := lease_here()) is not None:
-        lease.give()  # nothing below uses the devices, and other roles may be waiting for them
-
-    def write(stop: threading.Event) -> None:
-        state.write(Path(path) / STATE, stop)
-        if whole is not None:
-            whole.write(Path(path) / MODEL, stop)
-            sync_directory(Path(path))
-
-    await _in_thread(write)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,7 +119,8 @@ def copy_state(
         version: of the weights.
         rank, ranks: which this is, of how many.
         extra: JSON values; rank 0's counts.
-        first_copy: see `save_checkpoint`.
+        first_copy: this rank has a part of the copy of the model that is written, the only one or the first; the
+            ranks of others write the state of their random generators alone.
 
     Raises:
         ValueError: the optimizer has parameters that the model has not, or there is something that is not JSON.
@@ -360,16 +279,19 @@ def _to_json(about: Mapping[str, Any]) -> str:
         ) from error
 
 
-async def _in_thread(write: Callable[[threading.Event], None]) -> None:
-    """Run `write` in a thread; cancelled, tell it to stop, and wait until it has, so that the files can be removed."""
+async def write_in_thread(write: Callable[[threading.Event], None]) -> None:
+    """Run `write` in a thread of its own. Cancelled, tell it to stop, and wait until it has: its files can be removed.
+
+    Args:
+        write: called with an event that is set when it is to stop.
+    """
     stop = threading.Event()
     job = asyncio.get_running_loop().run_in_executor(None, write, stop)
     try:
         await asyncio.shield(job)
     except asyncio.CancelledError:
         stop.set()
-        while not job.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([job])
+        with contextlib.suppress(asyncio.CancelledError):
+            await finish(job)
         job.exception()  # seen: that it was stopped
         raise

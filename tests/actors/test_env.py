@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.actors.env import Simulation
+from rlinf.actors.env import EnvActor
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import REACH
 
@@ -17,7 +17,7 @@ def actions(seen):
 
 async def episodes(system, name, steps=4, hosts=(0,), **settings):
     """Observations and seeds of all environments, one row per time; and what a policy must fit."""
-    env = await system.spawn(Simulation, hosts=list(hosts), name=name, **{**SETTINGS, **settings})
+    env = await system.spawn(EnvActor, hosts=list(hosts), name=name, **{**SETTINGS, **settings})
     found = []
     for rank in range(len(env)):
         slices = []
@@ -68,7 +68,7 @@ async def test_groups_begin_alike_and_draw_differently():
 
 async def test_to_observe_is_to_go_on_where_a_slice_stands():
     async with ActorSystem.local() as system:
-        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        env = (await system.spawn(EnvActor, name="env", slices=2, **SETTINGS))[0]
         first = await env.observe(1, 5)
         same = await env.reset(1, 5)
         assert torch.equal(first.observation["state"], same.observation["state"])  # it had none, so it began
@@ -82,11 +82,11 @@ async def test_to_observe_is_to_go_on_where_a_slice_stands():
 
 async def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
     async with ActorSystem.local() as system:
-        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        env = (await system.spawn(EnvActor, name="env", slices=2, **SETTINGS))[0]
         seen = await env.step(1, actions(await env.reset(1, 5)))
         torch.save(await env.state(), tmp_path / "state.pt")
         state = torch.load(tmp_path / "state.pt", weights_only=True)  # plain values, as a checkpoint must be
-        again = (await system.spawn(Simulation, name="again", slices=2, **SETTINGS))[0]
+        again = (await system.spawn(EnvActor, name="again", slices=2, **SETTINGS))[0]
         await again.restore(state)
         for _ in range(5):
             mine, theirs = await again.step(1, actions(seen)), await env.step(1, actions(seen))
@@ -100,12 +100,12 @@ async def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
 
 async def test_a_state_of_other_slices_is_refused():
     async with ActorSystem.local() as system:
-        env = (await system.spawn(Simulation, name="env", slices=2, **SETTINGS))[0]
+        env = (await system.spawn(EnvActor, name="env", slices=2, **SETTINGS))[0]
         with pytest.raises(ValueError, match="1 slices of environments were saved, and there are 2"):
             await env.restore([{}])
 
 
 async def test_it_says_what_a_policy_must_fit():
     async with ActorSystem.local() as system:
-        env = (await system.spawn(Simulation, name="env", **{**SETTINGS, "options": {"dims": 2, "pixels": 8}}))[0]
+        env = (await system.spawn(EnvActor, name="env", **{**SETTINGS, "options": {"dims": 2, "pixels": 8}}))[0]
         assert await env.shapes() == {"shapes": {"state": (4,), "rgb": (8, 8, 3)}, "action_size": 2, "max_steps": 3}

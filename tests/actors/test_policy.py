@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.data.weights import Weights
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
@@ -16,8 +16,8 @@ GO, END = (1.0, False, False), (4.0, True, True)
 
 async def roles(system, policy=MLP, name="", **env):
     settings = {"simulator": REACH, "workers": 0, "num_envs": 4, "max_steps": 3, **env}
-    simulation = await system.spawn(Simulation, name=f"env{name}", **settings)
-    return simulation[0], (await system.spawn(Decider, name=f"policy{name}", policy=policy))[0]
+    simulation = await system.spawn(EnvActor, name=f"env{name}", **settings)
+    return simulation[0], (await system.spawn(PolicyActor, name=f"policy{name}", policy=policy))[0]
 
 
 async def acted(simulation, decider, seen, count, **how):
@@ -105,7 +105,7 @@ async def test_greedy_actions_do_not_depend_on_seeds_and_need_not_be_kept():
 async def test_weights_that_do_not_fit_are_refused_and_those_in_use_stay():
     async with ActorSystem.local() as system:
         simulation, _ = await roles(system)
-        group = await system.spawn(Decider, name="receiver", policy=MLP)
+        group = await system.spawn(PolicyActor, name="receiver", policy=MLP)
         seen = await simulation.reset(0, 0)
         before = await group[0].act((0, 0), seen, greedy=True, keep=False)
         wider = build_policy_model({**MLP, "hidden": [9]}).state_dict()
@@ -124,7 +124,7 @@ async def test_a_saved_policy_is_taken_instead_of_a_new_one(tmp_path):
     save_policy(other, tmp_path)
     async with ActorSystem.local() as system:
         simulation, _ = await roles(system)
-        decider = (await system.spawn(Decider, name="saved", policy=MLP, path=str(tmp_path)))[0]
+        decider = (await system.spawn(PolicyActor, name="saved", policy=MLP, path=str(tmp_path)))[0]
         seen = await simulation.reset(0, 0)
         found = await decider.act((0, 0), seen, greedy=True, keep=False)
     assert torch.equal(found, other.act(seen.observation, greedy=True).actions)

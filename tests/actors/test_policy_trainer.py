@@ -1,11 +1,13 @@
 """The trainer of policies that act, on one rank: when it stops, what it refuses, what it keeps."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.models.policy.build import load_policy
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, collected
@@ -14,7 +16,7 @@ LEARNING = {"lr": 0.03, "epochs": 4, "minibatch": 8, "seed": 4}
 
 
 async def trainer_of(system, name="trainer", **settings):
-    return await system.spawn(ControlTrainer, name=name, **{"policy": MLP, **LEARNING, **settings})
+    return await system.spawn(PolicyTrainer, name=name, **{"policy": MLP, **LEARNING, **settings})
 
 
 async def weights_of(trainer):
@@ -133,3 +135,13 @@ async def test_a_bad_setting_is_named(settings, said):
     async with ActorSystem.local() as system:
         with pytest.raises(ValueError, match=said):
             await trainer_of(system, **settings)
+
+
+def test_policies_are_trained_without_importing_language_models():
+    """They take seconds to import, in every process of a run."""
+    program = (
+        "import sys, rlinf.actors.policy_trainer, rlinf.actors.sac_trainer, rlinf.actors.policy; print(*sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "rlinf.training.optimizer" in found
+    assert [name for name in found if name.startswith(("transformers", "rlinf.models.language"))] == []

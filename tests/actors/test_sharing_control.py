@@ -1,13 +1,13 @@
-"""Simulation, policy and trainer in turns on a device that has room for one of them: what is learned is the same."""
+"""Environments, policy and trainer in turns on a device that has room for one of them: what is learned is the same."""
 
 import pytest
 import torch
 
 from rlinf import ActorSystem
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider, OffPolicyDecider
-from rlinf.actors.policy_trainer import ImitatingTrainer
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import OffPolicyDecider, PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.offload import Parking, bytes_of
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
@@ -36,7 +36,7 @@ class Parks:
         MOVES.append(f"+{self._cell.name}")
 
 
-class Actress(Parks, Decider):
+class Actress(Parks, PolicyActor):
     def there(self):
         return of_module(self._policy)
 
@@ -46,12 +46,12 @@ class OffPolicyActress(Parks, OffPolicyDecider):
         return of_module(self._policy)
 
 
-class Coach(Parks, ImitatingTrainer):
+class Coach(Parks, PolicyTrainer):
     def there(self):
         return of_module(self.policy, self._learner.optimizer)
 
 
-class OffPolicyCoach(Parks, OffPolicyTrainer):
+class OffPolicyCoach(Parks, SacTrainer):
     def there(self):
         return of_module(self._soft.learned, self._soft.optimizer)
 
@@ -84,7 +84,7 @@ async def learned(flow, policy, kinds, settings, shared):
     env = {"simulator": OnDevice, "workers": 0, "num_envs": 4, "max_steps": 5, "slices": 2}
     async with ActorSystem.local(1, device_memory={0: memory} if shared else None) as system:
         roles = {
-            "env": await system.spawn(Simulation, name="env", **on("env"), **env),
+            "env": await system.spawn(EnvActor, name="env", **on("env"), **env),
             "policy": await system.spawn(kinds[0], name="policy", **on("policy"), policy=policy),
             "trainer": await system.spawn(kinds[1], name="trainer", **on("trainer"), policy=policy, **settings),
         }

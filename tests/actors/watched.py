@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rlinf import endpoint
-from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.models.language.fsdp import local
 from rlinf.models.language.load import ONE_AT_A_TIME
 from rlinf.models.language.lora import merged_named_parameters
@@ -32,7 +32,7 @@ def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-class Watched(LearningActor):
+class Watched(TextTrainer):
     """Keeps the gradients of every optimizer step, as the optimizer saw them.
 
     Args:

@@ -13,9 +13,9 @@ from benchmarks.embodied_modelled import Case
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
 from benchmarks.peers.grpo_job import Result
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.cli.validate import load_embodied
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.toy import Reach
@@ -51,12 +51,12 @@ async def our_run():
     async with ActorSystem.local() as system:
         roles = {
             "env": await system.spawn(
-                Simulation, name="env", simulator="rlinf.envs.toy.Reach", num_envs=8, workers=0, slices=2, seed=3,
+                EnvActor, name="env", simulator="rlinf.envs.toy.Reach", num_envs=8, workers=0, slices=2, seed=3,
                 ignore_terminations=True, max_steps=10,
             ),
-            "policy": await system.spawn(Decider, name="policy", policy=JOB.policy),
+            "policy": await system.spawn(PolicyActor, name="policy", policy=JOB.policy),
             "trainer": await system.spawn(
-                ControlTrainer, name="trainer", policy=JOB.policy, algorithm={"name": "ppo", "overrides": PPO}, seed=3,
+                PolicyTrainer, name="trainer", policy=JOB.policy, algorithm={"name": "ppo", "overrides": PPO}, seed=3,
                 lr=JOB.lr, epochs=JOB.epochs, minibatch=JOB.minibatch, grad_clip=JOB.grad_clip,
             ),
         }  # fmt: skip

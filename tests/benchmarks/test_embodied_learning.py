@@ -10,7 +10,7 @@ import torch
 from benchmarks.embodied_learning import HEADINGS, improved, rows
 from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrunk
 from benchmarks.embodied_learning_run import Outcome, outcome
-from rlinf.actors.env import Simulation
+from rlinf.actors.env import EnvActor
 from rlinf.envs.toy import NEAR, Reach
 from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.system.system import ActorSystem
@@ -54,7 +54,7 @@ async def test_the_script_solves_every_episode_in_time() -> None:
     case = CASES["mlp-grpo"]
     async with ActorSystem.local() as system:
         env = await system.spawn(
-            Simulation, name="env", simulator=case.simulator, options=dict(case.options), num_envs=64, workers=0,
+            EnvActor, name="env", simulator=case.simulator, options=dict(case.options), num_envs=64, workers=0,
             max_steps=case.max_steps, auto_reset=False,
         )  # fmt: skip
         episodes = await trials(env, await system.spawn(Expert, name="expert"), 64)

@@ -2,9 +2,9 @@
 
 import torch
 
-from rlinf.actors.env import Simulation
+from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import OffPolicyDecider
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.sac import sac
 from rlinf.models.policy.build import fitted
@@ -22,7 +22,7 @@ def policy_for(config, dims=1):
 
 async def environments(system, name="env", **settings):
     """Environments of the toy, without workers."""
-    return await system.spawn(Simulation, name=name, **{**TOY, "num_envs": 8, **settings})
+    return await system.spawn(EnvActor, name=name, **{**TOY, "num_envs": 8, **settings})
 
 
 class Expert(Actor):
@@ -41,7 +41,7 @@ def equal(mine, theirs):
     return all(torch.equal(tensor, named[name]) for name, tensor in mine.named())
 
 
-async def roles(system, *, name="", slices=1, env=None, policy=None, kind=OffPolicyTrainer, **trainer):
+async def roles(system, *, name="", slices=1, env=None, policy=None, kind=SacTrainer, **trainer):
     """Roles of an off-policy run, with `trainer`'s settings changed."""
     config = policy_for({**SOFT, **(policy or {})})
     learning = {**LEARNING, **trainer}

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -19,12 +19,12 @@ LEARNING = {"lr": 0.03, "epochs": 2, "minibatch": 16, "seed": 4}
 CHUNKS = {**MLP, "chunk": 2}
 
 
-async def roles(system, *, name="", policy=CHUNKS, env=None, decider=Decider, **learning):
+async def roles(system, *, name="", policy=CHUNKS, env=None, decider=PolicyActor, **learning):
     settings = {"simulator": REACH, "workers": 0, "num_envs": 8, "max_steps": 7, **(env or {})}
     return {
-        "env": await system.spawn(Simulation, name=f"env{name}", **settings),
+        "env": await system.spawn(EnvActor, name=f"env{name}", **settings),
         "policy": await system.spawn(decider, name=f"policy{name}", policy=policy),
-        "trainer": await system.spawn(ControlTrainer, name=f"trainer{name}", policy=policy, **{**LEARNING, **learning}),
+        "trainer": await system.spawn(PolicyTrainer, name=f"trainer{name}", policy=policy, **{**LEARNING, **learning}),
     }
 
 
@@ -85,7 +85,7 @@ async def test_child_processes_do_what_a_thread_does():
 
 
 async def test_what_was_learned_arrives_at_the_policy_with_its_running_statistics():
-    class Open(Decider):
+    class Open(PolicyActor):
         @endpoint
         async def now(self):
             return {name: tensor.clone() for name, tensor in self._policy.state_dict().items()}
@@ -196,7 +196,7 @@ def test_every_slice_of_every_simulation_is_told_of():
 
 @pytest.mark.parametrize("acts", [1, 3, 6])
 async def test_a_step_that_was_given_up_leaves_nothing_behind(acts):
-    class Counting(Decider):
+    class Counting(PolicyActor):
         async def setup(self, **settings):
             await super().setup(**settings)
             self.acts, self.stop = 0, None
@@ -237,7 +237,7 @@ async def test_a_reward_that_is_no_number_changes_nothing_and_the_roles_go_on():
         with pytest.raises(FloatingPointError, match="reward"):
             await embodied(EmbodiedStep(0, 4), **group)
         equal(await weights_of(group), before)
-        group["env"] = await system.spawn(Simulation, name="sound", simulator=REACH, workers=0, num_envs=8, max_steps=7)
+        group["env"] = await system.spawn(EnvActor, name="sound", simulator=REACH, workers=0, num_envs=8, max_steps=7)
         await embodied(EmbodiedStep(0, 4), **group)
         _, expected = await steps(system, 1, name="sound ones")
         equal(await weights_of(group), expected)

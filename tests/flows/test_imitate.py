@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ImitatingTrainer
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.flows.imitate import imitate
 from rlinf.flows.policy_evaluation import trials
@@ -48,7 +48,7 @@ async def test_episodes_that_fail_are_not_recorded(tmp_path):
         played = await recorded(system, tmp_path, 8, max_steps=3)  # too short for targets that are far away
         assert played > 8
         env = await environments(system, "idle", auto_reset=False)
-        idle = await system.spawn(Decider, name="idle policy", policy=policy_for({"type": "mlp"}))
+        idle = await system.spawn(PolicyActor, name="idle policy", policy=policy_for({"type": "mlp"}))
         with pytest.raises(RuntimeError, match="not one of 8 episodes"):
             await record(env, idle, tmp_path, 1)
     assert all(shown.success and len(shown.actions) <= 3 for shown in read_demonstrations(tmp_path))
@@ -60,9 +60,9 @@ async def test_a_policy_that_imitates_an_expert_solves_its_task(tmp_path, config
     toy = {"options": {"dims": 2}}
     async with ActorSystem.local() as system:
         await recorded(system, tmp_path, 32, **toy)
-        policy = await system.spawn(Decider, name="policy", policy=config)
+        policy = await system.spawn(PolicyActor, name="policy", policy=config)
         if config["type"] == "mlp":
-            trainer = await system.spawn(ImitatingTrainer, name="trainer", policy=config)
+            trainer = await system.spawn(PolicyTrainer, name="trainer", policy=config)
         else:
             trainer = (await roles(system, name=" of soft", policy=config))["trainer"]
         before = await share_solved(system, policy, "before", **toy)
@@ -79,7 +79,7 @@ async def test_imitating_leaves_the_spread_that_exploration_needs(tmp_path):
     config = policy_for({"type": "mlp", "hidden": [8]})
     async with ActorSystem.local() as system:
         await recorded(system, tmp_path)
-        trainer = await system.spawn(ImitatingTrainer, name="trainer", policy=config)
+        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=config)
         before = dict((await trainer[0].weights()).named())
         await trainer.imitate(str(tmp_path), steps=3)
         kept = dict((await trainer[0].weights()).named())
@@ -91,7 +91,7 @@ async def test_imitating_leaves_the_spread_that_exploration_needs(tmp_path):
     assert all(torch.equal(before[name], free[name]) for name in before if name.startswith("critic."))
 
 
-class Showing(OffPolicyTrainer):
+class Showing(SacTrainer):
     """Shows a batch."""
 
     @endpoint
@@ -122,7 +122,7 @@ async def test_demonstrations_are_half_of_each_batch_and_learning_goes_on_with_t
 async def test_demonstrations_of_another_task_are_refused(tmp_path):
     async with ActorSystem.local() as system:
         await recorded(system, tmp_path, 8)
-        trainer = await system.spawn(ImitatingTrainer, name="trainer", policy=policy_for({"type": "mlp"}, dims=2))
+        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=policy_for({"type": "mlp"}, dims=2))
         before = await trainer[0].weights()
         with pytest.raises(ValueError, match="another environment"):
             await trainer.imitate(str(tmp_path), steps=1)

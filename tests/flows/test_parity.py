@@ -12,9 +12,9 @@ import math
 import pytest
 import torch
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, Transition
@@ -91,9 +91,9 @@ async def played(policy, shown=1, *, greedy=False):
     """Whether each environment's first episode of each step of training was solved; and each trial."""
     task = {"simulator": Sides, "workers": 0, "num_envs": ENVS}
     async with ActorSystem.local() as system:
-        env = await system.spawn(Simulation, name="env", slices=2, **task)
-        tested = await system.spawn(Simulation, name="t", seed=1, auto_reset=False, options={"shown": shown}, **task)
-        acting = await system.spawn(Decider, name="policy", policy=POLICY, path=policy)
+        env = await system.spawn(EnvActor, name="env", slices=2, **task)
+        tested = await system.spawn(EnvActor, name="t", seed=1, auto_reset=False, options={"shown": shown}, **task)
+        acting = await system.spawn(PolicyActor, name="policy", policy=POLICY, path=policy)
         training = []
         for index in range(EPOCHS):
             promised = await asyncio.gather(*interactions(EmbodiedStep(index, STEPS, 2), env, acting))
@@ -122,9 +122,9 @@ async def test_training_and_trials_with_drawn_actions_succeed_equally_often_and_
 async def test_the_success_that_training_tells_is_that_of_whole_episodes_though_short_ones_are_more(policy):
     """An early success leaves time for a second episode, which ends within the step only if it succeeds early too."""
     async with ActorSystem.local() as system:
-        env = await system.spawn(Simulation, name="env", slices=2, simulator=Sides, workers=0, num_envs=16 * ENVS)
-        acting = await system.spawn(Decider, name="policy", policy=POLICY, path=policy)
-        trainer = await system.spawn(ControlTrainer, name="trainer", policy=POLICY, path=policy, epochs=1)
+        env = await system.spawn(EnvActor, name="env", slices=2, simulator=Sides, workers=0, num_envs=16 * ENVS)
+        acting = await system.spawn(PolicyActor, name="policy", policy=POLICY, path=policy)
+        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=POLICY, path=policy, epochs=1)
         lived = await asyncio.gather(*await asyncio.gather(*interactions(EmbodiedStep(0, STEPS, 2), env, acting)))
         metrics = await trainer.train(lived)
     ended = [episode.success_once for part in lived for episode in part.episodes]

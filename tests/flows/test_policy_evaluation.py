@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.envs.episodes import Episode
 from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -14,8 +14,8 @@ STILL = {"simulator": REACH, "workers": 0, "num_envs": 4, "max_steps": 5, "auto_
 
 
 async def roles(system, name="", **settings):
-    env = await system.spawn(Simulation, name=f"env{name}", **{**STILL, **settings})
-    return env, await system.spawn(Decider, name=f"policy{name}", policy=MLP)
+    env = await system.spawn(EnvActor, name=f"env{name}", **{**STILL, **settings})
+    return env, await system.spawn(PolicyActor, name=f"policy{name}", policy=MLP)
 
 
 @pytest.mark.parametrize("count", [1, 4, 6])

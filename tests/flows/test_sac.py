@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.actors.policy import Decider, OffPolicyDecider
+from rlinf.actors.policy import OffPolicyDecider, PolicyActor
 from rlinf.flows.embodied import embodied
 from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.system.system import ActorSystem
@@ -119,7 +119,7 @@ async def test_a_chunk_that_is_cut_short_says_how_much_of_it_was_done():
 async def test_a_decider_that_does_not_say_what_followed_is_named():
     async with ActorSystem.local() as system:
         group = await roles(system)
-        group["policy"] = await system.spawn(Decider, name="plain", policy=policy_for(SOFT))
+        group["policy"] = await system.spawn(PolicyActor, name="plain", policy=policy_for(SOFT))
         with pytest.raises(ValueError, match="OffPolicyDecider"):
             await steps(group, 1)
 

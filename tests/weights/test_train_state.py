@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlinf.actors.base.base_trainer import BaseTrainer
 from rlinf.data import safetensors_io as tensor_files
 from rlinf.data.safetensors_io import DTYPES, WritingStopped, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
-from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights import train_state as snapshot
 from rlinf.weights.hf_export import copy_model
-from rlinf.weights.train_state import copy_state, load_state, save_checkpoint
+from rlinf.weights.train_state import copy_state, load_state
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -131,21 +132,21 @@ def test_saving_changes_nothing(tmp_path):
     assert torch.equal(torch.get_rng_state(), chance)
 
 
-class Trainer(Actor):
+class Trainer(BaseTrainer):
+    """Saves the model for everybody else, too."""
+
     async def setup(self) -> None:
-        self.learning = Learning(0)
+        self.learning = one = Learning(0)
+        self._own(one.model, one.optimizer, one.schedule)
+        self.version = 3
 
     @endpoint(device=True)
     async def learn(self, steps: int) -> dict[str, torch.Tensor]:
         await self.compute(self.learning.learn, steps)
         return self.learning.everything()
 
-    @endpoint(device=True, joint=True)
-    async def save(self, path: Path) -> None:
-        one = self.learning
-        await save_checkpoint(
-            self, path, model=one.model, optimizer=one.optimizer, schedule=one.schedule, version=3, tokenizer=TOKENIZER
-        )
+    def _copies(self, directory):
+        return {**super()._copies(directory), "hf": copy_model(self.learning.model, TOKENIZER, lead=True)}
 
 
 def held_writing(monkeypatch):

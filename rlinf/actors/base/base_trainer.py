@@ -1,280 +1,101 @@
-"""An actor with weights that learn, on one rank or on many: the trainer, and the critic.
+"""An actor whose weights learn, on one rank or on many: what trainers of language models and of policies share.
 
-In: orders that rank 0 makes from its input (`commands.py`), handed to every rank (`command_stream.py`). Out: optimizer
-steps, scores of tokens, weights' versions, checkpoints. The ranks carry orders out together and answer as one.
+In: calls on the whole group, which its ranks carry out together. Out: the weights and their version, checkpoints, and
+a device that is free between calls. Who wakes whom: see `spmd.py`.
 
-A subclass says what is learned:
-
-    class Critic(LearningActor):
-        async def setup(self, *, model, tokenizer, lr=1e-5, dtype="float32", ...):
-            def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
-            await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner={"lr": lr, ...})
-
-        def _learn(self, learner, order, *, again=False): ... # blocking: order.packed() -> learner.add(LossSum)
-        def _score(self, order): ...                          # blocking: order.packed() -> [columns, response tokens]
-
-        @endpoint(device=True, joint=True)
-        async def train(self, groups):
-            steps = await self._work_together(orders_of(groups), self._learner)
-
-        @endpoint(device=True, gang=True)
-        async def values(self, groups):
-            async for group in self._told(groups, ("values",), budget): yield group
-
-Everything that a rank computes in `_learn` and `_score` may be a collective, so each does so for every order, for an
-empty one too.
+A subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how its weights are published
+(`_published`), and adds to checkpoints what else it has (`_copies`, `_extra`, `_read`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from rlinf.actors.base.model_actor import ModelActor
 from rlinf.actors.base.spmd import JointActor
-from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.data.offload import Parking
-from rlinf.data.sample import Group
-from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
-from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.runtime.base.tasks import finish
-from rlinf.runtime.streams.stream import Stream
-from rlinf.training.learner import Learner
-from rlinf.training.text.command_stream import Feed
-from rlinf.training.text.commands import Again, Learn, Order, Score, Step
-from rlinf.training.text.logprob_pass import Groups, Scoring, gathered
-from rlinf.training.text.micro_batches import InOrder
-from rlinf.weights.publish import reshard
+from rlinf.data.safetensors_io import sync_directory
+from rlinf.data.weights import Weights
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import lease_here
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, load_state, save_checkpoint
+from rlinf.weights.train_state import STATE, Restored, copy_state, load_state, write_in_thread
 
 R = TypeVar("R")
-Taken = tuple[LossSum, dict[str, float]]
-"""An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
-Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
-"""Adds to an error what became of the batch, given the version of the weights that the batch met."""
-_END: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a model is to be made."""
+class HostCopy(Protocol):
+    """A part of a checkpoint, copied to host memory: it can be written while training goes on."""
 
-    device: torch.device
-    """Where it lives."""
-    mesh: DeviceMesh | None
-    """The ranks to spread it over; None leaves it whole."""
-    dtype: torch.dtype
-    """To compute in; weights are float32."""
+    def write(self, directory: Path, stop: threading.Event | None = None, /) -> None:
+        """Write it into a directory, which is made if need be, and wait until the disk has it."""
 
 
-class LearningActor(JointActor):
-    """Owns a model, its optimizer, and the version of its weights."""
+class BaseTrainer(ModelActor, JointActor):
+    """Owns a module, its optimizer, and the version of its weights."""
 
-    module: nn.Module
-    """What learns; spread over the ranks if there are several. Its Hugging Face model is `module.model`."""
+    trained: nn.Module
+    """What checkpoints hold, under its own names; spread over the ranks, or the same on each."""
+    optimizer: Optimizer
+    """Of its parameters, or of some of them."""
+    schedule: LRScheduler | None
+    """Of the optimizer's learning rate; None if that stays."""
     version: int
     """Of the weights: how often they were changed."""
-    device: torch.device
-    """Where the module is, unless it is parked."""
-
-    async def _make(
-        self,
-        build: Callable[[Place], nn.Module],
-        *,
-        tokenizer: TokenizerSource,
-        dtype: str,
-        order: Literal["prompt", "arrival"],
-        learner: Mapping[str, Any],
-        sharding: Sharding = "shard",
-    ) -> None:
-        """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
-
-        Args:
-            build: makes the module; blocking, and a collective where there is a mesh.
-            tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
-            dtype: to compute in, "float32" or "bfloat16".
-            order: "prompt" works on groups in the order of their prompts' ids, "arrival" as they come.
-            learner: settings of `Learner`.
-            sharding: how the model lies on the ranks, see `Sharding`.
-
-        Raises:
-            ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
-        """
-        if order not in ("prompt", "arrival"):
-            raise ValueError(f"{self._role}: order={order!r} is neither 'prompt' nor 'arrival'")
-        computes_in = dtype_of(dtype)
-        self._tokenizer = await self.compute(load_tokenizer, tokenizer)
-        await self._open_mesh()
-        self._layout = await self._laid_out(sharding, computes_in != torch.float32)
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
-        self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
-        self._coming_again: list[Learn] = []
-        self._parking = Parking(self._held)
-        self.version = 0
-        self._in_order = InOrder() if order == "prompt" else None
-
-    async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
-        """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""
-        hosts, mine = self.group.hosts, self.rank
-        copies = copies_of(sharding, self._machines())
-        own = next(ranks for ranks in copies if mine in ranks)
-        alike = [ranks[own.index(mine)] for ranks in copies]
-        slices: DeviceMesh | None = None
-        if len(own) > 1 or mixed:
-            slices = self.mesh if len(own) == len(hosts) > 1 else await self._mesh_of(own, "slices")
-        across = self.mesh if len(alike) == len(hosts) else await self._mesh_of(alike, "copies")
-        return Layout(self.mesh, slices, across if len(alike) > 1 else None)
-
-    def _machines(self) -> list[str]:
-        """Of each rank, the machine that it is on."""
-        places = self._cell.host.places
-        return [places[host].machine for host in self.group.hosts]
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The Hugging Face model; spread over the ranks if there are several."""
-        return cast(PreTrainedModel, self.module.model)
+    def first_copy(self) -> bool:
+        """This rank has a part of the copy of the model that is saved and published: the only one, or the first."""
+        return True
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of `train`."""
-        return self._learner.optimizer
+    def _own(self, trained: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
+        """Take over what was made; the end of `setup`."""
+        self.trained, self.optimizer, self.schedule, self.version = trained, optimizer, schedule, 0
 
-    @property
-    def schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """Of `optimizer`."""
-        return self._learner.schedule
+    def _held(self) -> Iterable[Tensor]:
+        return held(self.trained, self.optimizer)
 
-    # What a subclass says ----------------------------------------------------------------------------------------
+    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`compute` for work on weights, of all ranks together."""
+        return await super().computed(self._parking.needed(fn), *args, **kwargs)
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
-        """Add a micro-batch to the gradient; blocking, on all ranks together.
+    async def computed_jointly(self, fn: Callable[..., R], *args: Any) -> R:
+        """`computed`, when it is this call's turn on all ranks."""
 
-        Args:
-            learner: what to add it to.
-            order: the micro-batch; `order.kept` is for what later epochs need of this one.
-            again: it came before, in an earlier epoch.
-        """
-        raise NotImplementedError(f"{type(self).__name__} learns nothing: define _learn")
+        async def work(_: None) -> R:
+            return await self.computed(fn, *args)
 
-    def _score(self, order: Score) -> Tensor:
-        """What is to be said of each response token, float32 [columns, response tokens], without gradient; blocking, on
-        all ranks together."""
-        raise NotImplementedError(f"{type(self).__name__} scores nothing: define _score")
+        return await self.jointly(work)
 
-    # Working together --------------------------------------------------------------------------------------------
+    # Weights -----------------------------------------------------------------------------------------------------
 
-    async def _work_together(
-        self, orders: AsyncGenerator[tuple[Order, ...], None], learner: Learner, explain: Explain | None = None
-    ) -> list[Taken]:
-        """Have all ranks carry out orders; to be called in a joint device endpoint, on every rank.
+    @endpoint(device=True, joint=True)
+    async def weights(self) -> Weights | None:
+        """The weights as they are between two batches; a copy, so that training may go on. None but on rank 0."""
 
-        Args:
-            orders: for every round, what each rank shall do; read on rank 0 alone.
-            learner: whose steps are taken. With `self._learner` all steps of a call make one version, with another
-                each makes one.
-            explain: on rank 0, says more about a loss that is not finite.
+        async def published(_: None) -> Weights | None:
+            return await self._published()
 
-        Returns:
-            Every optimizer step.
+        return await self.jointly(published)
 
-        Raises:
-            FloatingPointError: the loss or its gradient is not finite; that step was not taken.
-        """
-        feed = Feed(orders, self.world_size)
-
-        async def carry_out(mine: Stream[Order]) -> list[Taken]:
-            return await self._carry_out(mine, learner, feed, explain)
-
-        return await self.jointly(carry_out, feed.streams, feed.stop)
-
-    async def _carry_out(
-        self, orders: Stream[Order], learner: Learner, feed: Feed, explain: Explain | None
-    ) -> list[Taken]:
-        """This rank's part. Ranks learn together that a step cannot be taken, and skip the orders that are out."""
-        steps: list[Taken] = []
-        failed: FloatingPointError | None = None
-        met = self.version
-        self._at_work, self._coming_again = learner, []
-        learner.begin()
-        async for order in orders:
-            try:
-                if failed is not None:
-                    pass
-                elif isinstance(order, Learn):
-                    await self.computed(self._learn, learner, order)
-                    self._coming_again += [order] if order.keep else []
-                elif isinstance(order, Again):
-                    await self.computed(self._learn, learner, self._coming_again[order.number], again=True)
-                elif isinstance(order, Score):
-                    order.tell(await self.computed(self._scored, order))
-                elif isinstance(order, Step):
-                    steps.append(await self.computed(learner.step))
-                    self.version += learner is not self._learner
-            except FloatingPointError as error:
-                failed = error
-                feed.stop()
-            feed.done()
-        self._at_work, self._coming_again = self._learner, []
-        self.version += learner is self._learner and bool(steps)
-        if self.rank == 0 and failed is not None:  # the others leave it to rank 0, which has the batch
-            raise failed if explain is None else await explain(failed, met)
-        if self.rank == 0 and feed.error is not None:
-            ended, feed.error = feed.error, None
-            raise ended
-        return steps
-
-    def _scored(self, order: Score) -> list[Any]:
-        with torch.no_grad():
-            mine = self._score(order)
-        reshard = getattr(self.module, "reshard", None)
-        if reshard is not None:
-            reshard()  # without a backward pass the whole weights would stay, and grow old
-        return gathered(mine, order.tokens, self.mesh)
-
-    async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
-        """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
-
-        Args:
-            groups: a list or a stream of them; read on rank 0 alone.
-            columns: names in `Sample.per_token`, for the rows of what `_score` returns.
-            budget: tokens (prompts included) that a rank computes at once.
-
-        Yields:
-            On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
-        """
-        scoring = Scoring(self.world_size, budget, columns)
-        orders = scoring.orders(groups, self._in_order)
-        work = asyncio.create_task(self._work_together(orders, self._learner), name="scoring")
-        work.add_done_callback(lambda _: scoring.finished.put_nowait(_END))
-        try:
-            while (group := await scoring.finished.get()) is not _END:
-                yield group
-            await work
-        finally:
-            work.cancel()
-            await finish(work)
-            if not work.cancelled():
-                work.exception()  # seen: raised above, unless nobody listens any more
+    async def _published(self) -> Weights | None:
+        """What `weights` returns; called on all ranks in turn."""
+        raise NotImplementedError(f"{type(self).__name__} publishes no weights: define _published")
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     @endpoint(device=True, joint=True)
     async def save(self, path: str | Path) -> str:
-        """Write a checkpoint: `path`/state to go on from, `path`/hf for `from_pretrained`.
+        """Write a checkpoint: `path`/state to go on from, and beside it the weights for everybody else.
 
-        Training can go on as soon as everything was copied, while the files are still being written.
+        Training can go on as soon as everything was copied, while the files are still being written. Cancelled, it
+        stops writing and leaves what is there.
 
         Args:
             path: a directory that nobody reads yet, on a disk that all ranks see; the caller renames it.
@@ -285,18 +106,41 @@ class LearningActor(JointActor):
         Raises:
             OSError: it cannot be written; the text says what is missing.
         """
-        await save_checkpoint(
-            cast(Actor, _Between(self)),
-            path,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            version=self.version,
-            tokenizer=self._tokenizer,
-            extra={} if self._in_order is None else {"prompts": self._in_order.state},
-            first_copy=self._layout.first_copy,
-        )
+        directory = Path(path)
+        copies = await self.computed_jointly(self._copies, directory)
+        if (lease := lease_here()) is not None:
+            lease.give()  # the writing needs no device, and other roles may be waiting for it
+
+        def write(stop: threading.Event) -> None:
+            for name, copy in copies.items():
+                copy.write(directory / name, stop)
+            if self.rank == 0:
+                sync_directory(directory)
+
+        await write_in_thread(write)
         return str(path)
+
+    def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
+        """Copies of all that this rank writes, by the directory in the checkpoint; blocking, on all ranks together.
+
+        Args:
+            directory: the checkpoint, for what can be written at once.
+        """
+        state = copy_state(
+            self.trained,
+            self.optimizer,
+            self.schedule,
+            self.version,
+            rank=self.rank,
+            ranks=self.world_size,
+            extra=self._extra(),
+            first_copy=self.first_copy,
+        )
+        return {STATE: state}
+
+    def _extra(self) -> Mapping[str, Any]:
+        """JSON values that belong to a checkpoint's state; `_read` finds them in `Restored.extra`."""
+        return {}
 
     @endpoint(device=True, joint=True)
     async def restore(self, path: str | Path) -> int:
@@ -307,55 +151,13 @@ class LearningActor(JointActor):
 
         Raises:
             FileNotFoundError: there is no complete state.
-            ValueError: it does not fit this model, or is damaged.
+            ValueError: it does not fit what learns here, or is damaged.
         """
-        state = Path(path) if Path(path).name == STATE else Path(path) / STATE
+        directory = Path(path).parent if Path(path).name == STATE else Path(path)
+        return (await self.computed_jointly(self._read, directory)).version
 
-        async def read(_: None) -> int:
-            found = await self.computed(load_state, self.model, self.optimizer, self.schedule, state, rank=self.rank)
-            self.version = found.version
-            if self._in_order is not None and "prompts" in found.extra:
-                self._in_order = InOrder(found.extra["prompts"])
-            return found.version
-
-        return await self.jointly(read)
-
-    # Devices -----------------------------------------------------------------------------------------------------
-
-    async def offload(self) -> None:
-        """Keep weights, gradients and what optimizers remember in host memory until `onload`.
-
-        A call that waits for input has given its devices away in the middle of a batch, so gradients go along.
-        """
-        await self.compute(self._park)
-
-    async def onload(self) -> None:
-        """Bring back what `offload` moved."""
-        await self.compute(self._parking.unpark)
-
-    async def computed(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """`compute` for work on weights, of all ranks together."""
-        return await super().computed(self._parking.needed(fn), *args, **kwargs)
-
-    def _park(self) -> None:
-        reshard(self.module)  # a forward that failed leaves whole weights behind
-        self._parking.park()
-
-    def _held(self) -> Iterator[Tensor]:
-        yield from held(self.module, self.optimizer, self._at_work.optimizer)
-        for order in self._coming_again:
-            yield from order.kept.values()
-
-
-class _Between:
-    """The actor as `save_checkpoint` needs it: what it computes is done in turn, between batches."""
-
-    def __init__(self, actor: LearningActor):
-        self._actor = actor
-        self.rank, self.world_size = actor.rank, actor.world_size
-
-    async def compute(self, fn: Callable[[], R]) -> R:
-        async def body(_: None) -> R:
-            return await self._actor.computed(fn)
-
-        return await self._actor.jointly(body)
+    def _read(self, directory: Path) -> Restored:
+        """Take over a checkpoint; blocking, on all ranks together."""
+        found = load_state(self.trained, self.optimizer, self.schedule, directory / STATE, rank=self.rank)
+        self.version = found.version
+        return found

@@ -7,16 +7,19 @@ the running code is on. Nobody is woken.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import sys
 import weakref
 from asyncio import _get_running_loop
+from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from .ports import DeviceLease, Host, Scope
 
+R = TypeVar("R")
 ActorId = tuple[int, int]
 """(host that spawned it, number there): unique in the system."""
 Key = tuple[int, int]
@@ -106,6 +109,23 @@ def lease_here() -> DeviceLease | None:
     """What the running code's call holds its actor's devices by, if it does so."""
     call = current_call.get()
     return None if call is None else call.lease
+
+
+def start_apart(work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
+    """Run a part of the current call in a task of its own that has no claim on the call's devices.
+
+    Where a call's ranks take their devices together, one of them may wait for its input so: a wait in the call itself
+    would end with taking the devices again, alone.
+
+    Args:
+        work: the part.
+        name: what it does, for stall reports.
+    """
+    call, context = current_call.get(), contextvars.copy_context()
+    if call is not None:
+        part = Call(f"{name} of {call.name}", call.caller, call.number, call.parent, None, call.since)
+        context.run(current_call.set, part)
+    return asyncio.create_task(work, name=name, context=context)
 
 
 def here(call: Call | None) -> str:

@@ -39,12 +39,12 @@ def imitate(
         policy: changed in place; what it learns otherwise than by gradients, such as the scale of states, comes first.
         shown: D decisions.
         device: of the policy.
-        steps, batch, lr, fixed: see `ImitatingTrainer.imitate`.
+        steps, batch, lr, fixed: see `PolicyTrainer.imitate`.
         seed: of the order of decisions.
         mesh: ranks that each have a copy; None for one.
 
     Returns:
-        Metrics, see `ImitatingTrainer.imitate`.
+        Metrics, see `PolicyTrainer.imitate`.
     """
     if steps < 1 or batch < 1:
         raise ValueError(f"imitate: steps={steps} and batch={batch} must be at least 1")

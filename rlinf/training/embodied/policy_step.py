@@ -72,7 +72,7 @@ class Lesson:
         return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
 
 
-class ControlLearner:
+class PolicyLearner:
     """Trains a policy with AdamW and a bound on the gradient's norm.
 
     Args:

@@ -25,7 +25,7 @@ from rlinf.training.optimizer import minimize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftSettings:
+class SacSettings:
     """Of soft actor-critic and its relatives."""
 
     lr: float = 3e-4
@@ -69,16 +69,16 @@ class Learned(nn.Module):
         self.log_alpha = nn.Parameter(torch.tensor([math.log(alpha)], device=next(policy.parameters()).device))
 
 
-class SoftLearner:
+class SacLearner:
     """Trains a policy in place.
 
     Args:
         policy: with critics, on its device.
-        settings: see `SoftSettings`.
+        settings: see `SacSettings`.
         mesh: ranks that each have a copy; None for one.
     """
 
-    def __init__(self, policy: SoftPolicy, settings: SoftSettings, mesh: DeviceMesh | None = None):
+    def __init__(self, policy: SoftPolicy, settings: SacSettings, mesh: DeviceMesh | None = None):
         if settings.subset is not None and not 1 <= settings.subset <= policy.config.critics:
             raise ValueError(
                 f"soft actor-critic: subset={settings.subset} must be between 1 and policy.settings.critics="

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rlinf
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos import recipes
 from rlinf.envs.base import Transition
 from rlinf.envs.toy import Reach
@@ -69,8 +69,8 @@ async def collected(
 ) -> list[Trajectory]:
     """What a new policy does in new environments, slice by slice; they are called by `name`."""
     settings = {"simulator": REACH, "workers": 0, "num_envs": 8, "max_steps": 6, **env}
-    simulation = (await system.spawn(Simulation, hosts=[0], name=f"env{name}", **settings))[0]
-    decider = (await system.spawn(Decider, hosts=[0], name=f"policy{name}", policy=policy))[0]
+    simulation = (await system.spawn(EnvActor, hosts=[0], name=f"env{name}", **settings))[0]
+    decider = (await system.spawn(PolicyActor, hosts=[0], name=f"policy{name}", policy=policy))[0]
     found = []
     for number in range(settings.get("slices", 1)):
         seen = await simulation.reset(number, 0)
@@ -80,7 +80,7 @@ async def collected(
     return found
 
 
-class Watched(ControlTrainer):
+class Watched(PolicyTrainer):
     """Keeps weights and gradients of every optimizer step, as the optimizer saw them."""
 
     async def setup(self, **settings: Any) -> None:  # type: ignore[override]

@@ -10,7 +10,7 @@ import torch
 
 import rlinf
 from rlinf.actors.policy import OffPolicyDecider
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.record import record
 from rlinf.flows.sac import sac
@@ -28,7 +28,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     roles: dict[str, Any] = {
         "env": await environments(system, hosts=[0], slices=2),
         "policy": await system.spawn(OffPolicyDecider, hosts=[0], name="policy", policy=config),
-        "trainer": await system.spawn(OffPolicyTrainer, hosts=every, name="trainer", **settings),
+        "trainer": await system.spawn(SacTrainer, hosts=every, name="trainer", **settings),
     }
     found = {}
 
@@ -47,7 +47,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     environment = await roles["env"][0].state()
     await steps(2, 3)
     await note("learned", roles["trainer"])
-    roles["trainer"] = await system.spawn(OffPolicyTrainer, hosts=every, name="again", **settings)
+    roles["trainer"] = await system.spawn(SacTrainer, hosts=every, name="again", **settings)
     await roles["trainer"].restore(str(out.parent / "checkpoint"))
     await roles["policy"].load(roles["trainer"].weights())
     await roles["env"][0].restore(environment)

@@ -6,13 +6,13 @@ import inspect
 import pytest
 
 from rlinf.actors.critic import Critic
-from rlinf.actors.env import Simulation
+from rlinf.actors.env import EnvActor
 from rlinf.actors.judge import Judge
-from rlinf.actors.policy import Decider
-from rlinf.actors.policy_trainer import ControlTrainer
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.reference import Reference
 from rlinf.actors.rollout import Rollout
-from rlinf.actors.sac_trainer import OffPolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.actors.trainer import Trainer
 from rlinf.flows.embodied import embodied
 from rlinf.flows.grpo import grpo
@@ -266,7 +266,7 @@ async def test_a_rehearsal_runs_in_a_thread_beside_a_running_system():
     ("role", "cls"),
     [
         ("rollout", Rollout), ("judge", Judge), ("reference", Reference), ("critic", Critic), ("trainer", Trainer),
-        ("trainer", ControlTrainer), ("trainer", OffPolicyTrainer), ("env", Simulation), ("policy", Decider),
+        ("trainer", PolicyTrainer), ("trainer", SacTrainer), ("env", EnvActor), ("policy", PolicyActor),
     ],
 )  # fmt: skip
 def test_modelled_roles_have_the_endpoints_that_flows_call(role, cls):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.policy_step import ControlLearner, Lesson
+from rlinf.training.embodied.policy_step import Lesson, PolicyLearner
 from tests.actors.programs.control import MLP
 
 PPO = recipes.get("ppo")
@@ -52,7 +52,7 @@ def gradient_of(policy, learner):
 def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
     """What ranks do, one after the other: sums over shares, one division by the count of all."""
     policy, lesson = made(seed)
-    learner = ControlLearner(policy, lr=1e-3, grad_clip=1e9)
+    learner = PolicyLearner(policy, lr=1e-3, grad_clip=1e9)
     sums, counts = None, None
     owners = torch.tensor(owner)
     for rank in range(3):
@@ -77,7 +77,7 @@ def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
 
 def test_what_does_not_count_may_be_anything():
     policy, lesson = made()
-    learner = ControlLearner(policy, lr=0.0, grad_clip=1e9)
+    learner = PolicyLearner(policy, lr=0.0, grad_clip=1e9)
     seen = gradient_of(policy, learner)
     learner.learn(lesson, PPO)
     noise = {
@@ -91,7 +91,7 @@ def test_what_does_not_count_may_be_anything():
 
 def test_a_minibatch_in_which_nothing_counts_takes_no_step():
     policy, lesson = made()
-    learner = ControlLearner(policy, lr=0.1, weight_decay=0.1)
+    learner = PolicyLearner(policy, lr=0.1, weight_decay=0.1)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     gathered, numbers = learner.learn(lesson.silent(), PPO)
     assert numbers == {}
@@ -101,7 +101,7 @@ def test_a_minibatch_in_which_nothing_counts_takes_no_step():
 
 def test_a_gradient_is_scaled_down_to_its_bound_and_its_length_is_told_before():
     policy, lesson = made()
-    learner = ControlLearner(policy, lr=0.0, grad_clip=0.01)
+    learner = PolicyLearner(policy, lr=0.0, grad_clip=0.01)
     seen = gradient_of(policy, learner)
     _, numbers = learner.learn(lesson, PPO)
     assert numbers["grad_norm"] > 0.1
@@ -111,7 +111,7 @@ def test_a_gradient_is_scaled_down_to_its_bound_and_its_length_is_told_before():
 
 def test_the_critic_has_a_learning_rate_of_its_own():
     policy, lesson = made()
-    learner = ControlLearner(policy, lr=1e-9, critic_lr=0.1)
+    learner = PolicyLearner(policy, lr=1e-9, critic_lr=0.1)
     before = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
     learner.learn(lesson, PPO)
     for name, parameter in policy.named_parameters():
@@ -122,7 +122,7 @@ def test_the_critic_has_a_learning_rate_of_its_own():
 @pytest.mark.parametrize("place", ["advantages", "returns"])
 def test_a_loss_that_is_no_number_takes_no_step(place):
     policy, lesson = made()
-    learner = ControlLearner(policy, lr=0.1)
+    learner = PolicyLearner(policy, lr=0.1)
     learner.learn(lesson, PPO)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     broken = getattr(lesson, place).clone()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.sac_step import SoftLearner, SoftSettings
+from rlinf.training.embodied.sac_step import SacLearner, SacSettings
 
 SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
 
 
 def learner(policy=None, **settings):
-    return SoftLearner(build_policy_model({**SOFT, **(policy or {})}), SoftSettings(**settings))
+    return SacLearner(build_policy_model({**SOFT, **(policy or {})}), SacSettings(**settings))
 
 
 def transition(count=1, chunk=1, seed=0):

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rlinf.actors.env import Simulation
-from rlinf.actors.policy import Decider
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.algos import recipes
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectory_batch import check, counted, described, lesson, summary
@@ -27,8 +27,8 @@ async def played(scripts, chunks=2, *, policy=None, lose=None, **env):
     """The trajectory of actions in chunks of two; `lose` (time, environment) has that episode die there."""
     async with ActorSystem.local() as system:
         settings = {"simulator": Played, "options": {"scripts": scripts}, "num_envs": len(scripts), "workers": 0, **env}
-        simulation = (await system.spawn(Simulation, **settings))[0]
-        decider = (await system.spawn(Decider, policy={**COUNTING, "chunk": 2, **(policy or {})}))[0]
+        simulation = (await system.spawn(EnvActor, **settings))[0]
+        decider = (await system.spawn(PolicyActor, policy={**COUNTING, "chunk": 2, **(policy or {})}))[0]
         seen = await simulation.reset(0, 0)
         for time in range(chunks):
             seen = await simulation.step(0, await decider.act((0, 0), seen))

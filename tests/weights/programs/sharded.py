@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 import rlinf
-from rlinf import Actor, endpoint
+from rlinf import endpoint
+from rlinf.actors.base.base_trainer import BaseTrainer
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
+from rlinf.weights.hf_export import copy_model
 from rlinf.weights.publish import publish
 from rlinf.weights.receive import Receiver
-from rlinf.weights.train_state import load_state, save_checkpoint
+from rlinf.weights.train_state import Restored
 
 TINY = {
     "model_type": "qwen2", "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 5,
@@ -30,7 +33,7 @@ TINY = {
 """Sizes that neither 2 nor 3 ranks divide."""
 
 
-class Learner(Actor):
+class Learner(BaseTrainer):
     """A model over the group's hosts."""
 
     async def setup(self, seed: int = 0, lora: bool = False, plain: bool = False) -> None:
@@ -47,9 +50,8 @@ class Learner(Actor):
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1.0 / (1 + done))
-        self.version = 0
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self._own(self.model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0 / (1 + done)))
 
     @endpoint
     async def learn(self, steps: int, noisy: bool = True) -> None:
@@ -76,7 +78,9 @@ class Learner(Actor):
         torch.manual_seed(seed + self.rank)
 
     @endpoint(joint=True)
-    async def weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 20) -> Weights | None:
+    async def weights(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 20
+    ) -> Weights | None:
         return await publish(self, self.model, self.version, dtype=dtype, bucket_bytes=bucket_bytes)
 
     @endpoint
@@ -91,21 +95,17 @@ class Learner(Actor):
                 found[f"{name} {key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
         return found
 
-    @endpoint(joint=True)
-    async def save(self, path: Path) -> None:
-        await save_checkpoint(
-            self, path, model=self.model, optimizer=self.optimizer, schedule=self.schedule, version=self.version,
-            tokenizer=self.tokenizer, extra={"cursor": 5},
-        )  # fmt: skip
+    def _copies(self, directory: Path) -> dict[str, Any]:
+        whole = copy_model(self.trained, self.tokenizer, lead=self.rank == 0)
+        return {**super()._copies(directory), **({} if whole is None else {"hf": whole})}
 
-    @endpoint(joint=True)
-    async def restore(self, path: Path) -> int:
-        restored = await self.compute(
-            load_state, self.model, self.optimizer, self.schedule, path / "state", rank=self.rank
-        )
-        assert restored.extra == {"cursor": 5}
-        self.version = restored.version
-        return self.version
+    def _extra(self) -> dict[str, Any]:
+        return {"cursor": 5}
+
+    def _read(self, directory: Path) -> Restored:
+        found = super()._read(directory)
+        assert found.extra == {"cursor": 5}
+        return found
 
 
 class Toy(Receiver):

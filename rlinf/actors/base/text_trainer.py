@@ -1,0 +1,291 @@
+"""What trainer and critic share: a language model that learns from a stream of groups, on one rank or on many.
+
+In: orders that rank 0 makes from its input (`commands.py`), handed to every rank (`command_stream.py`). Out: optimizer
+steps, scores of tokens, weights, checkpoints. The ranks carry orders out together and answer as one.
+
+A subclass says what is learned:
+
+    class Critic(TextTrainer):
+        async def setup(self, *, model, tokenizer, lr=1e-5, dtype="float32", ...):
+            def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
+            await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner={"lr": lr, ...})
+
+        def _learn(self, learner, order, *, again=False): ... # blocking: order.packed() -> learner.add(LossSum)
+        def _score(self, order): ...                          # blocking: order.packed() -> [columns, response tokens]
+
+        @endpoint(device=True, joint=True)
+        async def train(self, groups):
+            steps = await self._work_together(orders_of(groups), self._learner)
+
+        @endpoint(device=True, gang=True)
+        async def values(self, groups):
+            async for group in self._told(groups, ("values",), budget): yield group
+
+Everything that a rank computes in `_learn` and `_score` may be a collective, so each does so for every order, for an
+empty one too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.sample import Group
+from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
+from rlinf.data.weights import Weights
+from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
+from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.streams.stream import Stream
+from rlinf.training.learner import Learner
+from rlinf.training.text.command_stream import Feed
+from rlinf.training.text.commands import Again, Learn, Order, Score, Step
+from rlinf.training.text.logprob_pass import Groups, Scoring, gathered
+from rlinf.training.text.micro_batches import InOrder
+from rlinf.weights.hf_export import MODEL, copy_model
+from rlinf.weights.publish import publish
+from rlinf.weights.state_tensors import held, reshard
+from rlinf.weights.train_state import STATE, Restored, StateCopy
+
+Taken = tuple[LossSum, dict[str, float]]
+"""An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
+Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
+"""Adds to an error what became of the batch, given the version of the weights that the batch met."""
+_END: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model is to be made."""
+
+    device: torch.device
+    """Where it lives."""
+    mesh: DeviceMesh | None
+    """The ranks to spread it over; None leaves it whole."""
+    dtype: torch.dtype
+    """To compute in; weights are float32."""
+
+
+class TextTrainer(BaseTrainer):
+    """Trains a language model by orders."""
+
+    module: nn.Module
+    """What learns; spread over the ranks if there are several. Its Hugging Face model is `module.model`."""
+
+    async def _make(
+        self,
+        build: Callable[[Place], nn.Module],
+        *,
+        tokenizer: TokenizerSource,
+        dtype: str,
+        order: Literal["prompt", "arrival"],
+        learner: Mapping[str, Any],
+        sharding: Sharding = "shard",
+    ) -> None:
+        """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
+
+        Args:
+            build: makes the module; blocking, and a collective where there is a mesh.
+            tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
+            dtype: to compute in, "float32" or "bfloat16".
+            order: "prompt" works on groups in the order of their prompts' ids, "arrival" as they come.
+            learner: settings of `Learner`.
+            sharding: how the model lies on the ranks, see `Sharding`.
+
+        Raises:
+            ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
+        """
+        if order not in ("prompt", "arrival"):
+            raise ValueError(f"{self._role}: order={order!r} is neither 'prompt' nor 'arrival'")
+        computes_in = dtype_of(dtype)
+        self._tokenizer = await self.compute(load_tokenizer, tokenizer)
+        await self._open_mesh()
+        self._layout = await self._laid_out(sharding, computes_in != torch.float32)
+        self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
+        self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
+        self._coming_again: list[Learn] = []
+        self._own(self.model, self._learner.optimizer, self._learner.schedule)
+        self._in_order = InOrder() if order == "prompt" else None
+
+    async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
+        """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""
+        hosts, mine = self.group.hosts, self.rank
+        copies = copies_of(sharding, self._machines())
+        own = next(ranks for ranks in copies if mine in ranks)
+        alike = [ranks[own.index(mine)] for ranks in copies]
+        slices: DeviceMesh | None = None
+        if len(own) > 1 or mixed:
+            slices = self.mesh if len(own) == len(hosts) > 1 else await self._mesh_of(own, "slices")
+        across = self.mesh if len(alike) == len(hosts) else await self._mesh_of(alike, "copies")
+        return Layout(self.mesh, slices, across if len(alike) > 1 else None)
+
+    def _machines(self) -> list[str]:
+        """Of each rank, the machine that it is on."""
+        places = self._cell.host.places
+        return [places[host].machine for host in self.group.hosts]
+
+    @property
+    def first_copy(self) -> bool:
+        return self._layout.first_copy
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model; spread over the ranks if there are several."""
+        return cast(PreTrainedModel, self.module.model)
+
+    # What a subclass says ----------------------------------------------------------------------------------------
+
+    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
+        """Add a micro-batch to the gradient; blocking, on all ranks together.
+
+        Args:
+            learner: what to add it to.
+            order: the micro-batch; `order.kept` is for what later epochs need of this one.
+            again: it came before, in an earlier epoch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} learns nothing: define _learn")
+
+    def _score(self, order: Score) -> Tensor:
+        """What is to be said of each response token, float32 [columns, response tokens], without gradient; blocking, on
+        all ranks together."""
+        raise NotImplementedError(f"{type(self).__name__} scores nothing: define _score")
+
+    # Working together --------------------------------------------------------------------------------------------
+
+    async def _work_together(
+        self, orders: AsyncGenerator[tuple[Order, ...], None], learner: Learner, explain: Explain | None = None
+    ) -> list[Taken]:
+        """Have all ranks carry out orders; to be called in a joint device endpoint, on every rank.
+
+        Args:
+            orders: for every round, what each rank shall do; read on rank 0 alone.
+            learner: whose steps are taken. With `self._learner` all steps of a call make one version, with another
+                each makes one.
+            explain: on rank 0, says more about a loss that is not finite.
+
+        Returns:
+            Every optimizer step.
+
+        Raises:
+            FloatingPointError: the loss or its gradient is not finite; that step was not taken.
+        """
+        feed = Feed(orders, self.world_size)
+
+        async def carry_out(mine: Stream[Order]) -> list[Taken]:
+            return await self._carry_out(mine, learner, feed, explain)
+
+        return await self.jointly(carry_out, feed.streams, feed.stop)
+
+    async def _carry_out(
+        self, orders: Stream[Order], learner: Learner, feed: Feed, explain: Explain | None
+    ) -> list[Taken]:
+        """This rank's part. Ranks learn together that a step cannot be taken, and skip the orders that are out."""
+        steps: list[Taken] = []
+        failed: FloatingPointError | None = None
+        met = self.version
+        self._at_work, self._coming_again = learner, []
+        learner.begin()
+        async for order in orders:
+            try:
+                if failed is not None:
+                    pass
+                elif isinstance(order, Learn):
+                    await self.computed(self._learn, learner, order)
+                    self._coming_again += [order] if order.keep else []
+                elif isinstance(order, Again):
+                    await self.computed(self._learn, learner, self._coming_again[order.number], again=True)
+                elif isinstance(order, Score):
+                    order.tell(await self.computed(self._scored, order))
+                elif isinstance(order, Step):
+                    steps.append(await self.computed(learner.step))
+                    self.version += learner is not self._learner
+            except FloatingPointError as error:
+                failed = error
+                feed.stop()
+            feed.done()
+        self._at_work, self._coming_again = self._learner, []
+        self.version += learner is self._learner and bool(steps)
+        if self.rank == 0 and failed is not None:  # the others leave it to rank 0, which has the batch
+            raise failed if explain is None else await explain(failed, met)
+        if self.rank == 0 and feed.error is not None:
+            ended, feed.error = feed.error, None
+            raise ended
+        return steps
+
+    def _scored(self, order: Score) -> list[Any]:
+        with torch.no_grad():
+            mine = self._score(order)
+        reshard = getattr(self.module, "reshard", None)
+        if reshard is not None:
+            reshard()  # without a backward pass the whole weights would stay, and grow old
+        return gathered(mine, order.tokens, self.mesh)
+
+    async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
+        """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
+
+        Args:
+            groups: a list or a stream of them; read on rank 0 alone.
+            columns: names in `Sample.per_token`, for the rows of what `_score` returns.
+            budget: tokens (prompts included) that a rank computes at once.
+
+        Yields:
+            On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
+        """
+        scoring = Scoring(self.world_size, budget, columns)
+        orders = scoring.orders(groups, self._in_order)
+        work = asyncio.create_task(self._work_together(orders, self._learner), name="scoring")
+        work.add_done_callback(lambda _: scoring.finished.put_nowait(_END))
+        try:
+            while (group := await scoring.finished.get()) is not _END:
+                yield group
+            await work
+        finally:
+            work.cancel()
+            await finish(work)
+            if not work.cancelled():
+                work.exception()  # seen: raised above, unless nobody listens any more
+
+    # Checkpoints and devices -------------------------------------------------------------------------------------
+
+    async def _published(self) -> Weights | None:
+        # a device that is shared has no room for the copy beside whoever comes next
+        return await publish(
+            self, self.model, self.version, device="cpu" if self._cell.leased else None, first_copy=self.first_copy
+        )
+
+    def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
+        copies = super()._copies(directory)
+        if not self.first_copy:
+            return copies
+        lead = self.rank == 0
+        known = cast(StateCopy, copies[STATE]).copies if lead else None
+        whole = copy_model(self.model, self._tokenizer, lead=lead, at_hand=known)
+        return copies if whole is None else {**copies, MODEL: whole}
+
+    def _extra(self) -> Mapping[str, Any]:
+        return {} if self._in_order is None else {"prompts": self._in_order.state}
+
+    def _read(self, directory: Path) -> Restored:
+        found = super()._read(directory)
+        if self._in_order is not None and "prompts" in found.extra:
+            self._in_order = InOrder(found.extra["prompts"])
+        return found
+
+    def _park(self) -> None:
+        reshard(self.module)  # a forward that failed leaves whole weights behind
+        super()._park()
+
+    def _held(self) -> Iterator[Tensor]:
+        """Gradients too: a call that waits for input has given its devices away in the middle of a batch."""
+        yield from held(self.module, self.optimizer, self._at_work.optimizer)
+        for order in self._coming_again:
+            yield from order.kept.values()

@@ -184,8 +184,7 @@ class Critic(TextTrainer):
         batch = order.packed().to(self.device)
         values, _ = self.module(batch)
         old, returns = (batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS))  # none without a row
-        counted = torch.ones_like(values, dtype=torch.bool)
-        learner.add(value_loss_of(self._spec, values, old, returns, counted, batch.sequences))
+        learner.add(value_loss_of(self._spec, values, old, returns, batch.mask, batch.sequences))
 
     # Starting from a policy --------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class Reference(ModelActor, Receiver):
         for some in cut(rows, [row.size for row in rows], self._budget):
             logprobs, _ = self.policy(pack(some).to(self.device))
             found.append(logprobs.cpu().numpy())
-        ends = np.cumsum([len(row.response_ids) for row in rows], dtype=np.int64)
+        ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(found), ends[:-1]))
         return [group.told(self._column, list(islice(each_sample, len(group.samples)))) for group in groups]
 

@@ -25,31 +25,40 @@ class Row:
     prompt_ids: np.ndarray
     """What came before the response, int64 [prompt], at least one."""
     response_ids: np.ndarray
-    """What is learned, int64 [response]."""
+    """What follows it, int64 [response]; the learned tokens are those of `loss_mask`."""
     old_logprobs: np.ndarray | None = None
-    """Of the policy that sampled, nats, float32 [response]; None for an example."""
+    """Of the policy that sampled, nats, float32 [learned]; None for an example."""
     advantage: float | np.ndarray = 0.0
-    """How much better than expected it was, or each of its tokens, float32 [response]."""
+    """Of the whole sequence, or of each learned token, float32 [learned]."""
     temperature: float = 1.0
     """At which its log-probs are meant."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What else is to be known of each token, by name, [response] each; rows of a micro-batch have the same."""
+    """What else is known of each learned token, by name, [learned] each; rows of a micro-batch have the same names."""
     images: tuple[ImageRef, ...] = ()
     """Pictures of the prompt, in the order of their placeholders in `prompt_ids`."""
+    loss_mask: np.ndarray | None = None
+    """Which response tokens are learned, bool [response]; None for all. The others are read and otherwise count for
+    nothing: of them there is no log-prob, no advantage and no column."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
-        """A sample; a greedy one counts as drawn at temperature 1, which is what its log-probs say."""
-        temperature = sample.temperature or 1.0
+        """The row of a sample.
+
+        Args:
+            sample: a greedy one counts as drawn at temperature 1, which is what its log-probs say.
+            advantage: of the sample, or of each learned token, [learned].
+            columns: of each learned token, [learned] each.
+        """
         prompt = sample.prompt
         return Row(
             prompt.token_ids,
             sample.response_ids,
-            sample.logprobs,
+            sample.learned(sample.logprobs),
             advantage,
-            temperature,
+            sample.temperature or 1.0,
             columns or {},
             prompt.images,
+            sample.loss_mask,
         )
 
     @staticmethod
@@ -63,11 +72,20 @@ class Row:
         """Tokens, prompt included."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    def places(self) -> np.ndarray:
+        """Where in the response the learned tokens stand, int64 [learned]."""
+        return np.arange(len(self.response_ids)) if self.loss_mask is None else np.flatnonzero(self.loss_mask)
+
+    @property
+    def learned(self) -> int:
+        """How many tokens are learned."""
+        return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """Sequences one behind another, without padding. What answers to one prompt have in common, the prompt, is there
-    once; what predicts nothing, the last token of a response, is not there at all."""
+    once; the last learned token of a response, and all behind it, predict none and are not there at all."""
 
     ids: Tensor
     """Tokens to be read, int64 [tokens]."""
@@ -79,25 +97,30 @@ class Packed:
     """Which of `ids` stands at each place of the sequences laid end to end, int64 [sum of lengths]; None if they share
     none, so that each stands at its own."""
     kept: Tensor
-    """Places of the sequences laid end to end where response tokens are predicted, one before where they stand, int64
-    [responses]."""
+    """Places of the sequences laid end to end where learned tokens are predicted, one before where they stand, int64
+    [learned]."""
     targets: Tensor
-    """The response tokens, int64 [responses]."""
+    """The learned tokens, int64 [learned]."""
     old_logprobs: Tensor
-    """Of the policy that sampled, nats, float32 [responses]; 0 where there are none."""
+    """Of the policy that sampled, nats, float32 [learned]; 0 where there are none."""
     advantages: Tensor
-    """float32 [responses]"""
+    """float32 [learned]"""
     temperature: Tensor | None
-    """float32 [responses]; None if all are 1."""
+    """float32 [learned]; None if all are 1."""
     sequences: Tensor
-    """Which sequence each response token belongs to, from 0, int64 [responses]."""
+    """Which sequence each learned token belongs to, from 0, int64 [learned]."""
     columns: Mapping[str, Tensor]
-    """What else is known of the response tokens, by name, [responses] each."""
+    """What else is known of the learned tokens, by name, [learned] each."""
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
 
+    @property
+    def mask(self) -> Tensor:
+        """Which of the learned tokens count in a loss: all, bool [learned]."""
+        return torch.ones(self.targets.shape, dtype=torch.bool, device=self.targets.device)
+
     def predicting(self) -> Tensor:
-        """Which of `ids` predicts each response token, int64 [responses]; a prompt's last predicts the first of every
+        """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of every
         answer to it."""
         return self.kept if self.places is None else self.places.index_select(0, self.kept)
 
@@ -125,32 +148,33 @@ def pack(rows: Sequence[Row]) -> Packed:
     if not rows:
         rows = [Row(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))]
     prompts = np.array([len(row.prompt_ids) for row in rows])
-    responses = np.array([len(row.response_ids) for row in rows])
     if not prompts.all():
         raise ValueError(f"row {int(prompts.argmin())} of a micro-batch has an empty prompt: it must have one token")
-    read = np.maximum(responses - 1, 0)
+    learned = [row.places() for row in rows]
+    counts = np.array([len(places) for places in learned])
+    read = np.array([places[-1] if len(places) else 0 for places in learned])  # all before the last that is learned
     lengths = prompts + read
     starts = np.cumsum(lengths) - lengths
-    first = np.cumsum(responses) - responses  # of each row's response among all response tokens
-    kept = np.arange(responses.sum()) + np.repeat(starts + prompts - 1 - first, responses)
+    kept = np.concatenate(learned) + np.repeat(starts + prompts - 1, counts)
     positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    ids = np.concatenate([part for row in rows for part in (row.prompt_ids, row.response_ids[:-1])]).astype(np.int64)
-    chosen, places, readers = _shared(rows, prompts, read, starts)
-    old = [
-        np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(responses, rows, strict=True)
-    ]
+    responses = [row.response_ids[:more] for row, more in zip(rows, read, strict=True)]
+    parts = [part for row, response in zip(rows, responses, strict=True) for part in (row.prompt_ids, response)]
+    ids = np.concatenate(parts).astype(np.int64)
+    targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
+    chosen, stands, readers = _shared(rows, prompts, read, starts)
+    old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     temperature = np.array([row.temperature for row in rows], dtype=np.float32)
     return Packed(
         ids=torch.from_numpy(ids if chosen is None else ids[chosen]),
         positions=torch.from_numpy(positions if chosen is None else positions[chosen]),
         lengths=tuple(lengths.tolist()),
-        places=None if places is None else torch.from_numpy(places),
+        places=None if stands is None else torch.from_numpy(stands),
         kept=torch.from_numpy(kept),
-        targets=torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
-        advantages=torch.from_numpy(_per_token([row.advantage for row in rows], responses)),
-        temperature=None if (temperature == 1.0).all() else torch.from_numpy(np.repeat(temperature, responses)),
-        sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), responses)),
+        advantages=torch.from_numpy(_per_token([row.advantage for row in rows], counts)),
+        temperature=None if (temperature == 1.0).all() else torch.from_numpy(np.repeat(temperature, counts)),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
         columns={
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },

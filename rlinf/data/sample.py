@@ -77,23 +77,44 @@ class Example:
     """int64 [prompt]"""
     response_ids: np.ndarray
     """The answer with its end token, int64 [response]."""
+    loss_mask: np.ndarray | None = None
+    """Which response tokens are learned, bool [response]; None for all."""
+
+    def __post_init__(self) -> None:
+        _check_mask("an example", self.loss_mask, self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens in a conversation: what the model generated, or what was put in between (tool output, a user's
+    turn, a template)."""
+
+    token_ids: np.ndarray
+    """int64 [segment]"""
+    logprobs: np.ndarray | None = None
+    """Log-prob of each generated token, nats, float32 [segment]; None: the model did not generate it, so it is read and
+    not learned."""
+    versions: np.ndarray | None = None
+    """Version of the weights that generated each token, int32 [segment]; None where `logprobs` is None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sampled answer."""
+    """One sampled answer, or a whole conversation after its first prompt: then `loss_mask` tells what the model
+    generated from what it only read."""
 
     prompt: Prompt
     """What was asked; shared by the group."""
     index: int
     """Which of the group's samples it is, from 0."""
     response_ids: np.ndarray
-    """Sampled tokens, the end token included if one was reached, int64 [response]."""
+    """Sampled tokens, the end token included if one was reached, int64 [response]. In a conversation, everything that
+    follows the prompt."""
     logprobs: np.ndarray
     """Log-prob of each token under softmax(logits / temperature), also where top_k, top_p or min_p limited the draw,
-    nats, float32 [response]."""
+    nats, float32 [response]. Ignored outside `loss_mask`."""
     versions: np.ndarray
-    """Version of the weights that made each token, int32 [response]."""
+    """Version of the weights that made each token, int32 [response]. Ignored outside `loss_mask`."""
     text: str
     """The response without its end token."""
     truncated: bool
@@ -112,12 +133,92 @@ class Sample:
     """Why judging failed, for people."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What other roles have said of each token, by name, float32 [response] each: `ref_logprobs`, `teacher_logprobs`
-    (nats) and `values` are what our algorithms read."""
+    (nats) and `values` are what our algorithms read. Ignored outside `loss_mask`."""
+    loss_mask: np.ndarray | None = None
+    """Which tokens are learned, bool [response]: false for tool output, user turns and templates; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.loss_mask is not None:
+            _check_mask(f"prompt {self.prompt.id}, sample {self.index}", self.loss_mask, self.response_ids)
+
+    @staticmethod
+    def of_segments(prompt: Prompt, index: int, segments: Sequence[Segment], **more: Any) -> Sample:
+        """A conversation.
+
+        Args:
+            prompt: all that came before the first generated token.
+            index: of the sample in its group.
+            segments: what followed, in order.
+            more: `text`, `truncated` and further fields.
+
+        Raises:
+            ValueError: a segment has a log-prob or a version for some of its tokens only.
+        """
+        arrays: list[tuple[np.ndarray, ...]] = [(np.empty(0),) * 4]
+        for part in segments:
+            length = len(part.token_ids)
+            unsaid = np.full(length, np.nan), np.full(length, -1)
+            logprobs = unsaid[0] if part.logprobs is None else part.logprobs
+            versions = unsaid[1] if part.versions is None else part.versions
+            if (part.logprobs is None) != (part.versions is None) or {len(logprobs), len(versions)} != {length}:
+                raise ValueError(
+                    f"prompt {prompt.id}, sample {index}: a segment of {length} tokens needs as many log-probs and "
+                    "versions or, where the model did not generate it, neither"
+                )
+            arrays.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
+        ids, logprobs, versions, mask = map(np.concatenate, zip(*arrays, strict=True))
+        return Sample(
+            prompt,
+            index,
+            ids.astype(np.int64),
+            logprobs.astype(np.float32),
+            versions.astype(np.int32),
+            loss_mask=mask.astype(bool),
+            **more,
+        )
 
     @property
     def group(self) -> int:
         """Names its group: the prompt's id."""
         return self.prompt.id
+
+    @property
+    def learned_tokens(self) -> int:
+        """How many of its tokens are learned: those that the model generated."""
+        return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    def learned(self, array: np.ndarray) -> np.ndarray:
+        """The part of an array [response] that stands at learned tokens, [learned]."""
+        return array if self.loss_mask is None else array[self.loss_mask]
+
+    def expanded(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A number per token, float32 [response], of one per learned token, [learned]: NaN elsewhere.
+
+        Args:
+            name: of the numbers, for errors.
+            array: [learned]; one that is [response] already stays.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if array.shape == self.response_ids.shape:
+            return np.asarray(array, dtype=np.float32)
+        if array.shape != (self.learned_tokens,):
+            raise ValueError(
+                f"{name} {list(array.shape)} must be one number per token of the response, "
+                f"{list(self.response_ids.shape)} (prompt {self.prompt.id}, sample {self.index})"
+            )
+        whole = np.full(len(self.response_ids), np.nan, np.float32)
+        whole[self.loss_mask] = array
+        return whole
+
+    def column(self, name: str) -> np.ndarray:
+        """What is known of each learned token under that name (a field or a key of `per_token`), [learned].
+
+        Raises:
+            KeyError: nothing is.
+        """
+        return self.learned(getattr(self, name) if name in ("logprobs", "versions") else self.per_token[name])
 
     def judged(
         self,
@@ -144,6 +245,15 @@ class Sample:
             extracted,
             remark,
             self.per_token,
+            self.loss_mask,
+        )
+
+
+def _check_mask(where: str, mask: np.ndarray | None, response: np.ndarray) -> None:
+    if mask is not None and (mask.dtype != bool or mask.shape != response.shape):
+        raise ValueError(
+            f"{where}: loss_mask {mask.dtype} {list(mask.shape)} must be bool, one per token of the response "
+            f"{list(response.shape)}"
         )
 
 
@@ -182,25 +292,19 @@ class Group:
         return [sample.reward for sample in self.scored if sample.reward is not None]
 
     def told(self, name: str, arrays: Sequence[np.ndarray]) -> Group:
-        """The same with something said of each token.
+        """The group with something said of each token.
 
         Args:
             name: key in `Sample.per_token`.
-            arrays: one per sample, [response] each.
+            arrays: one per sample, a number per token, [response], or per learned token, [learned].
 
         Raises:
             ValueError: an array does not fit its response.
         """
-        for sample, array in zip(self.samples, arrays, strict=True):
-            if array.shape != sample.response_ids.shape:
-                raise ValueError(
-                    f"{name} {list(array.shape)} must be one number per token of the response, "
-                    f"{list(sample.response_ids.shape)} (prompt {self.prompt.id}, sample {sample.index})"
-                )
         return Group(
             self.prompt,
             tuple(
-                replace(sample, per_token={**sample.per_token, name: np.asarray(array, dtype=np.float32)})
+                replace(sample, per_token={**sample.per_token, name: sample.expanded(name, array)})
                 for sample, array in zip(self.samples, arrays, strict=True)
             ),
         )
@@ -227,8 +331,8 @@ class Group:
         return _group_arrived, (self.prompt, lengths, arrays, told, rest)
 
 
-_REST = ("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark")
-"""Fields of a sample besides its prompt and its arrays."""
+_REST = ("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark", "loss_mask")
+"""Fields of a sample besides its prompt and the arrays that every sample has."""
 
 
 def _group_arrived(
@@ -242,8 +346,8 @@ def _group_arrived(
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, per_token=_of(parts, i))  # type: ignore[call-arg, misc]  # *others: the eight of _REST
-        for i, (index, *others) in enumerate(zip(*rest, strict=True))
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
+        for i, (index, *others, mask) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))
 

@@ -108,14 +108,13 @@ class Learner:
             kept.setdefault(PROXIMAL, logprobs.detach())
         loss = policy_loss(spec, batch, logprobs, entropy, kept, version)
         if compare:
-            mask = torch.ones_like(logprobs, dtype=torch.bool)
-            loss = loss.watching(losses.mismatch(logprobs, batch.old_logprobs, mask))
+            loss = loss.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
         self.add(loss)
 
     def learn_answers(self, batch: Packed) -> None:
         """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
         logprobs, _ = self.module(batch)
-        self.add(losses.supervised(logprobs, torch.ones_like(logprobs, dtype=torch.bool)))
+        self.add(losses.supervised(logprobs, batch.mask))
 
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch's loss to the gradient; each rank must, for the same micro-batches."""

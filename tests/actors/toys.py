@@ -118,6 +118,58 @@ def told(batch: list[Group], seed: int = 5) -> list[Group]:
     return made
 
 
+def conversations(batch: list[Group], seed: int = 8) -> list[Group]:
+    """The same with tokens that nobody learns somewhere in most answers, of which nothing is known: log-probs and all
+    else are NaN there, versions from another age. One answer in eight learns nothing at all."""
+    rng = np.random.default_rng(seed)
+
+    def spread(sample: Sample) -> Sample:
+        if rng.random() < 0.2:
+            return sample
+        spoken = len(sample.response_ids)
+        mask = rng.permutation([True] * spoken + [False] * int(rng.integers(1, 9)))
+        ids = rng.integers(0, VOCABULARY, len(mask))
+        ids[mask] = sample.response_ids
+        if rng.random() < 0.15:
+            mask = np.zeros(len(mask), bool)
+        learned = mask.sum()
+
+        def among(array: np.ndarray, other: float) -> np.ndarray:
+            whole = np.full(len(mask), other, array.dtype)
+            whole[mask] = array[:learned]
+            return whole
+
+        return replace(
+            sample,
+            response_ids=ids,
+            loss_mask=mask,
+            logprobs=among(sample.logprobs, np.nan),
+            versions=among(sample.versions, -(10**6)),
+            per_token={name: among(array, np.nan) for name, array in sample.per_token.items()},
+        )
+
+    return [Group(judged.prompt, tuple(map(spread, judged.samples))) for judged in batch]
+
+
+def without_the_rest(batch: list[Group]) -> list[Group]:
+    """Conversations cut down to the tokens that are learned, as if the others had never been."""
+
+    def bare(sample: Sample) -> Sample:
+        if sample.loss_mask is None:
+            return sample
+        where = np.flatnonzero(sample.loss_mask)
+        return replace(
+            sample,
+            response_ids=sample.response_ids[where],
+            loss_mask=None,
+            logprobs=sample.logprobs[where],
+            versions=sample.versions[where],
+            per_token={name: array[where] for name, array in sample.per_token.items()},
+        )
+
+    return [Group(judged.prompt, tuple(map(bare, judged.samples))) for judged in batch]
+
+
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     **{name: recipes.get(name) for name in recipes.NAMES if recipes.get(name).critic is None},
     # where the recipe's own numbers are for long answers, those that make a difference to short ones
@@ -136,20 +188,24 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 def sample_by_sample(
     net: PreTrainedModel, algorithm: AlgorithmSpec, batch: list[Group], before: PreTrainedModel | None = None
 ) -> Tensor:
-    """The mean loss of an algorithm, one sample after the other; `before` is the net as the batch met it."""
-    gains, counts = _gains(algorithm, batch)
+    """The mean loss of an algorithm, one sample after the other; `before` is the net as the batch met it. The net reads
+    whole conversations, and the algorithm sees their learned tokens alone."""
+    bare = without_the_rest(batch)
+    gains, counts = _gains(algorithm, bare)
     total = LossSum(torch.zeros(()), torch.zeros((), dtype=torch.float64))
-    for sample, gain, counted in zip([s for g in batch for s in g.scored], gains, counts, strict=True):
+    said = [s for g in batch for s in g.scored]
+    for whole, sample, gain, counted in zip(said, [s for g in bare for s in g.scored], gains, counts, strict=True):
         if not counted:
             continue
-        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]])
-        places = slice(len(sample.prompt.token_ids) - 1, ids.shape[1] - 1)
+        ids = torch.tensor([[*whole.prompt.token_ids, *whole.response_ids]])
+        places = torch.arange(len(whole.prompt.token_ids) - 1, ids.shape[1] - 1)
+        places = places if whole.loss_mask is None else places[torch.tensor(whole.loss_mask)]
         spread = torch.log_softmax(net(ids).logits[0, places] / sample.temperature, dim=-1)
         logprobs = spread.gather(1, torch.tensor(sample.response_ids)[:, None]).T
         now, engine = logprobs.detach(), torch.tensor(sample.logprobs)[None]
         if before is not None:
-            (found,) = logprobs_of(before, Group(sample.prompt, (sample,)))
-            now = torch.tensor(found)[None]
+            (found,) = logprobs_of(before, Group(whole.prompt, (whole,)))
+            now = torch.tensor(found if whole.loss_mask is None else found[whole.loss_mask])[None]
         micro_batch = MicroBatch(
             logprobs,
             torch.ones_like(logprobs, dtype=torch.bool),
@@ -197,6 +253,7 @@ def _gains(algorithm: AlgorithmSpec, batch: list[Group]) -> tuple[list[Tensor], 
             logprobs=table("logprobs"),
             ref_logprobs=table("ref_logprobs"),
             teacher_logprobs=table("teacher_logprobs"),
+            values=table("values") if algorithm.critic is not None else None,
         ),
     )
     gains = [

@@ -108,6 +108,26 @@ def test_advantages_of_tokens_and_further_columns_stand_there_too():
     assert elsewhere.lengths == packed.lengths
 
 
+def test_tokens_outside_the_mask_are_read_and_not_predicted():
+    mask = np.array([False, True, False, True, False, False])
+    conversation = replace(sample([5, 6], [7, 8, 9, 3, 4, 2]), loss_mask=mask)
+    row = Row.of(conversation, np.array([0.5, -0.5], np.float32), {"versions": np.array([3, 4], np.int32)})
+    packed = pack([row, Row.of(sample([5, 6], [1]), 2.0, {"versions": np.array([5], np.int32)})])
+    assert packed.ids.tolist() == [5, 6, 7, 8, 9], "what follows the last learned token predicts none"
+    assert packed.predicting().tolist() == [2, 4, 1]
+    assert packed.targets.tolist() == [8, 3, 1]
+    assert packed.advantages.tolist() == [0.5, -0.5, 2]
+    np.testing.assert_allclose(packed.old_logprobs, [-0.8, -0.3, -0.1], rtol=1e-6)
+    assert packed.sequences.tolist() == [0, 0, 1]
+    assert packed.columns["versions"].tolist() == [3, 4, 5]
+    assert packed.mask.tolist() == [True] * 3
+
+
+def test_a_response_that_teaches_nothing_is_not_read():
+    packed = pack([Row(ids(5, 6), ids(7, 8), loss_mask=np.zeros(2, bool)), Row(ids(1), ids(2))])
+    assert (packed.ids.tolist(), packed.lengths, packed.targets.tolist()) == ([5, 6, 1], (2, 1), [2])
+
+
 def test_greedy_logprobs_are_at_temperature_one():
     assert Row.of(sample([1], [2], 0.0), 1.0).temperature == 1.0
 

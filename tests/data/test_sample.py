@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.sample import Example, Group, Prompt, Sample, Segment
 
 
 def group(lengths, *, prompt=None, outcomes=("ok", "truncated", "timeout")):
@@ -18,7 +18,7 @@ def group(lengths, *, prompt=None, outcomes=("ok", "truncated", "timeout")):
         Sample(
             prompt or asked, i, np.arange(n), np.arange(n, dtype=np.float32) / 7, np.full(n, i, np.int32), f"text {i}",
             i % 2 == 0, 0.5, None if i % 3 == 2 else 0.25 * i, outcomes[i % 3], {"part": 0.5 * i}, f"x{i}", f"note {i}",
-            {"values": np.arange(n, dtype=np.float32) - i},
+            {"values": np.arange(n, dtype=np.float32) - i}, np.arange(n) % 2 == 0 if i % 2 else None,
         )
         for i, n in enumerate(lengths)
     ]  # fmt: skip
@@ -72,3 +72,48 @@ def test_what_is_said_of_tokens_is_added_to_what_was_said_before():
     assert told.samples[1].per_token["ref_logprobs"].dtype == np.float32
     with pytest.raises(ValueError, match=r"ref_logprobs \[3\] must be one number per token of the response, \[2\]"):
         group([2]).told("ref_logprobs", [np.zeros(3)])
+
+
+def conversation():
+    spoken = Segment(np.array([5, 6]), np.array([-0.5, -1.0], np.float32), np.array([3, 4], np.int32))
+    tool, last = Segment(np.array([7, 8, 9])), Segment(np.array([1]), np.array([-2.0]), np.array([4]))
+    return Sample.of_segments(Prompt(7, np.arange(3)), 2, [spoken, tool, last], text="so", truncated=False, reward=1.0)
+
+
+def test_segments_make_a_conversation_of_which_only_what_was_generated_is_learned():
+    made = conversation()
+    assert made.response_ids.tolist() == [5, 6, 7, 8, 9, 1]
+    assert made.loss_mask.tolist() == [True, True, False, False, False, True]
+    assert made.learned_tokens == 3
+    assert made.column("logprobs").tolist() == [-0.5, -1.0, -2.0]
+    assert made.column("versions").tolist() == [3, 4, 4]
+    assert (made.response_ids.dtype, made.logprobs.dtype, made.versions.dtype) == (np.int64, np.float32, np.int32)
+    assert (made.index, made.text, made.reward) == (2, "so", 1.0)
+    assert made.judged(0.5, "ok", scores={}).loss_mask is made.loss_mask
+    empty = Sample.of_segments(Prompt(7, np.arange(3)), 0, [], text="", truncated=True)
+    assert (len(empty.response_ids), empty.learned_tokens) == (0, 0)
+
+
+def test_what_is_said_of_learned_tokens_alone_stands_at_them():
+    made = conversation()
+    (told,) = Group(made.prompt, (made,)).told("values", [np.array([0.1, 0.2, 0.3])]).samples
+    np.testing.assert_allclose(told.per_token["values"], [0.1, 0.2, np.nan, np.nan, np.nan, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(told.column("values"), [0.1, 0.2, 0.3], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"values \[4\] must be one number per token of the response, \[6\]"):
+        Group(made.prompt, (made,)).told("values", [np.zeros(4)])
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "versions"), [(np.zeros(2), None), (None, np.zeros(2)), (np.zeros(1), np.zeros(2))]
+)
+def test_a_segment_known_in_part_is_refused(logprobs, versions):
+    with pytest.raises(ValueError, match="a segment of 2 tokens needs as many"):
+        Sample.of_segments(Prompt(0, np.arange(3)), 0, [Segment(np.arange(2), logprobs, versions)], text="")
+
+
+@pytest.mark.parametrize("mask", [np.array([1, 0]), np.array([True]), np.array([[True, False]])])
+def test_a_mask_that_is_none_is_refused(mask):
+    with pytest.raises(ValueError, match=r"loss_mask .* must be bool, one per token of the response \[2\]"):
+        Sample(Prompt(0, np.arange(3)), 0, np.arange(2), np.zeros(2), np.zeros(2), "", False, loss_mask=mask)
+    with pytest.raises(ValueError, match="an example: loss_mask"):
+        Example(np.arange(3), np.arange(2), mask)

@@ -23,7 +23,6 @@ from rlinf.training.text.requirements import (
     REFERENCE,
     TEACHER,
     VALUES,
-    VERSIONS,
     asks_rewards_alone,
     check_told,
     columns_of,
@@ -37,7 +36,7 @@ class Lesson:
     rows: list[list[Row]] = field(default_factory=list)
     """Of each group, the samples that give a gradient."""
     advantages: list[float | np.ndarray] = field(default_factory=list)
-    """Of each scored sample, or of its tokens [response], those that give no gradient included."""
+    """Of each scored sample, or of its learned tokens [learned], those that give no gradient included."""
     rewards: list[float] = field(default_factory=list)
     """Of each scored sample, after shaping."""
 
@@ -73,11 +72,11 @@ def lesson_of(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[
         gains = found.values.tolist()
     else:
         gains = [
-            gain[: len(sample.response_ids)] for gain, sample in zip(found.values.float().numpy(), samples, strict=True)
+            gain[: sample.learned_tokens] for gain, sample in zip(found.values.float().numpy(), samples, strict=True)
         ]
     names = columns_of(spec) - later
     rows: list[Row | None] = [
-        Row.of(sample, gain, {name: column(sample, name) for name in names} if names else None)
+        Row.of(sample, gain, {name: sample.column(name) for name in names} if names else None)
         for sample, gain in zip(samples, gains, strict=True)
     ]
     if spec.truncated == "mask":
@@ -88,7 +87,8 @@ def lesson_of(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[
 
 
 def answers_of(groups: Sequence[Group]) -> Answers:
-    """The scored samples of groups as tensors, in their order, with what other roles said of their tokens.
+    """The scored samples of groups as tensors, in their order, with what other roles said of their learned tokens; the
+    other tokens are not there, so nothing that is computed of answers depends on them.
 
     Args:
         groups: judged, with at least one scored sample.
@@ -102,14 +102,14 @@ def answers_of(groups: Sequence[Group]) -> Answers:
 
 def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, tokens: bool) -> Answers:
     """The same of each group's scored samples, which `samples` has in one list; without `tokens`, rewards alone."""
-    lengths = np.array([len(sample.response_ids) for sample in samples])
+    lengths = np.array([sample.learned_tokens for sample in samples])
     mask = np.arange(lengths.max()) < lengths[:, None]
 
     def padded(name: str) -> Tensor | None:
         if name != "logprobs" and not all(name in sample.per_token for sample in samples):
             return None
         table = np.zeros(mask.shape, np.float32)
-        table[mask] = np.concatenate([column(sample, name) for sample in samples])
+        table[mask] = np.concatenate([sample.column(name) for sample in samples])
         return torch.from_numpy(table)
 
     said = {name: padded(name) for name in ("logprobs", REFERENCE, TEACHER, VALUES)} if tokens else {}
@@ -120,12 +120,3 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         truncated=torch.tensor([sample.truncated for sample in samples]),
         **said,
     )
-
-
-def column(sample: Sample, name: str) -> np.ndarray:
-    """What is known of each token of a sample under that name, [response].
-
-    Raises:
-        KeyError: nothing is.
-    """
-    return getattr(sample, name) if name in ("logprobs", VERSIONS) else sample.per_token[name]

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from rlinf.data.sample import Group, Sample
 
 Advantages = Sequence[float | np.ndarray]
-"""Of each scored sample, or of its tokens, [response]."""
+"""Of each scored sample, or of its learned tokens, [learned]."""
 _OUTCOMES = ("ok", "truncated", "timeout", "error")
 
 
@@ -23,7 +23,8 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
     """Metrics of a batch; samples without a reward, and groups without a scored sample, count only as outcomes.
 
     Args:
-        groups: judged, with at least one scored sample.
+        groups: judged, with at least one scored sample. `response_length` counts generated tokens, `tokens` everything
+            that is read.
         version: of the weights that the batch met.
         shaped: rewards of the scored samples after shaping; None if there is none.
     """
@@ -32,9 +33,10 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
     learned = [group for group in groups if group.scored]
     samples = [sample for group in learned for sample in group.scored]
     rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
-    lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+    lengths = torch.tensor([sample.learned_tokens for sample in samples], dtype=torch.float64)
+    read = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
     uniform = sum(len(set(group.rewards)) == 1 for group in learned)
-    ages = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
+    ages = version - np.concatenate([sample.column("versions") for sample in samples]).astype(np.int64)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
@@ -47,7 +49,7 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
         "groups": float(len(learned)),
         "groups/uniform": uniform / len(learned),
         "samples": float(len(samples)),
-        "tokens": float(lengths.sum()) + sum(len(sample.prompt.token_ids) for sample in samples),
+        "tokens": float(read),
         "response_tokens": float(lengths.sum()),
         **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
         **_distances(samples),
@@ -58,8 +60,8 @@ def _distances(samples: Sequence[Sample]) -> dict[str, float]:
     """How far the policy that sampled is from others that looked at its tokens, k1 of `kl.estimate`, nats per token."""
     told = {}
     for metric, column in (("kl", "ref_logprobs"), ("teacher/kl", "teacher_logprobs")):
-        if all(column in sample.per_token for sample in samples) and any(len(sample.logprobs) for sample in samples):
-            apart = np.concatenate([sample.logprobs - sample.per_token[column] for sample in samples])
+        if all(column in sample.per_token for sample in samples) and any(sample.learned_tokens for sample in samples):
+            apart = np.concatenate([sample.column("logprobs") - sample.column(column) for sample in samples])
             told[metric] = float(apart.astype(np.float64).mean())
     return told
 
@@ -91,8 +93,8 @@ def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, ver
 
     Returns:
         The file with tokens, log-probs, advantages, and what other roles said of tokens, flat, with `lengths` of each
-        scored sample's prompt and response (`nan_step_<version>.safetensors`; advantages are of samples, or of tokens);
-        beside it one of JSON has texts, rewards and all else.
+        scored sample's prompt and response (`nan_step_<version>.safetensors`; advantages are of samples, or of the
+        tokens that `loss_mask` is true for); beside it one of JSON has texts, rewards and all else.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"nan_step_{version}.safetensors"
@@ -102,6 +104,7 @@ def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, ver
         "response_ids": np.concatenate([sample.response_ids for sample in samples]).astype(np.int64),
         "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
         "advantages": np.concatenate([np.atleast_1d(advantage) for advantage in advantages]).astype(np.float32),
+        "loss_mask": np.concatenate([_mask(sample) for sample in samples]),
         "lengths": np.array([[len(sample.prompt.token_ids), len(sample.response_ids)] for sample in samples], np.int64),
     }
     for name in samples[0].per_token:
@@ -114,8 +117,15 @@ def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, ver
     return path
 
 
+def _mask(sample: Sample) -> np.ndarray:
+    return np.ones(len(sample.response_ids), bool) if sample.loss_mask is None else sample.loss_mask
+
+
 def _shown(sample: Sample, advantage: float | np.ndarray | None) -> dict[str, Any]:
-    versions = [int(sample.versions.min()), int(sample.versions.max())] if len(sample.versions) else []
+    if isinstance(advantage, np.ndarray):  # an answer without a learned token has none
+        advantage = float(advantage.mean()) if advantage.size else None
+    ages = sample.column("versions")
+    versions = [int(ages.min()), int(ages.max())] if len(ages) else []
     return {
         "prompt_id": sample.prompt.id,
         "index": sample.index,
@@ -126,8 +136,8 @@ def _shown(sample: Sample, advantage: float | np.ndarray | None) -> dict[str, An
         "outcome": _outcome(sample),
         "scores": dict(sample.scores),
         "remark": sample.remark,
-        "advantage": float(advantage.mean()) if isinstance(advantage, np.ndarray) and advantage.size else advantage,
-        "length": len(sample.response_ids),
+        "advantage": advantage,
+        "length": sample.learned_tokens,
         "versions": versions,
     }
 

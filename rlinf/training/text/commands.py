@@ -25,7 +25,7 @@ class Learn:
     keep: bool = False
     """It comes once more, as `Again`."""
     kept: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What was found out about its tokens when it came first, on the device, float32 [response tokens] each."""
+    """What was found out about its tokens when it came first, on the device, float32 [learned] each."""
     _packed: Packed | None = field(default=None, init=False)
 
     def packed(self) -> Packed:
@@ -48,7 +48,7 @@ class Again:
 
 @dataclass(slots=True, eq=False)
 class Score:
-    """Say something of every response token of these rows."""
+    """Say something of every learned token of these rows."""
 
     __plain__: ClassVar[bool] = True
 
@@ -57,9 +57,9 @@ class Score:
     columns: tuple[str, ...]
     """What to say: names in `Sample.per_token`."""
     tokens: tuple[int, ...]
-    """Response tokens of each rank in this round."""
+    """Learned tokens of each rank in this round."""
     told: Callable[[Sequence[np.ndarray]], None] | None = None
-    """On rank 0, takes what all ranks found, float32 [columns, its response tokens] of each."""
+    """On rank 0, takes what all ranks found, float32 [columns, its learned tokens] of each."""
 
     def packed(self) -> Packed:
         """The rows as tensors."""

@@ -27,7 +27,8 @@ _FAILED = ("timeout", "error")
 
 
 class Scoring:
-    """One pass over groups. Samples whose judging failed are left out: nobody learns from them, so they get NaN.
+    """One pass over groups. What nobody learns from gets NaN: tokens outside the loss mask, and samples whose judging
+    failed.
 
     Args:
         ranks: how many share the work.
@@ -74,11 +75,11 @@ class Scoring:
         yield from map(self._order, self._cutter.close())
 
     def _order(self, dealt: Round) -> tuple[Score, ...]:
-        tokens = tuple(sum(len(row.response_ids) for row in rows) for rows in dealt)
+        tokens = tuple(sum(row.learned for row in rows) for rows in dealt)
 
         def told(found: Sequence[np.ndarray]) -> None:
             for rows, numbers in zip(dealt, found, strict=True):
-                ends = np.cumsum([len(row.response_ids) for row in rows])[:-1]
+                ends = np.cumsum([row.learned for row in rows])[:-1]
                 self._found.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
             self._release()
 
@@ -89,7 +90,7 @@ class Scoring:
         while self._waiting and all(row is None or row in self._found for row in self._waiting[0][1]):
             group, rows = self._waiting.popleft()
             found = [
-                np.full((len(self._columns), len(sample.response_ids)), np.nan, np.float32)
+                np.full((len(self._columns), sample.learned_tokens), np.nan, np.float32)
                 if row is None
                 else self._found.pop(row)
                 for sample, row in zip(group.samples, rows, strict=True)
@@ -103,12 +104,12 @@ def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None) -> li
     """What every rank scored in a round: a collective.
 
     Args:
-        mine: of this rank, float32 [columns, response tokens].
-        tokens: response tokens of each rank.
+        mine: of this rank, float32 [columns, learned tokens].
+        tokens: learned tokens of each rank.
         mesh: the ranks; None for one.
 
     Returns:
-        Of each rank, float32 [columns, its response tokens].
+        Of each rank, float32 [columns, its learned tokens].
     """
     if mesh is None or mesh.size() == 1:
         return [mine.float().cpu().numpy()]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from rlinf.algos.apply import loss_of
@@ -34,8 +33,8 @@ def policy_loss(
     Args:
         spec: the algorithm.
         batch: the samples.
-        logprobs, entropy: of the policy being trained, nats, [response tokens].
-        kept: columns beside those of `batch`, float32 [response tokens] each.
+        logprobs, entropy: of the policy being trained, nats, [learned].
+        kept: columns beside those of `batch`, float32 [learned] each.
         version: of the weights being trained, before the update.
 
     Raises:
@@ -48,7 +47,7 @@ def policy_loss(
         spec,
         MicroBatch(
             logprobs,
-            torch.ones_like(logprobs, dtype=torch.bool),
+            batch.mask,
             old_logprobs=batch.old_logprobs if spec.correction is None else columns.get(PROXIMAL),
             advantages=batch.advantages,
             sequences=batch.sequences,

@@ -143,8 +143,8 @@ class PolicyOrders:
                 f"train: none of {len(self.groups)} groups has a reward, their outcomes are {outcomes}: look at the "
                 "samples' remarks for why judging failed"
             )
-        if not any(len(sample.response_ids) for sample in samples):
-            raise ValueError("train: there is not one token to learn from: every response was empty")
+        if not any(sample.learned_tokens for sample in samples):
+            raise ValueError("train: there is not one token to learn from: every response was empty or masked")
         if not any(self.lesson.rows):
             raise ValueError(
                 f"train: the length limit cut all {len(samples)} answers, and `truncated: mask` learns from none of "
@@ -161,8 +161,8 @@ async def answer_orders(
         ValueError: a batch has nothing to learn.
     """
     async for batch in each(batches):
-        rows = [Row(example.prompt_ids, example.response_ids) for example in batch]
-        if not any(len(row.response_ids) for row in rows) or not all(len(row.prompt_ids) for row in rows):
+        rows = [Row(one.prompt_ids, one.response_ids, loss_mask=one.loss_mask) for one in batch]
+        if not any(row.learned for row in rows) or not all(len(row.prompt_ids) for row in rows):
             raise ValueError("sft: a batch has not one token to learn from, or an example without a prompt")
         cutter = Rounds(ranks, budget)
         for learn in _learn([*cutter.push(rows), *cutter.close()], compare=False):

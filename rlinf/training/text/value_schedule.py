@@ -50,7 +50,7 @@ class ValueOrders:
         self._groups = groups
         self.rows = value_rows(groups, spec)
         """Of each group, the answers to learn from, with columns `values` and `returns`."""
-        if not any(len(row.response_ids) for rows in self.rows for row in rows):
+        if not any(row.learned for rows in self.rows for row in rows):
             raise ValueError(
                 f"critic.train: among {len(groups)} groups there is not one answer with a reward and a token to learn "
                 "from: look at the samples' outcomes and remarks"
@@ -78,7 +78,7 @@ class ValueOrders:
                 yield (Step(),) * ranks
 
     def _parts(self, minibatches: int, seed: tuple[int, ...]) -> Iterator[list[Row]]:
-        groups = [rows for rows in self.rows if any(len(row.response_ids) for row in rows)]
+        groups = [rows for rows in self.rows if any(row.learned for row in rows)]
         count = min(minibatches, len(groups))
         drawn = range(len(groups)) if count == 1 else permutation(len(groups), *seed)
         for number in range(count):
@@ -126,11 +126,7 @@ def value_rows(groups: Sequence[Group], spec: AlgorithmSpec) -> list[list[Row]]:
     if found.returns is None:
         raise ValueError(f"critic.train: algorithm {spec.name!r} has an advantage that gives a critic no returns")
     rows = [
-        Row(
-            sample.prompt.token_ids,
-            sample.response_ids,
-            columns={VALUES: sample.per_token[VALUES], RETURNS: returns[: len(sample.response_ids)]},
-        )
+        Row.of(sample, columns={VALUES: sample.column(VALUES), RETURNS: returns[: sample.learned_tokens]})
         if counts
         else None
         for sample, returns, counts in zip(

@@ -62,7 +62,7 @@ def returns_by_hand(reward: float, values: Sequence[float]) -> list[float]:
 
 
 def by_a_plain_loop(net: Any, batch: list[Group]) -> torch.Tensor:
-    """One sample after the other, one token after the other; the mean loss."""
+    """One sample after the other, one learned token after the other; the mean loss."""
 
     def huber(error: torch.Tensor) -> torch.Tensor:
         return error**2 / 2 if abs(error) <= DELTA else DELTA * (error.abs() - DELTA / 2)
@@ -70,11 +70,11 @@ def by_a_plain_loop(net: Any, batch: list[Group]) -> torch.Tensor:
     total, count = torch.zeros(()), 0
     for group in batch:
         for sample in group.scored:
-            said = sample.per_token["values"].tolist()
+            mask = np.ones(len(sample.response_ids), bool) if sample.loss_mask is None else sample.loss_mask
+            said = sample.per_token["values"][mask].tolist()
             came = returns_by_hand(float(sample.reward or 0.0), said)
-            for new, old, target in zip(
-                plain_values(net, sample.prompt.token_ids, sample.response_ids), said, came, strict=True
-            ):
+            found = plain_values(net, sample.prompt.token_ids, sample.response_ids)[torch.tensor(mask)]
+            for new, old, target in zip(found, said, came, strict=True):
                 held = old + (new - old).clamp(-CLIP, CLIP)
                 total = total + torch.maximum(huber(new - target), huber(held - target))
                 count += 1

@@ -120,8 +120,8 @@ class Packed:
         return torch.ones(self.targets.shape, dtype=torch.bool, device=self.targets.device)
 
     def predicting(self) -> Tensor:
-        """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of every
-        answer to it."""
+        """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of
+        every answer to it."""
         return self.kept if self.places is None else self.places.index_select(0, self.kept)
 
     def to(self, device: torch.device) -> Packed:

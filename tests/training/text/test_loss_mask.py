@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlinf import ActorSystem
 from rlinf.actors.reference import Reference
-from rlinf.algos import recipes, spec
+from rlinf.algos import recipes
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.sample import Example, Group
 from rlinf.models.language.build import build_model
@@ -28,8 +28,8 @@ from tests.actors.watched import Watched
 
 BATCH = toys.conversations(critics.told(toys.told(toys.groups(6))))
 ALGORITHMS = toys.ALGORITHMS | {
-    "ppo": spec.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.8}}),
-    "ppo, kl in the reward": spec.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.2}}),
+    "ppo": recipes.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.8}}),
+    "ppo, kl in the reward": recipes.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.2}}),
 }
 MASKED = [sample for judged in BATCH for sample in judged.scored if sample.loss_mask is not None]
 
@@ -145,7 +145,7 @@ async def test_a_trainer_learns_of_conversations_what_it_learns_of_their_learned
         return
     plain = toys.model()
     plain.load_state_dict(began, strict=False)
-    toys.sample_by_sample(plain, spec.get("async_grpo"), BATCH).backward()
+    toys.sample_by_sample(plain, recipes.get("async_grpo"), BATCH).backward()
     assert toys.furthest((await trainer.inspect())["gradients"][0], toys.gradients(plain)) < 1e-5
 
 

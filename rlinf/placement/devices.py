@@ -97,26 +97,6 @@ class Cluster:
         object.__setattr__(self, "_by_label", {group.label: group for group in self.groups})
 
     @classmethod
-    def uniform(
-        cls, devices: int, *, per_node: int | None = None, kind: str = "gpu", memory: int | None = None
-    ) -> Cluster:
-        """Return a cluster of equal nodes.
-
-        Args:
-            devices: of the whole cluster; the last node has what is left over.
-            per_node: devices of a node; None: all on one node.
-            kind: of every device.
-            memory: bytes of every device.
-
-        Raises:
-            ValueError: a number is below 1.
-        """
-        width = devices if per_node is None else per_node
-        if devices < 1 or width < 1:
-            raise ValueError(f"a cluster needs at least one device, and one per node: got {devices} and {width}")
-        return cls.declared([{kind: min(width, devices - start)} for start in range(0, devices, width)], {kind: memory})
-
-    @classmethod
     def declared(
         cls,
         nodes: Sequence[Mapping[str, int]],

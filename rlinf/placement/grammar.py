@@ -90,47 +90,6 @@ def parse(text: str, available: int, *, key: str = "placement") -> tuple[tuple[i
     return tuple(placed[rank] for rank in sorted(placed))
 
 
-def render(processes: Sequence[Sequence[int]]) -> str:
-    """Write a placement string that `parse` reads back as these processes.
-
-    Args:
-        processes: per process its resource ranks; adjoining ranks, and no rank in two different blocks.
-
-    Raises:
-        ValueError: no string says this.
-    """
-    parts: list[str] = []
-    first, count = 0, len(processes)
-    while first < count:
-        last, width = first + 1, len(processes[first])
-        if width == 1:  # several processes on one resource
-            while last < count and tuple(processes[last]) == tuple(processes[first]):
-                last += 1
-        share = last - first
-        if share == 1 and width == 1:
-            while last < count and _follows(processes, last) and not _shared(processes, last):
-                last += 1
-        resources = [rank for process in processes[first:last] for rank in process]
-        text = _range_text(min(resources), max(resources))
-        explicit = width > 1 or share > 1
-        parts.append(f"{text}:{_range_text(first, last - 1)}" if explicit else text)
-        first = last
-    text = ",".join(parts)
-    wanted = tuple(tuple(process) for process in processes)
-    highest = max((rank for process in wanted for rank in process), default=-1)
-    if not wanted or parse(text, highest + 1) != wanted:
-        raise ValueError(f"no placement string gives these resources to processes in order: {wanted}")
-    return text
-
-
-def _follows(processes: Sequence[Sequence[int]], index: int) -> bool:
-    return len(processes[index]) == 1 and processes[index][0] == processes[index - 1][0] + 1
-
-
-def _shared(processes: Sequence[Sequence[int]], index: int) -> bool:
-    return index + 1 < len(processes) and tuple(processes[index + 1]) == tuple(processes[index])
-
-
 def _range_text(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 

@@ -1,5 +1,6 @@
 """Placement strings: what they mean, and that every mistake is shown at its place with what to write instead."""
 
+import itertools
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlinf.placement.assignments import assign
 from rlinf.placement.devices import Cluster, NodeGroup
-from rlinf.placement.grammar import PlacementError, parse, render
+from rlinf.placement.grammar import PlacementError, parse
 
 
 def test_the_documented_example_gives_each_process_its_resources():
@@ -95,10 +96,20 @@ def placements(draw):
     return tuple(processes), resource + draw(st.integers(0, 3))
 
 
+def written(processes):
+    """A placement string, with a segment for each process or for several with the same resources."""
+    parts, rank = [], 0
+    for resources, alike in itertools.groupby(processes):
+        count = len(list(alike))
+        parts.append(f"{resources[0]}-{resources[-1]}:{rank}-{rank + count - 1}")
+        rank += count
+    return ",".join(parts)
+
+
 @given(placements())
-def test_what_is_rendered_is_read_back_the_same(case):
+def test_what_is_written_is_read_back_the_same(case):
     processes, available = case
-    assert parse(render(processes), available) == processes
+    assert parse(written(processes), available) == processes
 
 
 @given(st.text(alphabet="0123456789-:, alx", max_size=20), st.integers(0, 12))
@@ -114,7 +125,7 @@ def test_any_text_is_either_a_whole_placement_or_a_placement_error(text, availab
         return
     assert placed
     assert all(process and set(process) <= set(range(available)) for process in placed)
-    assert parse(render(placed), available) == placed
+    assert parse(written(placed), available) == placed
 
 
 MIXED = Cluster.declared(
@@ -192,8 +203,8 @@ def test_a_cluster_without_devices_is_counted_by_nodes():
     assert [resource.node for resource in Cluster.declared([{}, {}]).resources()] == [0, 1]
 
 
-def test_uniform_fills_nodes_in_order():
-    cluster = Cluster.uniform(10, per_node=4, memory=5)
+def test_devices_are_numbered_through_the_nodes():
+    cluster = Cluster.declared([{"gpu": 4}, {"gpu": 4}, {"gpu": 2}], {"gpu": 5})
     assert [len(node.devices) for node in cluster.nodes] == [4, 4, 2]
     assert [device.number for device in cluster.devices] == list(range(10))
     assert cluster.kinds == {"gpu": 10}

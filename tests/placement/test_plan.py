@@ -108,7 +108,7 @@ def test_a_file_that_holds_no_plan_says_so(text, words):
         from_yaml(text)
 
 
-CLUSTER = Cluster.uniform(4, memory=80 * GB)
+CLUSTER = Cluster.declared([{"gpu": 4}], {"gpu": 80 * GB})
 
 
 def two(**changes):

@@ -208,7 +208,7 @@ def _why(rows: Sequence[Row], limit: Bound, doubt: float) -> str:
     """One sentence for the first of the modes' best; or two, if it is not the quickest on paper."""
     best, quickest = rows[0], min(rows, key=lambda row: row.seconds)
     if best is quickest:
-        return reason([_plan_row(row, limit) for row in rows], limit)
+        return reason(rows, limit)
     return (
         f"{best.mode} is expected to take {best.expected:,.2f} s and {quickest.mode} {quickest.expected:,.2f} s, as "
         f"costs may be {doubt:.0%} wrong; were they exact, {quickest.mode} would be "
@@ -221,11 +221,6 @@ def _firsts(rows: Sequence[Row]) -> tuple[Row, ...]:
     for row in rows:
         first.setdefault(row.mode, row)
     return tuple(first.values())
-
-
-def _plan_row(row: Row, limit: Bound) -> PlanRow:
-    sizes = {name: len(role.devices) for name, role in row.plan.roles.items()}
-    return PlanRow(row.mode, row.seconds, limit.efficiency(row.seconds), row.bubble, row.peak_bytes, sizes)
 
 
 def _doubt(profile: Profile, workload: Workload, items: int, *, extrapolate: bool) -> float:
@@ -268,49 +263,15 @@ def _nothing_fits(workload: Workload) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """The best plan of one mode."""
+def reason(rows: Sequence[Row], limit: Bound) -> str:
+    """Say in one sentence why the first row is the best, and what keeps it from the bound.
 
-    mode: Mode
-    """How stages share devices."""
-    seconds: float
-    """Of a step, predicted."""
-    efficiency: float
-    """Bound / seconds."""
-    bubble: float
-    """Share of the device-seconds of a step in which a device does no stage's work."""
-    peak_bytes: int
-    """The most that any device holds at any time."""
-    sizes: dict[str, int]
-    """Devices of each stage."""
-
-
-def overview(workload: Workload, found: Mapping[Mode, Found], limit: Bound) -> list[PlanRow]:
-    """Return a row per mode, the quickest first."""
-    return sorted((_mode_row(workload, mode, one, limit) for mode, one in found.items()), key=lambda row: row.seconds)
-
-
-def _mode_row(workload: Workload, mode: Mode, found: Found, limit: Bound) -> PlanRow:
-    everywhere = sum(workload.devices.values())
-    work = sum(leaf.option.devices * leaf.stage.alone(leaf.option, found.chunks) for leaf in leaves(found.tree))
-    made = to_plan(found.tree, workload, found.chunks, None, None)
-    return PlanRow(
-        mode,
-        found.seconds,
-        limit.efficiency(found.seconds),
-        1 - work / (everywhere * found.seconds) if everywhere and found.seconds else 0.0,
-        max((made.peak(device) for device in made.devices), default=0),
-        {leaf.stage.name: leaf.option.devices for leaf in leaves(found.tree)},
-    )
-
-
-def reason(rows: list[PlanRow], limit: Bound) -> str:
-    """Say in one sentence why the first row is the best, and what keeps it from the bound."""
-    if not rows:
-        return "no plan fits"
+    Args:
+        rows: the best plan of each mode, at least one.
+        limit: what no plan could beat.
+    """
     best, *others = rows
-    gap = f"it reaches {best.efficiency:.0%} of the bound, which {limit.binding} sets"
+    gap = f"it reaches {limit.efficiency(best.seconds):.0%} of the bound, which {limit.binding} sets"
     if not others:
         return f"{best.mode} is the only mode that fits; {gap}"
     second = others[0]

@@ -29,7 +29,7 @@ import numpy as np
 from rlinf.runtime.system.observer import Lap
 
 from .bound import Bound, longest_row
-from .lost_time import Losses, split_lanes
+from .lost_time import Losses, split
 from .profile import Footprint, Profile, Release, StageProfile, Timing, save
 from .step_costs import Seen, StageTime, observed, see
 
@@ -234,7 +234,7 @@ def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
     published = [one.seconds for one in profile.sync]
     area = least / count
     limit = Bound(area, longest_row(fastest, seen.edges), 0.0, area, min([seen.sync, *published]))
-    losses = split_lanes(list(seen.lanes.values()), seen.seconds, limit, least=least, expected=expected, tail=seen.tail)
+    losses = split(list(seen.lanes.values()), seen.seconds, limit, least=least, expected=expected, tail=seen.tail)
     return Efficiency(seen.seconds, count, limit, losses)
 
 

@@ -11,35 +11,14 @@ the tail first, then off imbalance and the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
-
-import numpy as np
 
 from .bound import Bound
-from .spans import NEVER, Spans, in_turn, joined, until
+from .spans import NEVER, Spans, in_turn, joined
 
-Span = tuple[float, float]
-"""Start and end in seconds after the start of the step."""
 _UNAVOIDABLE = ("tail", "imbalance", "overhead", "scaling", "switching", "sync", "interference")
 """In this order the parts give up what the bound itself says could not be helped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A device did something for a while."""
-
-    device: int
-    """Its number."""
-    start: float
-    """Seconds after the start of the step."""
-    end: float
-    """The same."""
-    kind: Literal["work", "switch", "sync"]
-    """What; where several overlap on a device, the first of this list counts."""
-    slots: float = 1.0
-    """Share of the engine's slots that were taken, 0 to 1; matters only in the tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +28,7 @@ class Losses:
     imbalance: float
     """Idle while others worked."""
     tail: float
-    """Idle devices and empty slots while the last few items were generated."""
+    """Idle while the last few items were generated."""
     switching: float
     """Loading and parking."""
     sync: float
@@ -77,51 +56,9 @@ class Lane:
     """It loaded or parked."""
     sync: Spans = field(default_factory=lambda: NEVER)
     """It published weights, or took them."""
-    empty: float = 0.0
-    """Seconds of its work in the tail that empty slots of the engine amount to."""
 
 
 def split(
-    intervals: Iterable[Interval],
-    devices: int,
-    seconds: float,
-    limit: Bound,
-    *,
-    least: float,
-    expected: float,
-    tail: Sequence[Span] = (),
-) -> Losses:
-    """Split the time of a step above its bound; see `split_lanes`.
-
-    Args:
-        intervals: what devices 0 … `devices` - 1 did, within 0 … `seconds`; may overlap.
-        devices: N.
-        seconds: T.
-        limit: the bound of this step.
-        least: device-seconds of all stages at their most efficient sizes, N·B1.
-        expected: device-seconds of all stages at the sizes that ran, by the profile.
-        tail: when the last items were generated, e.g. from 95 % done to the end.
-
-    Raises:
-        ValueError: a device or a time lies outside.
-    """
-    did: list[dict[str, list[Span]]] = [{"work": [], "switch": [], "sync": []} for _ in range(devices)]
-    tails, empty = joined(_array(tail)), [0.0] * devices
-    for one in intervals:
-        if not (0 <= one.device < devices and 0 <= one.start <= one.end <= seconds * (1 + 1e-9)):
-            raise ValueError(f"{one} lies outside of {devices} devices and {seconds} s")
-        did[one.device][one.kind].append((one.start, one.end))
-        if one.kind == "work" and one.slots < 1:
-            before, after = until(tails, np.array([one.start, one.end]))
-            empty[one.device] += (1 - one.slots) * float(after - before)
-    lanes = [
-        Lane(**{kind: joined(_array(spans)) for kind, spans in own.items()}, empty=none)
-        for own, none in zip(did, empty, strict=True)
-    ]
-    return split_lanes(lanes, seconds, limit, least=least, expected=expected, tail=tails)
-
-
-def split_lanes(
     lanes: Sequence[Lane],
     seconds: float,
     limit: Bound,
@@ -130,28 +67,33 @@ def split_lanes(
     expected: float,
     tail: Spans = NEVER,
 ) -> Losses:
-    """Split the time of a step above its bound, over the lanes of all its devices; otherwise as `split`."""
+    """Split the time of a step above its bound.
+
+    Args:
+        lanes: what each device did; where several kinds overlap on one, work counts before a switch, that before sync.
+        seconds: T.
+        limit: the bound of this step.
+        least: device-seconds of all stages at their most efficient sizes, N·B1.
+        expected: device-seconds of all stages at the sizes that ran, by the profile.
+        tail: when the last items were generated, e.g. from 95 % done to the end.
+    """
     anywhere = joined(*(lane.work for lane in lanes))
     sums = dict.fromkeys(("work", "switching", "sync", "tail", "imbalance", "overhead"), 0.0)
     for lane in lanes:
         own = in_turn((lane.work, lane.switch, lane.sync, tail, anywhere))
         for name, part in zip(sums, (*own, seconds - sum(own)), strict=True):
             sums[name] += part
-    empty, devices = sum(lane.empty for lane in lanes), len(lanes)
+    devices = len(lanes)
     found = Losses(
         imbalance=sums["imbalance"] / devices,
-        tail=(sums["tail"] + empty) / devices,
+        tail=sums["tail"] / devices,
         switching=sums["switching"] / devices,
         sync=sums["sync"] / devices,
         scaling=(expected - least) / devices,
-        interference=(sums["work"] - empty - expected) / devices,
+        interference=(sums["work"] - expected) / devices,
         overhead=sums["overhead"] / devices,
     )
     return _excused(found, limit.seconds - least / devices)
-
-
-def _array(intervals: Sequence[Span]) -> Spans:
-    return np.array(intervals, np.float64).reshape(-1, 2)
 
 
 def _excused(losses: Losses, seconds: float) -> Losses:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from rlinf.placement.auto.choose import overview, reason
-from rlinf.placement.planner.planner import best_of_each_mode
-from rlinf.placement.profiling.bound import bound
+from rlinf.placement.auto.choose import choose_for, reason
 from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
 
 
@@ -20,23 +18,24 @@ def halves(chunks, switch=0.0):
 
 def test_side_by_side_wins_where_stages_do_not_scale():
     workload = halves(chunks=16, switch=1.0)
-    limit = bound(workload)
-    rows = overview(workload, best_of_each_mode(workload), limit)
+    chosen = choose_for(workload, 16, per_mode=1)
+    rows = chosen.best_of_modes
     assert [row.mode for row in rows] == ["disaggregated", "collocated"]
     best, second = rows
     assert (best.seconds, second.seconds) == (8.5, 18.0)
     assert best.bubble == pytest.approx(1 - 32 / (4 * 8.5))
     assert second.bubble == pytest.approx(1 - 32 / (4 * 18.0))
     assert (best.peak_bytes, second.peak_bytes) == (6, 7)
-    assert best.sizes == {"a": 2, "b": 2}
-    assert reason(rows, limit) == (
+    assert {name: len(role.devices) for name, role in best.plan.roles.items()} == {"a": 2, "b": 2}
+    assert reason(rows, chosen.bound) == chosen.reason == chosen.plan.reason
+    assert chosen.reason == (
         "disaggregated is 112% quicker than collocated, because devices idle 6% of the time instead of 56%; "
         "it reaches 94% of the bound, which area sets"
     )
 
 
-def test_one_mode_and_none_say_so():
+def test_a_single_mode_says_so():
     workload = Workload((Stage("a", (Option(1, 2.0),)),), (), {"gpu": 1})
-    rows = overview(workload, best_of_each_mode(workload), bound(workload))
-    assert reason(rows, bound(workload)).startswith("collocated is the only mode that fits; it reaches 100%")
-    assert reason([], bound(workload)) == "no plan fits"
+    assert choose_for(workload, 16, per_mode=1).reason.startswith(
+        "collocated is the only mode that fits; it reaches 100%"
+    )

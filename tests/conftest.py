@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
-from tests.runtime.programs.jobs import Ranks, Zygote
+from tests import launching
+from tests.runtime.programs.jobs import Ranks
 
 
 class _TorchRandom:
@@ -42,11 +43,9 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def zygotes(tmp_path_factory):
-    """One fork server for the whole session."""
-    server = Zygote(tmp_path_factory.mktemp("ranks"))
-    yield server
-    server.close()
+def zygotes():
+    """One fork server for the whole session, whose processes have imported what runs import."""
+    return launching.server()
 
 
 @pytest.fixture

@@ -1,15 +1,22 @@
-"""Starting runs as a user does, in processes of their own."""
+"""Starting runs in processes of their own: as a user does, or quicker, with their imports done beforehand."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.runtime.programs.jobs import Ranks, Zygote, until
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = "configs/quickstart.yaml"
@@ -18,11 +25,59 @@ TINY = (
     "checkpoint.every=2", "algorithm.prompts_per_step=4", "algorithm.group_size=4", "model.config.hidden_size=16",
     "model.config.intermediate_size=16", "model.config.num_hidden_layers=1",
 )  # fmt: skip
-"""A run of a few seconds, most of which are imports."""
+"""A run of a second or two, after its imports."""
+
+
+@functools.cache
+def server() -> Zygote:
+    """The fork server of all runs; its processes have imported what runs import."""
+    directory = tempfile.TemporaryDirectory(prefix="rlinf-runs-")
+    zygote = Zygote(directory.name, "tests.preloaded")
+    atexit.register(lambda: (zygote.close(), directory.cleanup()))
+    return zygote
+
+
+def start(*arguments: str, processes: int = 0, program: Path = ROOT / "launch.py", **more: Any) -> Ranks:
+    """Begin launch.py, or another program, in one process or as that many ranks, all of them forked off `server`.
+
+    They share the server's seed of hashes, and are no children of torchrun: what is about either is to use `command`.
+    """
+    return server().run(program, processes, *arguments, **{"PYTHONPATH": "", **more})
+
+
+def launch(*arguments: str, expect: int = 0, timeout: float = 110, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`start` and wait for its end: what all ranks said, and the first exit code that is not 0."""
+    ranks = start(*arguments, **more)
+    try:
+        codes = ranks.codes(timeout)
+    finally:
+        ranks.end()
+    said, complained = ("".join(map(text, range(len(codes)))) for text in (ranks.printed, ranks.complained))
+    code = next(filter(None, codes), 0)
+    assert code == expect, said + complained
+    return subprocess.CompletedProcess(arguments, code, said, complained)
+
+
+def killed(when: Callable[[], bool], *arguments: str, processes: int = 0, later: float = 0.0) -> None:
+    """Start a run, and kill all of it `later` seconds after `when` has come true."""
+    ranks = start(*arguments, processes=processes)
+    try:
+        until(lambda: ranks.ended() or when(), "the moment to kill it", 100)
+        assert not ranks.ended(), ranks.everything()
+        time.sleep(later)
+    finally:
+        ranks.end()
+    ranks.codes()
+
+
+def steps_noted(run: Path) -> int:
+    """How many lines a run has written of its steps."""
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 def command(*arguments: str, processes: int = 0) -> list[str]:
-    """The command line of launch.py, by torchrun if `processes` are given."""
+    """The command line of launch.py as a user types it, by torchrun if `processes` are given."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"] if processes else []
     return [sys.executable, *torchrun, str(ROOT / "launch.py"), *arguments]
 
@@ -32,18 +87,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **more}
 
 
-def launch(
-    *arguments: str, processes: int = 0, expect: int = 0, timeout: float = 110, cwd: Path = ROOT, **more: str
+def typed(
+    *arguments: str, processes: int = 0, expect: int = 0, timeout: float = 110, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run launch.py to its end."""
+    """Run `command` to its end, imports and all."""
     done = subprocess.run(
         command(*arguments, processes=processes),
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import QUICKSTART, ROOT, TINY, environment, launch, metrics_of
+from tests.launching import QUICKSTART, ROOT, TINY, launch, metrics_of
 from tests.stand_in import save_model, save_problems
 
 pytestmark = pytest.mark.slow
 
 
 def rlinf(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlinf", *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
+    return launch(*arguments, program=ROOT / "rlinf" / "__main__.py", expect=expect)
 
 
 def test_a_saved_model_scores_what_it_scored_at_the_end_of_training(tmp_path):

@@ -20,7 +20,7 @@ from rlinf.cli.validate import load_config
 from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.metrics import MetricsFile, ProgressTable
-from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of
+from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, start, steps_noted, typed
 from tests.runtime.programs.jobs import descendants, until
 
 NEVER_NEEDED = ("torch", "transformers", "tokenizers", "numpy")
@@ -159,7 +159,7 @@ def check_run_directory(path: Path) -> None:
 def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}")
+    done = typed("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}")
     check_run_directory(tmp_path / "quickstart")
     assert "rollout, judge, trainer in one process" in done.stdout
     assert "accuracy on 20 held-out problems" in done.stdout
@@ -173,7 +173,7 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
-    done = launch("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}", processes=2)
+    done = typed("--config", QUICKSTART, *TINY, f"output_dir={tmp_path}", processes=2)
     check_run_directory(tmp_path / "quickstart")
     assert "rollout on host 0, judge on host 0, trainer on host 1" in done.stdout
     assert done.stdout.count("accuracy on 20 held-out problems") == 1, "one rank speaks for all"
@@ -184,7 +184,7 @@ def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
 @pytest.mark.torchrun
 @pytest.mark.parametrize("wrong", ["sft.stpes=1", "placement.trainer=2", "model.config.hiden_size=8"])
 def test_under_torchrun_a_mistake_is_printed_once_and_fails_the_job(tmp_path, wrong):
-    done = launch("--config", QUICKSTART, wrong, f"output_dir={tmp_path}", processes=2, expect=1)
+    done = typed("--config", QUICKSTART, wrong, f"output_dir={tmp_path}", processes=2, expect=1)
     assert done.stderr.count("1 problem in the configuration; nothing was started.") == 1
     assert f"{wrong.partition('=')[0]}" in done.stderr
     assert "exitcode  : 2" in done.stderr
@@ -194,8 +194,8 @@ def test_under_torchrun_a_mistake_is_printed_once_and_fails_the_job(tmp_path, wr
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_help_and_dry_run_are_printed_once_under_torchrun():
-    assert launch("--help", processes=2).stdout.count("usage:") == 1
-    assert launch("--config", QUICKSTART, "--dry-run", processes=2).stdout.count("# Roles: 2 processes") == 1
+    assert typed("--help", processes=2).stdout.count("usage:") == 1
+    assert typed("--config", QUICKSTART, "--dry-run", processes=2).stdout.count("# Roles: 2 processes") == 1
 
 
 FLOW = """
@@ -219,11 +219,7 @@ async def {name}(step, rollout, judge{more}):
 def test_a_flow_of_ones_own_in_the_current_directory(tmp_path, name, more, end, expect, said):
     (tmp_path / "own_flow.py").write_text(FLOW.format(name=name, more=more, end=end))
     arguments = ["--config", str(ROOT / QUICKSTART), *TINY, f"flow=own_flow.{name}", "steps=1", "sft.steps=0"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *arguments, "checkpoint.every=0"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == expect, done.stdout + done.stderr
+    done = launch(*arguments, "checkpoint.every=0", expect=expect, cwd=tmp_path)
     assert said in done.stdout + done.stderr
     assert ("Traceback" in done.stderr) == (expect == 1), "a bug keeps its traceback, a mistake in the input has none"
 
@@ -271,15 +267,8 @@ def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_without_a_traceback(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "launch.py", "--config", QUICKSTART, *TINY, "steps=100000", f"output_dir={tmp_path}"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    metrics = tmp_path / "quickstart" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text()):
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode not in (0, None)
-    assert "Traceback" not in err
+    run = start("--config", QUICKSTART, *TINY, "steps=100000", f"output_dir={tmp_path}")
+    until(lambda: steps_noted(tmp_path / "quickstart"), "the first step", 90)
+    run.kill(0, signal.SIGINT)
+    assert run.code(0, 20) == 130
+    assert "Traceback" not in run.complained(0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of
+from tests.launching import QUICKSTART, ROOT, TINY, launch, metrics_of
 from tests.stand_in import save_model, save_problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -100,13 +99,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_batch(tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_can_go_on(tmp_path):
     run = ("--config", QUICKSTART, *TINY, "model.config.hidden_size=64", "trace=false", f"output_dir={tmp_path}")
     launch(*run, "steps=2")
-    limit = 64 * 1024  # bytes per file: less than the model has
-    done = subprocess.run(
-        command(*run, "steps=4", "--resume", "auto"),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    limited = Path(__file__).parent / "programs" / "limited.py"
+    done = launch(*run, "steps=4", "--resume", "auto", program=limited, expect=1)
     one_message(done, "checkpoint of step 4", "step_000002", "--resume auto")
     checkpoints = {entry.name for entry in (tmp_path / "quickstart" / "checkpoints").iterdir()}
     assert checkpoints == {"step_000002", "latest"}

@@ -4,9 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.launching import ROOT, command, environment, launch, learned, metrics_of
+from tests.launching import ROOT, killed, launch, learned, metrics_of, steps_noted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TOY = "configs/embodied/toy.yaml"
 SMALL = ("steps=6", "log_every=1", "trials.episodes=8", "checkpoint.every=2", "policy.horizon=5", "env.max_steps=7")
 STEPS = 6
-PROGRAM = """
-import json, sys
-from rlinf.cli.validate import load_embodied
-from rlinf.cli.main import train
-for line in sys.stdin:
-    resume, *overrides = json.loads(line)
-    train(load_embodied(sys.argv[1], overrides), resume=resume)
-"""
-"""Runs one after the other in one process, since most of a small run's time is imports."""
+PROGRAMS = Path(__file__).parent / "programs"
 VARIANTS = {
     "ppo": (),
     "under way": ("env.fresh=false",),
@@ -75,11 +64,7 @@ def runs(tmp_path_factory, plain):
     for name in RESUMED:
         lines.append(["never", *arguments(name, directory / "half"), "steps=4"])
         lines.append(["auto", *arguments(name, directory / "half")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, plain], cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=200, input="".join(json.dumps(line) + "\n" for line in lines),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    launch(plain, program=PROGRAMS / "many.py", text="".join(json.dumps(line) + "\n" for line in lines), timeout=200)
     return directory
 
 
@@ -143,17 +128,7 @@ def test_nothing_is_acted_ahead_over_a_checkpoint(runs):
 @pytest.mark.parametrize("name", ["under way"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(runs, plain, tmp_path, name):
     run = tmp_path / "under_way"
-    process = subprocess.Popen(
-        command("--config", plain, *arguments(name, tmp_path)), cwd=ROOT, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 100
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
-        assert time.monotonic() < deadline, "it took no step"
-        assert process.poll() is None, "it ended by itself"
-        time.sleep(0.002)
-    subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
-    process.wait()
+    killed(lambda: steps_noted(run) >= 4, "--config", plain, *arguments(name, tmp_path))
     launch("--config", plain, *arguments(name, tmp_path), "--resume", "auto")
     equal(run, runs / "whole" / "under_way")
 
@@ -192,15 +167,6 @@ class Broken(Reach):
         moved.reward[:] = float("nan")
         return moved
 """
-FRONT_DOOR = """
-import contextlib, io, json, os, subprocess, sys
-from rlinf.cli.main import main
-for line in sys.stdin:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        code = main(json.loads(line))
-    left = subprocess.run(["pgrep", "-P", str(os.getpid()), "python"], capture_output=True, text=True).stdout
-    print("told " + json.dumps([code, said.getvalue(), left]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +175,8 @@ def answers(plain, tmp_path_factory):
     directory = tmp_path_factory.mktemp("wrong")
     (directory / "own.py").write_text(OWN)
     lines = [["--config", plain, *SMALL, *given, f"output_dir={directory}"] for given, _ in WRONG.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", FRONT_DOOR], cwd=directory, env=environment(), capture_output=True, text=True,
-        timeout=200, input="".join(json.dumps(line) + "\n" for line in lines),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    done = launch(program=PROGRAMS / "answers.py", text=text, cwd=directory, timeout=200)
     told = [json.loads(line.removeprefix("told ")) for line in done.stdout.splitlines() if line.startswith("told ")]
     assert not (directory / "toy" / "checkpoints" / "latest").exists()
     return dict(zip(WRONG, told, strict=True))

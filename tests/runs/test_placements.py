@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from rlinf.metrics.verdict import PARTS
 from rlinf.placement.plan_file import load as load_plan
 from rlinf.placement.profiling.profile import load as load_profile
 from rlinf.runtime.devices.memory import DeviceMemory
-from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, weights_of
+from tests.launching import QUICKSTART, TINY, killed, launch, metrics_of, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(300)]
 TEXT = (
@@ -78,12 +75,8 @@ def program(runs: list[list[str]], processes: int, directory: Path) -> str:
     """Do some runs one after the other in one job; what it printed."""
     wanted = directory / f"{processes}.jsonl"
     wanted.write_text("".join(json.dumps(run) + "\n" for run in runs))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-    program = ["-m", "tests.runs.programs.placements", str(wanted)]
-    started = [sys.executable, *(torchrun if processes > 1 else []), *program]
-    done = subprocess.run(started, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    return done.stdout
+    path = Path(__file__).parent / "programs" / "placements.py"
+    return launch(str(wanted), program=path, processes=processes, timeout=250).stdout
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +85,7 @@ def runs(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("placements")
     alone = [[*KINDS[kind], f"output_dir={directory}", f"name={kind}"] for kind in KINDS]
     alone[0].append("steps=7")  # for the runs that move, which take more
-    (directory / "alone.txt").write_text(program(alone, 1, directory))
+    (directory / "alone.txt").write_text(program(alone, 0, directory))
     lines = []
     for name in WHERE:
         kind, _, mode = name.partition(" ")
@@ -174,18 +167,8 @@ AUTO = ("--config", *TEXT, "placement.mode=auto", "placement.profile_steps=2", "
 def killed_in_a_move(output: Path) -> Path:
     """Start a run on two processes, and kill all of it some time after it has begun to move roles."""
     run = output / "quickstart"
-    process = subprocess.Popen(
-        command(*AUTO, f"output_dir={output}", processes=2),
-        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 100
-    while not (run / "checkpoints" / ".moving.partial").exists():
-        assert time.monotonic() < deadline, "no role moved"
-        assert process.poll() is None, "it ended by itself"
-        time.sleep(0.001)
-    time.sleep(random.random() * 0.05)
-    subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
-    process.wait()
+    moving = run / "checkpoints" / ".moving.partial"
+    killed(moving.exists, *AUTO, f"output_dir={output}", processes=2, later=random.random() * 0.05)
     return run
 
 

@@ -2,17 +2,17 @@
 
 import json
 import math
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rlinf.algos.recipes import NAMES
-from tests.launching import ROOT, TINY, environment, launch, learned, metrics_of, weights_of
+from tests.launching import QUICKSTART, TINY, launch, learned, metrics_of, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PROGRAMS = Path(__file__).parent / "programs"
 SMALL = (*TINY, "evaluation.every=0", "trace=false", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "critic.lr=0.01",
          "evaluation.problems=1", "reward.function=tests.own_parts.overlap", "reward.isolate=never")  # fmt: skip
 LORA = ("model.lora.r=2", "reference.kind=adapters_off")
@@ -46,12 +46,8 @@ def runs(tmp_path_factory):
         lines.append(["never", *arguments(name, directory), *whole, f"output_dir={directory}/whole"])
         lines.append(["never", *arguments(name, directory), *whole, half, "steps=2"])
         lines.append(["auto", *arguments(name, directory), *whole, half])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runs.programs.recipes"],
-        cwd=ROOT, env=environment(), input="".join(json.dumps(line) + "\n" for line in lines), capture_output=True,
-        text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    launch(QUICKSTART, program=PROGRAMS / "many.py", text=text, timeout=280)
     return directory
 
 
@@ -112,6 +108,6 @@ def test_it_goes_on_bit_for_bit(runs, name):
 @pytest.mark.torchrun
 @pytest.mark.parametrize("placement", ["placement.trainer=0-1", "placement.critic=1"])
 def test_ppo_on_two_processes_shares_or_divides_them(tmp_path, placement):
-    launch("--config", "configs/quickstart.yaml", *SMALL, "algorithm=ppo", f"output_dir={tmp_path}", placement,
+    launch("--config", QUICKSTART, *SMALL, "algorithm=ppo", f"output_dir={tmp_path}", placement,
            "algorithm.kl={place: reward, kind: k1, beta: 0.1}", processes=2)  # fmt: skip
     assert len(metrics_of(tmp_path / "quickstart")) == 3

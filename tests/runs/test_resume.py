@@ -4,15 +4,13 @@ ranks."""
 from __future__ import annotations
 
 import random
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from rlinf.cli.main import _begun
 from rlinf.config.loading import InputError
-from tests.launching import QUICKSTART, TINY, command, environment, equal, launch, learned, metrics_of
+from tests.launching import QUICKSTART, TINY, equal, killed, launch, learned, metrics_of, steps_noted, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 8
@@ -21,31 +19,17 @@ RUN = ("--config", QUICKSTART, *TINY, f"steps={STEPS}", "algorithm.epochs=2", "a
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
-    """A run from start to end in one go."""
+    """A run from start to end in one go, with another seed of hashes than those that are held against it."""
     output = tmp_path_factory.mktemp("uninterrupted")
-    launch(*RUN, f"output_dir={output}")
+    typed(*RUN, f"output_dir={output}")
     return output / "quickstart"
 
 
-def killed(output: Path, after: int, processes: int = 0) -> Path:
-    """Start a run and kill every process of it some time after its `after`th step; the moment is random."""
+def killed_after(output: Path, steps: int, processes: int = 0) -> Path:
+    """A run that was killed some time after so many steps; the moment is random."""
     run = output / "quickstart"
-    process = subprocess.Popen(
-        command(*RUN, f"output_dir={output}", processes=processes),
-        cwd=Path(__file__).parents[2],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 100
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < after:
-        assert time.monotonic() < deadline, "it took no step"
-        assert process.poll() is None, "it ended by itself"
-        time.sleep(0.01)
-    time.sleep(random.random() * 0.3)
-    subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
-    process.wait()
+    begun = (*RUN, f"output_dir={output}")
+    killed(lambda: steps_noted(run) >= steps, *begun, processes=processes, later=random.random() * 0.3)
     return run
 
 
@@ -56,7 +40,7 @@ def test_two_runs_of_one_configuration_are_equal_bit_for_bit(uninterrupted, tmp_
 
 @pytest.mark.parametrize("after", [1, 3, 6])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, after):
-    run = killed(tmp_path, after)
+    run = killed_after(tmp_path, after)
     done = launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")
     if after > 3:
         assert "going on after step" in done.stdout
@@ -66,7 +50,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, aft
 
 @pytest.mark.torchrun
 def test_a_killed_run_on_two_hosts_goes_on_in_one_process(uninterrupted, tmp_path):
-    run = killed(tmp_path, 5, processes=2)
+    run = killed_after(tmp_path, 5, processes=2)
     launch(*RUN, f"output_dir={tmp_path}", "--resume", "auto")
     equal(uninterrupted, run)
 

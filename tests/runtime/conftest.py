@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runtime.programs.jobs import Zygote
 from tests.runtime.worlds import DEADLINE, PROCESSES, WORLDS, opened, run_behaviour
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # tests collect garbage to see that nothing is left; what was imported need not be looked at each time
+
+
+@pytest.fixture(scope="session")
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A fork server that has imported the runtime alone, so that forty processes are small."""
+    server = Zygote(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()
 
 
 def _world(item: pytest.Item) -> str | None:

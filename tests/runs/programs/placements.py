@@ -1,4 +1,4 @@
-"""Tiny runs one after the other in one job of torchrun, as many as are asked for, as most of a run's time is imports.
+"""Tiny runs one after the other in one job of torchrun, as many as are asked for, as a user starts one.
 
 Its argument is a file with a JSON list per line: path of a configuration, then overrides.
 """

@@ -42,13 +42,14 @@ def environment(**more):
 
 
 class Zygote:
-    """Starts processes that have imported torch already."""
+    """Starts processes that have imported torch already, and what else is named; keeps their output in a directory."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, *modules):
         self._directory = Path(directory)
         self._server = subprocess.Popen(
-            [sys.executable, PROGRAMS / "zygote.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
-        )
+            [sys.executable, PROGRAMS / "zygote.py", *modules],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), cwd=ROOT,
+        )  # fmt: skip
         self._jobs = itertools.count()
         self._started = []
         self._news = threading.Condition()
@@ -65,9 +66,10 @@ class Zygote:
                     self._started.append(message["pid"])
                 self._news.notify_all()
 
-    def run(self, program, world, *arguments, **more):
-        """Start `world` ranks of a program of this directory, with a rendezvous of their own."""
-        return Ranks(self, self._directory / str(next(self._jobs)), program, world, arguments, more)
+    def run(self, program, world, *arguments, cwd=ROOT, text="", **more):
+        """Start `world` ranks of a program of this directory, with a rendezvous of their own and `text` to read; or one
+        process that is no rank, if `world` is 0."""
+        return Ranks(self, self._directory / str(next(self._jobs)), program, world, arguments, cwd, text, more)
 
     def start(self, **job):
         """Start one process; returns its pid."""
@@ -83,25 +85,29 @@ class Zygote:
 
 
 class Ranks:
-    """The ranks of one job."""
+    """The ranks of one job, or the one process."""
 
-    def __init__(self, zygote, directory, program, world, arguments, more):
+    def __init__(self, zygote, directory, program, world, arguments, cwd, text, more):
         self._zygote = zygote
         self._directory = directory
         directory.mkdir(parents=True)
+        (directory / "in").write_text(text)
         self.port = free_port()
         """Where rank 0 opens the store at which all meet."""
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+        ranks = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)] or [{}]
         self.pids = [
             zygote.start(
                 program=str(PROGRAMS / program),
                 arguments=list(map(str, arguments)),
-                environment={k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank} | more).items()},
+                environment={k: str(v) for k, v in (environment | more).items()},
+                directory=str(cwd),
+                input=str(directory / "in"),
                 output=str(directory / f"{rank}.out"),
                 errors=str(directory / f"{rank}.err"),
             )
-            for rank in range(world)
+            for rank, environment in enumerate(ranks)
         ]
 
     def kill(self, rank, number=signal.SIGKILL):
@@ -135,6 +141,10 @@ class Ranks:
             seconds,
         )
 
+    def ended(self):
+        """Whether a rank has ended."""
+        return any(pid in self._zygote.codes for pid in self.pids)
+
     def codes(self, seconds=DEADLINE):
         """Wait until all ranks have ended; returns their exit codes."""
         return [self.code(rank, seconds) for rank in range(len(self.pids))]
@@ -151,11 +161,12 @@ class Ranks:
         return f"all ranks ending\n{self.everything()}"
 
     def end(self):
-        """Kill what is left."""
+        """Kill what is left, with the children that it has in its process group."""
         for pid in self.pids:
             if pid not in self._zygote.codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # a process that has just begun has no group yet
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
 
 
 def _text(path):

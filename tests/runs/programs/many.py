@@ -1,0 +1,16 @@
+"""Tiny runs one after the other in this process, as many as are asked for.
+
+Its argument is a configuration; each line of standard input is a JSON list: `resume`, then overrides.
+"""
+
+import json
+import sys
+
+from rlinf.cli.main import train
+from rlinf.cli.validate import is_embodied, load_config, load_embodied
+
+if __name__ == "__main__":
+    load = load_embodied if is_embodied(sys.argv[1]) else load_config
+    for line in sys.stdin:
+        resume, *overrides = json.loads(line)
+        train(load(sys.argv[1], overrides), resume=resume)

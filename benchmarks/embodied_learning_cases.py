@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlinf.envs.base import Transition
+from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.toy import REACH, Reach
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.training.embodied.trajectory import Seen
 
 
 class SparseReach(Reach):
@@ -27,9 +27,9 @@ class Expert(Actor):
     """Goes straight to the target, as far as one action reaches. It is told where that is; policies must see it."""
 
     @endpoint
-    async def act(self, key: tuple[int, int], seen: Seen, *, greedy: bool = False, keep: bool = True) -> Tensor:
+    async def act(self, key: tuple[int, int], output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
         """See `PolicyActor.act`; actions [N, 1, A]."""
-        point, target = seen.observation["state"].chunk(2, 1)
+        point, target = output.observation["state"].chunk(2, 1)
         return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""The simulation: environments in an actor, in slices that are acted on independently.
+"""Environments in an actor, in slices that are acted on independently.
 
 Consumes actions, produces what the environments show; unblocked by its worker processes. Slices wait for each other
 only where they share a worker, so while one is simulated the policy can decide for another.
@@ -15,10 +15,10 @@ from torch import Tensor
 from rlinf.data.rng import mix
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Rules
+from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
 from rlinf.runtime.actor.actor import Actor, endpoint
-from rlinf.training.embodied.trajectory import Seen
 
 
 class EnvActor(Actor):
@@ -101,7 +101,7 @@ class EnvActor(Actor):
         }
 
     @endpoint(device=True)
-    async def reset(self, number: int, epoch: int) -> Seen:
+    async def reset(self, number: int, epoch: int) -> EnvOutput:
         """Begin new episodes in a slice.
 
         Args:
@@ -110,10 +110,10 @@ class EnvActor(Actor):
         """
         start = await self._pool.slices[number].reset(epoch)
         self._epochs[number], self._times[number] = epoch, 0
-        return self._seen(number, start.observation, start.instructions, None)
+        return self._output(number, start.observation, start.instructions, None)
 
     @endpoint(device=True)
-    async def observe(self, number: int, epoch: int) -> Seen:
+    async def observe(self, number: int, epoch: int) -> EnvOutput:
         """What a slice shows where it stands; new episodes of that epoch, if it has none yet.
 
         Args:
@@ -123,10 +123,10 @@ class EnvActor(Actor):
         now = self._now[number]
         if now is None:
             return await self.reset(number, epoch)
-        return self._seen(number, *now, None)
+        return self._output(number, *now, None)
 
     @endpoint(device=True)
-    async def step(self, number: int, actions: Tensor) -> Seen:
+    async def step(self, number: int, actions: Tensor) -> EnvOutput:
         """Do a chunk of actions in a slice.
 
         Args:
@@ -138,7 +138,7 @@ class EnvActor(Actor):
         """
         chunk = await self._pool.slices[number].step(actions)
         self._times[number] += 1
-        return self._seen(number, chunk.observation, chunk.instructions, chunk)
+        return self._output(number, chunk.observation, chunk.instructions, chunk)
 
     @endpoint(device=True)
     async def state(self) -> list[dict[str, Any]]:
@@ -173,9 +173,9 @@ class EnvActor(Actor):
         for part in self._pool.slices:
             await part.onload()
 
-    def _seen(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> Seen:
+    def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)
         part = self._pool.slices[number]
         epoch, time = self._epochs[number], self._times[number]
         seeds = [mix(self._seed, epoch, part.first + env, time) for env in range(part.num_envs)]
-        return Seen(observation, instructions, chunk, torch.tensor(seeds, dtype=torch.int64), part.first)
+        return EnvOutput(observation, instructions, chunk, torch.tensor(seeds, dtype=torch.int64), part.first)

@@ -1,15 +1,14 @@
 """The policy that acts: decides what environments do, and keeps what came of it until the trainer asks.
 
 Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread. Everything that
-happens to a slice passes here, so the trajectory is put together here, and observations need not travel twice. New
+happens to a slice passes here, so its trajectory is put together here, and observations need not travel twice. New
 weights arrive through `load`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,23 +17,22 @@ from torch import Tensor
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, Episode
+from rlinf.envs.episodes import Chunk, EnvOutput, Episode
 from rlinf.envs.observations import placed
-from rlinf.models.policy.base import Act, Policy
-from rlinf.models.policy.build import build_policy_model, load_policy
+from rlinf.models.policy.base import Act, Policy, Stored
+from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.embodied.trajectory import Seen, Trajectory
-from rlinf.training.embodied.transitions import Experience
+from rlinf.training.embodied.trajectory import Trajectory
 from rlinf.weights.receive import Receiver
 from rlinf.weights.state_tensors import held
 
 Key = tuple[int, int]
-"""Which slice: rank of the simulation, number of the slice."""
+"""Which slice: rank of the environments' actor, number of the slice."""
 
 
 @dataclass(slots=True, eq=False)
-class _Diary:
-    """What happened to a slice since its trajectory began."""
+class _History:
+    """What happened in a slice since its trajectory began."""
 
     acts: list[Act] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -46,49 +44,51 @@ class PolicyActor(ModelActor, Receiver):
     """Acts with a whole policy on each rank."""
 
     async def setup(  # type: ignore[override]
-        self, *, policy: Mapping[str, Any], path: str | None = None
+        self, *, policy: Mapping[str, Any], path: str | None = None, keep_following: bool = False
     ) -> None:
         """Make the policy.
 
         Args:
             policy: its configuration, see `models.policy.build`.
             path: directory of a saved one that is taken instead.
+            keep_following: trajectories say what followed each chunk, too: `SacTrainer` needs that.
 
         Raises:
             ValueError: no such policy or key.
             FileNotFoundError: the directory holds no policy.
         """
-        self._policy: Policy = await self.compute(made, policy, path, self.device)
-        self._diaries: dict[Key, _Diary] = {}
+        self._policy: Policy = await self.compute(make_policy, policy, path, self.device)
+        self._keep_following = keep_following
+        self._histories: dict[Key, _History] = {}
         self._version = 0
 
     @endpoint(device=True)
-    async def act(self, key: Key, seen: Seen, *, greedy: bool = False, keep: bool = True) -> Tensor:
+    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
         """Decide what the environments of a slice do next.
 
         Args:
             key: which slice.
-            seen: what it shows, and what its last actions did.
+            output: what it shows, and what its last actions did.
             greedy: take the likeliest actions instead of drawing.
             keep: for the trajectory; calls for one slice must come in the order of time then.
 
         Returns:
             Chunks of actions in [-1, 1], float32 [N, C, A].
         """
-        return await self.on_model(self._act, key, seen, greedy, keep)
+        return await self.on_model(self._act, key, output, greedy, keep)
 
     @endpoint(device=True)
-    async def trajectory(self, key: Key, seen: Seen) -> Trajectory:
-        """What happened to a slice since this was last asked.
+    async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
+        """What happened in a slice since the last call.
 
         Args:
             key: which slice.
-            seen: what it shows now: the values of what is to come are said of it.
+            output: what it shows now: values after the last chunk are predicted from it.
 
         Raises:
             ValueError: nothing was decided for it.
         """
-        return await self.on_model(self._told, key, seen)
+        return await self.on_model(self._trajectory, key, output)
 
     @endpoint
     async def version(self) -> int:
@@ -108,64 +108,79 @@ class PolicyActor(ModelActor, Receiver):
         return held(self._policy)
 
     def _park(self) -> None:
-        for diary in self._diaries.values():  # these stay in host memory: trajectories are put together there
-            diary.acts = [_on_host(act) for act in diary.acts]
+        for history in self._histories.values():  # these stay in host memory: trajectories are put together there
+            history.acts = [_on_host(act) for act in history.acts]
         super()._park()
 
     @torch.no_grad()
-    def _act(self, key: Key, seen: Seen, greedy: bool, keep: bool) -> Tensor:
-        if keep and seen.chunk is not None:
-            self._note(key, seen.chunk)
+    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor:
+        if keep and output.chunk is not None:
+            self._record(key, output.chunk)
         elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
-            self._diaries.pop(key, None)
-        observation = {name: array.to(self.device) for name, array in seen.observation.items()}
-        act = self._policy.act(observation, instructions=seen.instructions, generator=seen.seeds, greedy=greedy)
+            self._histories.pop(key, None)
+        observation = self._on_device(output.observation)
+        act = self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
         if keep:
-            self._diaries.setdefault(key, _Diary()).acts.append(act)
+            self._histories.setdefault(key, _History()).acts.append(act)
         return act.actions.cpu()
 
-    def _note(self, key: Key, chunk: Chunk) -> None:
-        """Enter what the last actions of a slice did."""
-        diary = self._diaries.get(key)
-        if diary is None:  # done by actions before the trajectory began
+    def _record(self, key: Key, chunk: Chunk) -> None:
+        """Add what the last actions of a slice did to its history."""
+        history = self._histories.get(key)
+        if history is None:  # done by actions before the trajectory began
             return
-        diary.chunks.append(chunk)
-        final = torch.zeros(len(chunk.running)) if self._values else None
+        history.chunks.append(chunk)
+        final = torch.zeros(len(chunk.running)) if self._has_critic else None
         if final is not None and len(chunk.ended) and len(cut := chunk.cut):
-            observation = {name: array[cut].to(self.device) for name, array in chunk.final.items()}
-            # the words of the episode that is over are those of the one that follows, in all simulators so far
+            observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
+            # instructions of an episode are those of the one that follows it, in all simulators so far
             words = chunk.instructions
             instructions = None if words is None else [words[env] for env in chunk.ended[cut].tolist()]
             final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
-        diary.finals.append(final)
+        history.finals.append(final)
 
     @property
-    def _values(self) -> bool:
+    def _has_critic(self) -> bool:
         return self._policy.config.value_level is not None
 
+    def _on_device(self, observation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: array.to(self.device) for name, array in observation.items()}
+
     @torch.no_grad()
-    def _told(self, key: Key, seen: Seen) -> Trajectory:
-        if seen.chunk is not None:
-            self._note(key, seen.chunk)
-        diary = self._diaries.pop(key, None)
-        if diary is None or not diary.chunks:
-            raise ValueError(f"policy: nothing was done in slice {key[1]} of simulation {key[0]} yet")
-        following = None
-        if self._values:
-            observation = {name: array.to(self.device) for name, array in seen.observation.items()}
-            following = self._policy.value(observation, seen.instructions).float().cpu()
-        return _trajectory(key[0], diary, seen, following, self._version)
+    def _trajectory(self, key: Key, output: EnvOutput) -> Trajectory:
+        if output.chunk is not None:
+            self._record(key, output.chunk)
+        history = self._histories.pop(key, None)
+        if history is None or not history.chunks:
+            raise ValueError(f"policy: nothing was done in slice {key[1]} of env[{key[0]}] yet")
+        next_values = None
+        if self._has_critic:
+            observation = self._on_device(output.observation)
+            next_values = self._policy.value(observation, output.instructions).float().cpu()
+        following = self._following(history.chunks) if self._keep_following else None
+        return _assembled(key[0], history, output.first, next_values, following, self._version)
+
+    def _following(self, chunks: Sequence[Chunk]) -> Stored:
+        """The policy's inputs after each chunk, before environments began other episodes."""
+        # instructions of an episode are those of the one that follows it, in all simulators so far
+        found = [
+            self._policy.inputs(placed(chunk.observation, chunk.ended, chunk.final), chunk.instructions)
+            for chunk in chunks
+        ]
+        return {name: _stacked([each[name] for each in found]) for name in found[0]}
 
 
-def _trajectory(rank: int, diary: _Diary, seen: Seen, following: Tensor | None, version: int) -> Trajectory:
-    acts, chunks = diary.acts, diary.chunks
+def _assembled(
+    rank: int, history: _History, first: int, next_values: Tensor | None, following: Stored | None, version: int
+) -> Trajectory:
+    acts, chunks = history.acts, history.chunks
 
     def rows(name: str) -> Tensor:
         return torch.stack([getattr(chunk, name) for chunk in chunks]).cpu()
 
     terminated, truncated, lost = rows("terminated"), rows("truncated"), rows("lost")
-    known = [act.values for act in acts if act.values is not None]
-    finals = [final for final in diary.finals if final is not None]
+    values = [act.values for act in acts if act.values is not None]
+    finals = [final for final in history.finals if final is not None]
     episodes = tuple(episode for chunk in chunks for episode in chunk.episodes)
     return Trajectory(
         chunks=Chunks(
@@ -173,18 +188,19 @@ def _trajectory(rank: int, diary: _Diary, seen: Seen, following: Tensor | None, 
             terminated=terminated,
             truncated=truncated,
             valid=without_lost(rows("valid"), terminated | truncated, lost),
-            values=_stacked(known).float() if known else None,
-            next_values=following,
+            values=_stacked(values).float() if values else None,
+            next_values=next_values,
             final_values=torch.stack(finals) if finals else None,
         ),
         stored={name: _stacked([act.stored[name] for act in acts]) for name in acts[0].stored},
         logprobs=_stacked([act.logprobs for act in acts]).float(),
-        success=_first_successes(episodes, seen.first, terminated.shape[1]),
+        success=_first_successes(episodes, first, terminated.shape[1]),
         episodes=episodes,
         lost=int(lost.sum()),
-        first=seen.first,
+        first=first,
         rank=rank,
         version=version,
+        following=following,
     )
 
 
@@ -207,35 +223,5 @@ def _first_successes(episodes: tuple[Episode, ...], first: int, count: int) -> T
     """Whether the first episode that ended in each environment was solved, bool [N]; one that did not end was not."""
     if any(episode.success_once is None for episode in episodes):
         return None
-    found = torch.zeros(count, dtype=torch.bool)
-    seen: set[int] = set()
-    for episode in episodes:
-        if episode.env not in seen:
-            seen.add(episode.env)
-            found[episode.env - first] = bool(episode.success_once)
-    return found
-
-
-def made(policy: Mapping[str, Any], path: str | None, device: torch.device) -> Policy:
-    """A policy from its configuration, or from a directory if there is one, on a device. Blocking."""
-    found = build_policy_model(policy) if path is None else load_policy(Path(path).expanduser())
-    return found.to(device)
-
-
-class OffPolicyDecider(PolicyActor):
-    """Acts, and tells what followed each chunk too."""
-
-    @torch.no_grad()
-    def _told(self, key: Key, seen: Seen) -> Experience:
-        diary = self._diaries.get(key)
-        trajectory = super()._told(key, seen)  # enters the last chunk, and ends the diary
-        assert diary is not None
-        after = []
-        for chunk in diary.chunks:
-            observation = placed(chunk.observation, chunk.ended, chunk.final)
-            # the words of the episode that is over are those of the one that follows, in all simulators so far
-            after.append(self._policy.inputs(observation, chunk.instructions))
-        told = {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
-        return Experience(
-            **told, following={name: torch.stack([each[name] for each in after]).cpu() for name in after[0]}
-        )
+    firsts = {episode.env - first: bool(episode.success_once) for episode in reversed(episodes)}
+    return torch.tensor([firsts.get(env, False) for env in range(count)], dtype=torch.bool)

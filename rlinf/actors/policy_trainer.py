@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
-from rlinf.actors.policy import made
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
 from rlinf.models.policy.base import Policy
-from rlinf.models.policy.build import save_policy
+from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
-from rlinf.training.embodied.policy_step import Lesson, PolicyLearner
+from rlinf.training.embodied.policy_step import PolicyLearner
 from rlinf.training.embodied.trajectory import Trajectory, joined
-from rlinf.training.embodied.trajectory_batch import check, described, lesson
+from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
 
 POLICY = "policy"
@@ -77,7 +76,7 @@ class PolicyTrainer(BaseTrainer):
             if count < 1:
                 raise ValueError(f"trainer: {name}={count} must be at least 1")
         await self._open_mesh()
-        self.policy: Policy = await self.compute(made, policy, path, self.device)
+        self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
         check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
         self._learner = PolicyLearner(
             self.policy,
@@ -113,7 +112,7 @@ class PolicyTrainer(BaseTrainer):
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
-        batch = lesson(whole, self._spec, self._group_size)
+        batch = batch_of(whole, self._spec, self._group_size)
         if not bool(whole.chunks.valid.any()):
             raise NothingHappened("there is nothing to learn from: no action was done in an episode that was kept")
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
@@ -122,14 +121,14 @@ class PolicyTrainer(BaseTrainer):
         self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
         self.version += 1
         return {
-            **described(trajectories, whole, batch),
+            **metrics_of(trajectories, whole, batch),
             **gathered,
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
             "staleness/mean": float(self.version - 1 - whole.version),
         }
 
-    def _update(self, batch: Lesson) -> tuple[dict[str, float], int, bool]:
+    def _update(self, batch: TrajectoryBatch) -> tuple[dict[str, float], int, bool]:
         """All steps on a batch: what gathered and the last one's numbers, how many, whether `kl_stop` ended them."""
         parts: list[LossSum] = []
         last: dict[str, float] = {}
@@ -137,7 +136,7 @@ class PolicyTrainer(BaseTrainer):
         for order in self._minibatches(batch):
             share = order if self.world_size == 1 else order[self._dealt(batch, order) == self.rank]
             mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
-            gathered, numbers = self._learner.learn(_on(mine, self.device), self._spec)
+            gathered, numbers = self._learner.learn(mine.to(self.device), self._spec)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
@@ -149,13 +148,13 @@ class PolicyTrainer(BaseTrainer):
         whole = sum(parts[1:], parts[0]).values() if parts else {}
         return {**whole, **last}, len(parts), stopped
 
-    def _minibatches(self, batch: Lesson) -> Iterator[torch.Tensor]:
+    def _minibatches(self, batch: TrajectoryBatch) -> Iterator[torch.Tensor]:
         """Rows of each optimizer step, int64."""
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
             yield from order.split(self._minibatch)
 
-    def _dealt(self, batch: Lesson, chosen: torch.Tensor) -> torch.Tensor:
+    def _dealt(self, batch: TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
         """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
         if batch.sequences is None:
             return torch.arange(len(chosen)) % self.world_size
@@ -221,16 +220,3 @@ class PolicyTrainer(BaseTrainer):
         if self.rank == 0:  # small enough to be written at once
             save_policy(self.policy, directory / POLICY)
         return super()._copies(directory)
-
-
-def _on(batch: Lesson, device: torch.device) -> Lesson:
-    if device.type == "cpu":
-        return batch
-
-    def of(tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else tensor.to(device)
-
-    return Lesson(
-        {name: rows.to(device) for name, rows in batch.stored.items()},
-        *(of(getattr(batch, name)) for name in Lesson.__slots__[1:]),
-    )

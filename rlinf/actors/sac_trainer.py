@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from rlinf.actors.base.base_trainer import HostCopy
-from rlinf.actors.policy import made
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.rng import mix
+from rlinf.models.policy.build import make_policy
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import remembered
 from rlinf.training.embodied.replay_buffer import Replay, Rows
 from rlinf.training.embodied.sac_step import SacLearner, SacSettings
-from rlinf.training.embodied.trajectory import Trajectory
+from rlinf.training.embodied.trajectory import Trajectory, transitions
 from rlinf.training.embodied.trajectory_batch import summary
-from rlinf.training.embodied.transitions import transitions
 from rlinf.weights.train_state import Restored
 
 REPLAY = "replay"
@@ -81,7 +80,7 @@ class SacTrainer(PolicyTrainer):
                 f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
             )
         await self._open_mesh()
-        self.policy = await self.compute(made, policy, path, self.device)
+        self.policy = await self.compute(make_policy, policy, path, self.device)
         if not isinstance(self.policy, SoftPolicy):
             raise ValueError(
                 f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="

@@ -1,13 +1,14 @@
 """What an environment says: how episodes begin, what a chunk of actions did, and how finished episodes went.
 
-In: the results of single steps. Out: `Start`, `Chunk`, `Episode`; and chunks of several environments set one below the
-other, as if they were one environment.
+In: the results of single steps. Out: `Start`, `Chunk`, `Episode`, `EnvOutput`; and chunks of several environments set
+one below the other, as if they were one environment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +98,25 @@ class Chunk:
     def cut(self) -> Tensor:
         """Rows of `ended` and `final` whose episode was truncated, int64: their final values are needed."""
         return self.truncated[self.ended].any(1).nonzero().squeeze(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnvOutput:
+    """What a slice of N environments gives the policy to decide on."""
+
+    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its arrays
+
+    observation: Observation
+    """To act on next, N rows."""
+    instructions: tuple[str, ...] | None
+    """What each environment is to do, in words."""
+    chunk: Chunk | None
+    """What the last actions did; None at the beginning of a step."""
+    seeds: Tensor
+    """For the next draw of actions, one per environment, int64 [N]: a function of seed, epoch, environment and time, so
+    that what a policy draws does not depend on slices or on who asks when."""
+    first: int
+    """Number of the first environment among those of its actor."""
 
 
 def kept(chunks: Sequence[Chunk]) -> Tensor:

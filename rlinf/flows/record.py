@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
-from rlinf.training.embodied.trajectory import Seen
+from rlinf.envs.episodes import EnvOutput
 
 
 async def record(
@@ -21,7 +21,7 @@ async def record(
 
     Args:
         env: simulations with one slice each and without automatic resets.
-        policy: the role, or anything whose ranks answer `act(key, seen, greedy=…, keep=False)`, such as a script.
+        policy: the role, or anything whose ranks answer `act(key, output, greedy=…, keep=False)`, such as a script.
         path: directory that they are added to.
         episodes: how many, at least 1.
         greedy: take the likeliest actions.
@@ -35,12 +35,12 @@ async def record(
     """
 
     async def play(rank: int, epoch: int) -> list[Demonstration]:
-        simulation, decider, key = env[rank], policy[rank % len(policy)], (rank, 0)
-        seens, actions = [await simulation.reset(0, epoch)], []
-        while seens[-1].chunk is None or bool(seens[-1].chunk.running.any()):
-            actions.append(await decider.act(key, seens[-1], greedy=greedy, keep=False))
-            seens.append(await simulation.step(0, actions[-1]))
-        return demonstrated(seens, actions)
+        simulation, actor, key = env[rank], policy[rank % len(policy)], (rank, 0)
+        outputs, actions = [await simulation.reset(0, epoch)], []
+        while outputs[-1].chunk is None or bool(outputs[-1].chunk.running.any()):
+            actions.append(await actor.act(key, outputs[-1], greedy=greedy, keep=False))
+            outputs.append(await simulation.step(0, actions[-1]))
+        return demonstrated(outputs, actions)
 
     written = played = epoch = 0
     while written < episodes:
@@ -54,27 +54,27 @@ async def record(
     return played
 
 
-def demonstrated(seens: Sequence[Seen], actions: Sequence[Tensor]) -> list[Demonstration]:
+def demonstrated(outputs: Sequence[EnvOutput], actions: Sequence[Tensor]) -> list[Demonstration]:
     """What a slice lived through, episode by episode; those that were lost with their simulator are left out.
 
     Args:
-        seens: from the reset on, T + 1, of environments without automatic resets.
+        outputs: from the reset on, T + 1, of environments without automatic resets.
         actions: what was done at each but the last, float32 [N, C, A].
     """
-    chunks = [seen.chunk for seen in seens if seen.chunk is not None]
+    chunks = [output.chunk for output in outputs if output.chunk is not None]
     valid, done = torch.stack([chunk.valid for chunk in chunks]), torch.stack(list(actions))
     rewards, ended = (torch.stack([getattr(chunk, name) for chunk in chunks]) for name in ("rewards", "terminated"))
     lost = torch.stack([chunk.lost for chunk in chunks]).any(0)
-    outcomes = {episode.env - seens[0].first: episode for chunk in chunks for episode in chunk.episodes}
-    words, found = seens[0].instructions, []
+    outcomes = {episode.env - outputs[0].first: episode for chunk in chunks for episode in chunk.episodes}
+    words, found = outputs[0].instructions, []
     for env, episode in sorted(outcomes.items()):
         length = int(valid[:, env].any(-1).sum())
         if lost[env]:
             continue
         found.append(
             Demonstration(
-                {name: torch.stack([seen.observation[name][env] for seen in seens[: length + 1]])
-                 for name in seens[0].observation},
+                {name: torch.stack([output.observation[name][env] for output in outputs[: length + 1]])
+                 for name in outputs[0].observation},
                 done[:length, env].clamp(-1.0, 1.0),
                 rewards[:length, env],
                 valid[:length, env],

@@ -17,7 +17,7 @@ async def sac(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[s
 
     Args:
         step: how long, in how many slices.
-        env, policy, trainer: the roles; an `OffPolicyDecider` acts, an `SacTrainer` learns.
+        env, policy, trainer: the roles: a `PolicyActor` with `keep_following`, and a `SacTrainer`.
 
     Returns:
         The trainer's metrics.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlinf.actors.env import EnvActor
-from rlinf.actors.policy import OffPolicyDecider, PolicyActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.algos.parts import GroupRelative
@@ -184,8 +184,10 @@ async def spawn_learners(
     }
     learning = {}
     if "policy" in only:
-        acting = OffPolicyDecider if off_policy and code is not None else PolicyActor
-        learning["policy"] = system.spawn(acting, name="policy", **where["policy"], **made)
+        following = off_policy and code is not None
+        learning["policy"] = system.spawn(
+            PolicyActor, name="policy", keep_following=following, **where["policy"], **made
+        )
     if "trainer" in only and code is not None:
         training = SacTrainer if off_policy else PolicyTrainer
         settings = _off_policy(config) if code.algorithm is None else _trainer(config, code.algorithm)

@@ -84,7 +84,7 @@ async def test_each_slice_has_a_trajectory_of_its_own_and_each_is_told_once():
             seen[number] = await simulation.step(number, await decider.act((0, number), seen[number]))
         lengths = [len((await decider.trajectory((0, number), seen[number])).logprobs) for number in range(2)]
         assert lengths == [1, 2]
-        with pytest.raises(ValueError, match="nothing was done in slice 1 of simulation 0"):
+        with pytest.raises(ValueError, match=r"nothing was done in slice 1 of env\[0\]"):
             await decider.trajectory((0, 1), seen[1])
 
 

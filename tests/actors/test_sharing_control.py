@@ -5,7 +5,7 @@ import torch
 
 from rlinf import ActorSystem
 from rlinf.actors.env import EnvActor
-from rlinf.actors.policy import OffPolicyDecider, PolicyActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.offload import Parking, bytes_of
@@ -41,9 +41,9 @@ class Actress(Parks, PolicyActor):
         return of_module(self._policy)
 
 
-class OffPolicyActress(Parks, OffPolicyDecider):
-    def there(self):
-        return of_module(self._policy)
+class OffPolicyActress(Actress):
+    async def setup(self, **settings):
+        await super().setup(keep_following=True, **settings)
 
 
 class Coach(Parks, PolicyTrainer):

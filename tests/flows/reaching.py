@@ -3,7 +3,7 @@
 import torch
 
 from rlinf.actors.env import EnvActor
-from rlinf.actors.policy import OffPolicyDecider
+from rlinf.actors.policy import PolicyActor
 from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.sac import sac
@@ -47,7 +47,7 @@ async def roles(system, *, name="", slices=1, env=None, policy=None, kind=SacTra
     learning = {**LEARNING, **trainer}
     return {
         "env": await environments(system, f"env{name}", slices=slices, **(env or {})),
-        "policy": await system.spawn(OffPolicyDecider, name=f"policy{name}", policy=config),
+        "policy": await system.spawn(PolicyActor, keep_following=True, name=f"policy{name}", policy=config),
         "trainer": await system.spawn(kind, name=f"trainer{name}", policy=config, **learning),
     }
 

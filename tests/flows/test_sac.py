@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rlinf.actors.policy import OffPolicyDecider, PolicyActor
+from rlinf.actors.policy import PolicyActor
 from rlinf.flows.embodied import embodied
 from rlinf.flows.policy_evaluation import trials
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.transitions import transitions
+from rlinf.training.embodied.trajectory import transitions
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 
@@ -67,7 +67,7 @@ async def test_transitions_end_where_episodes_end_and_not_where_they_are_cut():
     async with ActorSystem.local() as system:
         env = await environments(system, num_envs=6, max_steps=3)
         expert = await system.spawn(Expert, name="expert")
-        decider = await system.spawn(OffPolicyDecider, name="policy", policy=policy_for(SOFT))
+        decider = await system.spawn(PolicyActor, keep_following=True, name="policy", policy=policy_for(SOFT))
         seen = await env[0].reset(0, 0)
         chunks, lived = [], [seen.observation["state"]]
         for _ in range(6):
@@ -99,7 +99,9 @@ async def test_transitions_end_where_episodes_end_and_not_where_they_are_cut():
 async def test_a_chunk_that_is_cut_short_says_how_much_of_it_was_done():
     async with ActorSystem.local() as system:
         env = await environments(system, num_envs=6, max_steps=5)
-        decider = await system.spawn(OffPolicyDecider, name="policy", policy=policy_for({**SOFT, "chunk": 3}))
+        decider = await system.spawn(
+            PolicyActor, keep_following=True, name="policy", policy=policy_for({**SOFT, "chunk": 3})
+        )
         seen = await env[0].reset(0, 0)
         for _ in range(4):
             seen = await env[0].step(0, decider[0].act((0, 0), seen))
@@ -120,7 +122,7 @@ async def test_a_decider_that_does_not_say_what_followed_is_named():
     async with ActorSystem.local() as system:
         group = await roles(system)
         group["policy"] = await system.spawn(PolicyActor, name="plain", policy=policy_for(SOFT))
-        with pytest.raises(ValueError, match="OffPolicyDecider"):
+        with pytest.raises(ValueError, match="keep_following"):
             await steps(group, 1)
 
 

@@ -55,6 +55,11 @@ def build_policy_model(config: Mapping[str, Any]) -> Policy:
         return kind(made)
 
 
+def make_policy(config: Mapping[str, Any], path: str | None, device: torch.device) -> Policy:
+    """A policy on a device: from a saved one's directory if there is a path, else from its configuration. Blocking."""
+    return (build_policy_model(config) if path is None else load_policy(Path(path).expanduser())).to(device)
+
+
 def policy_class(config: Mapping[str, Any]) -> type[Policy]:
     """The class that `type` names.
 

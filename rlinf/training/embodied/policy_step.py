@@ -1,79 +1,25 @@
-"""The learning of a policy that acts: minibatches of decisions in, optimizer steps out. Blocking code, no actor.
+"""Optimizer steps of a policy on minibatches of decisions: clipped policy losses and a critic's. Blocking, no actor.
 
-Every rank has the whole policy and computes on its share of a minibatch. Gradients of un-normalised sums are added over
-ranks, one collective after the other, and divided once: it does not matter how many ranks share a minibatch.
+In: minibatches. Out: a changed policy, and the sums of all ranks. Every rank has the whole policy and computes on its
+share of a minibatch; `training/optimizer.py` adds the gradients up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.apply import loss_of, value_loss_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.models.policy.base import Policy, Stored
-from rlinf.training.optimizer import minimize
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
-    """What there is to learn from: D decisions, whichever environments and times they are from."""
-
-    stored: Stored
-    """Of the policy, D rows."""
-    logprobs: Tensor
-    """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own."""
-    advantages: Tensor
-    """[D, tokens]"""
-    mask: Tensor
-    """Which tokens count, bool [D, tokens]."""
-    sequences: Tensor | None
-    """Episode of each token, for losses that average over episodes, [D, tokens]."""
-    values: Tensor | None
-    """What the critic expected, [D, values]; None without one."""
-    returns: Tensor | None
-    """What it is to expect, [D, values]."""
-    value_mask: Tensor | None
-    """Which values count, bool [D, values]."""
-
-    def __len__(self) -> int:
-        return len(self.mask)
-
-    def rows(self, chosen: Tensor) -> Lesson:
-        """Some of the decisions.
-
-        Args:
-            chosen: which, int64 [d].
-        """
-
-        def of(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[chosen]
-
-        return Lesson(
-            {name: tensor[chosen] for name, tensor in self.stored.items()},
-            self.logprobs[chosen],
-            self.advantages[chosen],
-            self.mask[chosen],
-            of(self.sequences),
-            of(self.values),
-            of(self.returns),
-            of(self.value_mask),
-        )
-
-    def silent(self) -> Lesson:
-        """The same decisions, of which none counts."""
-        value_mask = None if self.value_mask is None else torch.zeros_like(self.value_mask)
-        return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
+from rlinf.models.policy.base import Policy
+from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
+from rlinf.training.optimizer import minimize, sum_over_ranks
 
 
 class PolicyLearner:
-    """Trains a policy with AdamW and a bound on the gradient's norm.
+    """Takes AdamW's steps on a policy, with a bound on the gradient's norm.
 
     Args:
         policy: trained in place.
@@ -99,8 +45,7 @@ class PolicyLearner:
         value_coef: float = 0.5,
     ):
         self.policy = policy
-        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
-        self._grad_clip, self._value_coef = grad_clip, value_coef
+        self._mesh, self._grad_clip, self._value_coef = mesh, grad_clip, value_coef
         groups = [
             {"params": [each for each in parameters if each.requires_grad], "lr": rate}
             for parameters, rate in ((policy.without_critic(), lr), (policy.of_critic(), critic_lr or lr))
@@ -112,7 +57,7 @@ class PolicyLearner:
             groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True if on_cpu else None
         )
 
-    def learn(self, mine: Lesson, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:
+    def learn(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:
         """One optimizer step on a minibatch; each rank must, with its share of the same one.
 
         Args:
@@ -126,8 +71,8 @@ class PolicyLearner:
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
         policy_loss, value_loss = self._losses(mine, spec)
-        weights = torch.stack([policy_loss.weight, value_loss.weight if value_loss is not None else policy_loss.weight])
-        weights = self._added(weights.double())
+        weights = torch.stack([each.weight for each in (policy_loss, value_loss or policy_loss)]).double()
+        (weights,) = sum_over_ranks([weights], self._mesh)
         if float(weights[0]) == 0:
             return policy_loss.detach(), {}
         loss = policy_loss
@@ -138,13 +83,7 @@ class PolicyLearner:
         lr = float(self.optimizer.param_groups[0]["lr"])
         return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 
-    def _added(self, sums: Tensor) -> Tensor:
-        """Sums of all ranks, float64."""
-        if self._mesh is not None:
-            dist.all_reduce(sums, group=self._mesh.get_group())
-        return sums
-
-    def _losses(self, mine: Lesson, spec: AlgorithmSpec) -> tuple[LossSum, LossSum | None]:
+    def _losses(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, LossSum | None]:
         found = self.policy.evaluate(mine.stored)
         loss = loss_of(
             spec,

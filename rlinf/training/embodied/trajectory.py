@@ -1,55 +1,36 @@
-"""What travels between simulation, policy and trainer: what is seen, and what came of acting on it.
+"""What a policy did in environments, on its way to the trainer.
 
-A `Seen` goes from simulation to policy at every decision, actions go back; a `Trajectory` goes from the policy to the
-trainer, once per slice and step. Observations so cross each boundary once.
+In: one `Trajectory` per slice of environments and step, put together by the actor of the policy. Out: one of all slices
+(`joined`), or its single transitions for a replay buffer (`transitions`). Nobody waits here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlinf.algos.chunk_advantages import Chunks
-from rlinf.envs.base import Observation
-from rlinf.envs.episodes import Chunk, Episode
+from rlinf.envs.episodes import Episode
 from rlinf.models.policy.base import Stored
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """What the environments of a slice show."""
-
-    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its arrays
-
-    observation: Observation
-    """To act on next, N rows."""
-    instructions: tuple[str, ...] | None
-    """What each environment is to do, in words."""
-    chunk: Chunk | None
-    """What the last actions did; None at the beginning of a step."""
-    seeds: Tensor
-    """For what is drawn next, one per environment, int64 [N]: a function of seed, epoch, environment and time, so that
-    what a policy draws does not depend on slices or on who asks when."""
-    first: int
-    """Number of the first environment among those of its simulation."""
+from rlinf.training.embodied.replay_buffer import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """T decisions for each of N environments, in order of time."""
 
-    __plain__: ClassVar[bool] = True  # see Seen
+    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its arrays
 
     chunks: Chunks
     """Rewards, ends and values, [T, N, C]; episodes that were lost are not valid in it."""
     stored: Stored
     """All that log-probs depend on, [T, N, ...]."""
     logprobs: Tensor
-    """Of what was drawn, at the policy's level, nats: [T, N], [T, N, C] or [T, N, C, A]."""
+    """Of the actions drawn, at the policy's level, nats: [T, N], [T, N, C] or [T, N, C, A]."""
     success: Tensor | None
     """Whether the first episode that ended here was solved at some time, bool [N]; None if nobody says."""
     episodes: tuple[Episode, ...]
@@ -57,20 +38,23 @@ class Trajectory:
     lost: int
     """Episodes that died with their simulator."""
     first: int
-    """Number of the first environment among those of its simulation."""
+    """Number of the first environment among those of its actor."""
     rank: int
-    """Of the simulation."""
+    """Of the actor of the environments."""
     version: int
     """Of the weights that decided."""
+    following: Stored | None = None
+    """The policy's inputs after each chunk, [T, N, ...]: where a chunk ended an episode, of the last observation of
+    that episode, not of the first of the next. None where learning does not need them."""
 
 
 def in_order(parts: Sequence[Trajectory]) -> list[Trajectory]:
-    """Slices by simulation and environment, whatever order they came in."""
+    """Slices by actor and environment, whatever order they came in."""
     return sorted(parts, key=lambda part: (part.rank, part.first))
 
 
 def joined(parts: Sequence[Trajectory]) -> Trajectory:
-    """Several slices as one, in the order of simulation and environment, whatever order they came in.
+    """Several slices as one, in the order of actor and environment, whatever order they came in.
 
     Raises:
         ValueError: there are none, or they are of different lengths.
@@ -78,38 +62,64 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
     if not parts:
         raise ValueError("train: not one trajectory came")
     parts = in_order(parts)
-    if len({part.logprobs.shape[0] for part in parts}) > 1:
-        lengths = [part.logprobs.shape[0] for part in parts]
+    lengths = [part.logprobs.shape[0] for part in parts]
+    if len(set(lengths)) > 1:
         raise ValueError(f"train: trajectories have {lengths} decisions; let all slices act equally often")
     if len(parts) == 1:
         return parts[0]
-
-    def along(name: str, dim: int = 1) -> Tensor | None:
-        found = [getattr(part.chunks, name) for part in parts]
-        return None if any(each is None for each in found) else torch.cat(found, dim)
-
-    def whole(name: str) -> Tensor:
-        found = along(name)
-        assert found is not None
-        return found
-
-    successes = [part.success for part in parts if part.success is not None]
+    chunks = [part.chunks for part in parts]
     return Trajectory(
-        chunks=Chunks(
-            rewards=whole("rewards"),
-            terminated=whole("terminated"),
-            truncated=whole("truncated"),
-            valid=whole("valid"),
-            values=along("values"),
-            next_values=along("next_values", 0),
-            final_values=along("final_values"),
-        ),
-        stored={name: torch.cat([part.stored[name] for part in parts], 1) for name in parts[0].stored},
-        logprobs=torch.cat([part.logprobs for part in parts], 1),
-        success=torch.cat(successes) if len(successes) == len(parts) else None,
+        chunks=Chunks(**{name.name: _joined(chunks, name.name) for name in fields(Chunks)}),
+        stored=_joined(parts, "stored"),
+        logprobs=_joined(parts, "logprobs"),
+        success=_joined(parts, "success"),
         episodes=tuple(episode for part in parts for episode in part.episodes),
         lost=sum(part.lost for part in parts),
         first=parts[0].first,
         rank=parts[0].rank,
         version=min(part.version for part in parts),
+        following=_joined(parts, "following"),
     )
+
+
+def _joined(parts: Sequence[Any], name: str) -> Any:
+    """A field of all parts along the environments; None if one part has none."""
+
+    def along(tensors: Sequence[Any]) -> Any:
+        if isinstance(tensors[0], dict):
+            return {key: along([tensor[key] for tensor in tensors]) for key in tensors[0]}
+        return torch.cat(list(tensors), 0 if tensors[0].ndim == 1 else 1)  # [N], else [T, N, ...]
+
+    found = [getattr(part, name) for part in parts]
+    return None if any(each is None for each in found) else along(found)
+
+
+def transitions(parts: Sequence[Trajectory]) -> tuple[Trajectory, Rows]:
+    """Several slices as one, and their transitions, in the order of time and then of environment.
+
+    Args:
+        parts: of all slices, in any order, with `following`.
+
+    Returns:
+        All trajectories in one, and for the R chunks of which anything was done: `seen.*`, the policy's inputs; and
+        `actions`, in its own terms; `following.*`; `rewards` of each action, 0 where it was not done, float32 [R, C];
+        `steps`, how many were done, int64 [R]; `terminated`, bool [R].
+
+    Raises:
+        ValueError: there are none, they are of different lengths, or do not say what followed.
+    """
+    whole = joined(parts)
+    if whole.following is None:
+        raise ValueError(
+            "train: trajectories do not say what followed each decision: spawn the PolicyActor with keep_following=True"
+        )
+    chunks = whole.chunks
+    valid = chunks.valid.bool()
+    done = valid.any(-1)
+    rows = {f"seen.{name}": stored for name, stored in whole.stored.items() if name != "actions"}
+    rows |= {f"following.{name}": stored for name, stored in whole.following.items()}
+    rows["actions"] = whole.stored["actions"]
+    rows["rewards"] = torch.where(valid, chunks.rewards, 0.0).float()
+    rows["steps"] = valid.sum(-1)
+    rows["terminated"] = (chunks.terminated.bool() & valid).any(-1)
+    return whole, {name: tensor[done] for name, tensor in rows.items()}

@@ -1,10 +1,14 @@
-"""From trajectories to what is learned from: advantages by the algorithm, laid out decision by decision."""
+"""From trajectories to a batch: advantages by the algorithm, laid out decision by decision; and metrics of both.
+
+In: a step's trajectories. Out: a `TrajectoryBatch`, of which trainers take minibatches. Nobody waits here.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +17,61 @@ from rlinf.algos.chunk_advantages import ChunkAdvantages, advantages_of_chunks, 
 from rlinf.algos.parts import Decoupled, Gae, GroupRelative
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.envs.episodes import Episode
-from rlinf.training.embodied.policy_step import Lesson
+from rlinf.models.policy.base import Stored
 from rlinf.training.embodied.trajectory import Trajectory, in_order
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryBatch:
+    """D decisions to learn from, whichever environments and times they are from."""
+
+    stored: Stored
+    """What the policy needs to evaluate them, D rows."""
+    logprobs: Tensor
+    """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own."""
+    advantages: Tensor
+    """[D, tokens]"""
+    mask: Tensor
+    """Which tokens count, bool [D, tokens]."""
+    sequences: Tensor | None
+    """Episode of each token, for losses that average over episodes, [D, tokens]."""
+    values: Tensor | None
+    """The critic's predictions at acting, [D, values]; None without one."""
+    returns: Tensor | None
+    """Its targets, [D, values]."""
+    value_mask: Tensor | None
+    """Which values count, bool [D, values]."""
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def rows(self, chosen: Tensor) -> TrajectoryBatch:
+        """Some of the decisions.
+
+        Args:
+            chosen: which, int64 [d].
+        """
+        return self._each(lambda tensor: tensor[chosen])
+
+    def to(self, device: torch.device) -> TrajectoryBatch:
+        """The same decisions on a device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def silent(self) -> TrajectoryBatch:
+        """The same decisions, of which none counts."""
+        value_mask = None if self.value_mask is None else torch.zeros_like(self.value_mask)
+        return replace(self, mask=torch.zeros_like(self.mask), value_mask=value_mask)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TrajectoryBatch:
+        found: dict[str, Any] = {"stored": {name: change(tensor) for name, tensor in self.stored.items()}}
+        for name in self.__slots__[1:]:
+            tensor = getattr(self, name)
+            found[name] = None if tensor is None else change(tensor)
+        return TrajectoryBatch(**found)
+
+
 def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
-    """See that an algorithm can be had for actions.
+    """Check that an algorithm can learn from actions.
 
     Raises:
         ValueError: it cannot, or the policy or the environments are not as it needs them.
@@ -42,8 +95,8 @@ def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
             raise ValueError(f"{where}: {name} is for text; take a recipe without it, such as ppo or grpo")
 
 
-def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Lesson:
-    """What an algorithm makes of a step's trajectories.
+def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> TrajectoryBatch:
+    """The decisions of a step's trajectories, with the advantages that an algorithm gives them.
 
     Args:
         trajectory: of all environments.
@@ -61,7 +114,7 @@ def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Less
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None or found.returns is None else tensor.reshape(decisions, -1)
 
-    return Lesson(
+    return TrajectoryBatch(
         stored={name: tensor.flatten(0, 1) for name, tensor in trajectory.stored.items()},
         logprobs=laid["logprobs"],
         advantages=laid["advantages"],
@@ -73,13 +126,13 @@ def lesson(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> Less
     )
 
 
-def described(parts: Sequence[Trajectory], trajectory: Trajectory, decided: Lesson) -> dict[str, float]:
-    """Metrics of a step's trajectories, learning apart.
+def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: TrajectoryBatch) -> dict[str, float]:
+    """Metrics of a step's trajectories.
 
     Args:
         parts: of each slice.
         trajectory: those joined.
-        decided: what is learned from it.
+        batch: what is learned from it.
     """
     chunks = trajectory.chunks
     valid = chunks.valid.bool()
@@ -89,7 +142,7 @@ def described(parts: Sequence[Trajectory], trajectory: Trajectory, decided: Less
         "decisions": float(valid.any(-1).sum()),
         "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
         "episodes/lost": float(trajectory.lost),
-        "learned_from": float(decided.mask.float().mean()),
+        "learned_from": float(batch.mask.float().mean()),
         **summary([episode for part in in_order(parts) for episode in counted(part)]),
     }
 

@@ -20,9 +20,8 @@ from rlinf.envs.toy import Reach
 from rlinf.models.policy.build import build_policy_model
 from rlinf.models.policy.mlp import MlpConfig, MlpPolicy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.embodied.policy_step import Lesson
 from rlinf.training.embodied.trajectory import Trajectory, joined
-from rlinf.training.embodied.trajectory_batch import lesson
+from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of
 from tests.envs.scripted import Scripted
 
 REACH = "rlinf.envs.toy.Reach"
@@ -121,7 +120,7 @@ SEEDS = {"grpo of episodes": 6, "gspo": 7}
 LEARNING = {"lr": 0.03, "critic_lr": 0.05, "grad_clip": 1e9, "epochs": 2, "minibatch": 11, "seed": 4}
 
 
-def as_dict(found: Lesson) -> dict[str, Any]:
+def as_dict(found: TrajectoryBatch) -> dict[str, Any]:
     return {field.name: getattr(found, field.name) for field in fields(found)}
 
 
@@ -138,7 +137,7 @@ async def main(system: rlinf.ActorSystem) -> None:
         recipe = recipes.get(algorithm) if isinstance(algorithm, str) else recipes.get(*algorithm.values())
         found: dict[str, Any] = {
             "metrics": metrics,
-            "lesson": as_dict(lesson(joined(trajectories), recipe, group_size)),
+            "lesson": as_dict(batch_of(joined(trajectories), recipe, group_size)),
             "steps": await trainer.inspect(),
         }
         await trainer.save(str(out.parent / str(number)))

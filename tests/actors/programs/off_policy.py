@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rlinf
-from rlinf.actors.policy import OffPolicyDecider
+from rlinf.actors.policy import PolicyActor
 from rlinf.actors.sac_trainer import SacTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.record import record
@@ -27,7 +27,7 @@ async def main(system: rlinf.ActorSystem) -> None:
     every = list(range(system.hosts))
     roles: dict[str, Any] = {
         "env": await environments(system, hosts=[0], slices=2),
-        "policy": await system.spawn(OffPolicyDecider, hosts=[0], name="policy", policy=config),
+        "policy": await system.spawn(PolicyActor, keep_following=True, hosts=[0], name="policy", policy=config),
         "trainer": await system.spawn(SacTrainer, hosts=every, name="trainer", **settings),
     }
     found = {}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.policy_step import Lesson, PolicyLearner
+from rlinf.training.embodied.policy_step import PolicyLearner
+from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from tests.actors.programs.control import MLP
 
 PPO = recipes.get("ppo")
@@ -33,7 +34,7 @@ def made(seed=0, rows=ROWS):
         logprobs = policy.evaluate(stored).logprobs + 0.3 * torch.randn(rows, 2, generator=random)
     values, returns = torch.randn(rows, 1, generator=random), torch.randn(rows, 1, generator=random)
     advantages = torch.randn(rows, 2, generator=random)
-    return policy, Lesson(stored, logprobs, advantages, mask, None, values, returns, mask.any(1, keepdim=True))
+    return policy, TrajectoryBatch(stored, logprobs, advantages, mask, None, values, returns, mask.any(1, keepdim=True))
 
 
 def gradient_of(policy, learner):

@@ -9,7 +9,7 @@ from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.algos import recipes
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory_batch import check, counted, described, lesson, summary
+from rlinf.training.embodied.trajectory_batch import batch_of, check, counted, metrics_of, summary
 from tests.actors.programs.control import COUNTING, Played
 
 PPO = recipes.get("ppo", {"advantage": {"gamma": 0.5, "lam": 0.5, "whiten": False}})
@@ -58,7 +58,7 @@ async def test_ppo_by_hand():
     two:      A1 = 2 + 2/2 - 0 = 3            A0 = 5
     """
     trajectory = await played(SCRIPTS, max_steps=4)
-    found = lesson(trajectory, PPO, 1)
+    found = batch_of(trajectory, PPO, 1)
     advantages = torch.tensor([4.5, 3.5, 2.5, 5.0, 2.0, 2.0, -2.0, 3.0])
     assert torch.equal(found.advantages, advantages[:, None].expand(8, 2))
     assert found.values[:, 0].tolist() == [0, 0, 0, 0, 2, 2, 2, 0]
@@ -73,7 +73,7 @@ async def test_ppo_by_hand():
 
 async def test_the_accounts_by_hand():
     trajectory = await played(SCRIPTS, max_steps=4)
-    told = described([trajectory], trajectory, lesson(trajectory, PPO, 1))
+    told = metrics_of([trajectory], trajectory, batch_of(trajectory, PPO, 1))
     assert (told["env_steps"], told["decisions"], told["episodes"], told["episodes/lost"]) == (14.0, 8.0, 4.0, 0.0)
     earned = [7.0, 4.0, 2.0, 5.0]
     assert told["reward/step"] == (sum(earned) + 2.0) / 14.0
@@ -95,18 +95,18 @@ async def test_where_episodes_begin_with_the_step_only_the_first_of_each_environ
 
 async def test_nothing_is_learned_from_an_episode_that_was_lost():
     trajectory = await played(SCRIPTS, max_steps=4, lose=(1, 1))
-    found = lesson(trajectory, PPO, 1)
+    found = batch_of(trajectory, PPO, 1)
     assert trajectory.lost == 1
     assert not found.mask[[1, 5]].any()  # both chunks of environment 1
     assert not found.value_mask[[1, 5]].any()
     assert found.advantages[[0, 2, 4, 6], 0].tolist() == [4.5, 2.5, 2.0, -2.0]
-    told = described([trajectory], trajectory, found)
+    told = metrics_of([trajectory], trajectory, found)
     assert (told["env_steps"], told["episodes/lost"], told["episodes"]) == (10.0, 1.0, 3.0)
 
 
 async def test_a_loss_in_an_earlier_chunk_leaves_the_episode_that_followed():
     trajectory = await played(SCRIPTS, max_steps=4, lose=(0, 1))
-    found = lesson(trajectory, PPO, 1)
+    found = batch_of(trajectory, PPO, 1)
     assert found.mask[[1, 5]].tolist() == [[False, False], [True, True]]
     assert not found.value_mask[1]
 
@@ -122,7 +122,7 @@ GROUPED = [
 async def test_grpo_by_hand():
     """Returns within the first group are 6 and 0, so advantages 3 and -3; in the second all solved the task."""
     free = {"value_level": None}
-    found = lesson(await played(GROUPED, policy=free, group_size=2, max_steps=9), GRPO, 2)
+    found = batch_of(await played(GROUPED, policy=free, group_size=2, max_steps=9), GRPO, 2)
     mask = [[True, True], [True, True], *[[False, False]] * 2, [True, False], *[[False, False]] * 3]
     assert found.mask.tolist() == mask
     assert found.advantages[[0, 1, 4], 0].tolist() == [3.0, -3.0, 3.0]
@@ -135,13 +135,13 @@ async def test_where_nobody_says_whether_a_task_was_solved_returns_alone_count()
         GROUPED, policy=free, group_size=2, max_steps=9, options={"scripts": GROUPED, "tells_success": False}
     )
     assert trajectory.success is None
-    found = lesson(trajectory, GRPO, 2)
+    found = batch_of(trajectory, GRPO, 2)
     assert found.advantages[[0, 1, 2, 3], 0].tolist() == [3.0, -3.0, -1.5, 1.5]
 
 
 async def test_before_any_episode_has_ended_what_was_earned_so_far_is_compared():
     scripts = [[[GO] * 9], [[(3.0, False, False)] * 9]]
-    found = lesson(await played(scripts, policy={"value_level": None}, group_size=2, max_steps=9), GRPO, 2)
+    found = batch_of(await played(scripts, policy={"value_level": None}, group_size=2, max_steps=9), GRPO, 2)
     assert found.mask.all()
     assert found.advantages[:2, 0].tolist() == [-4.0, 4.0]
 

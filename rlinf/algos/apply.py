@@ -29,7 +29,10 @@ class Answers:
     groups: Tensor
     """Which group each belongs to, whole numbers, [answers]."""
     mask: Tensor
-    """Which tokens count, bool [answers, tokens]."""
+    """Which tokens count, bool [answers, tokens]; an advantage is shown floats, how much each counts, if there are
+    `weights`."""
+    weights: Tensor | None = None
+    """How many answers each counts as, more than 0, [answers]; None: as one."""
     truncated: Tensor | None = None
     """Whether the length limit cut it, bool [answers]."""
     logprobs: Tensor | None = None
@@ -71,7 +74,7 @@ class MicroBatch:
     logprobs: Tensor
     """Under the policy being trained, nats; differentiable."""
     mask: Tensor
-    """Which tokens count."""
+    """Which tokens count, bool; or, in floats, how much each does."""
     old_logprobs: Tensor | None = None
     """Under the policy that the ratio starts from (with `loss.decoupled`: the one that drew the tokens)."""
     advantages: Tensor | None = None
@@ -124,7 +127,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
     Raises:
         ValueError: a tensor that the spec needs is missing, or shapes do not fit.
     """
-    same_shape("advantages_of", "rewards", answers.rewards, groups=answers.groups, truncated=answers.truncated)
+    per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
+    same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
     mask = answers.mask.bool()
     rewards = answers.rewards.detach().float()
     if spec.shaping is not None:
@@ -136,7 +140,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
         logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
         ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
         penalty = spec.kl.beta * divergence.estimate(ours, theirs, kind=spec.kl.kind)
-    found = spec.advantage(replace(answers, rewards=rewards, mask=mask), penalty, reduce)
+    counted = mask if answers.weights is None else mask * answers.weights[:, None]
+    found = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
     values, returns = found if isinstance(found, tuple) else (found, None)
     return Advantages(values, mask, rewards, returns)
 

@@ -116,6 +116,13 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         rewards=torch.tensor([sample.reward for sample in samples]),
         groups=torch.from_numpy(np.repeat(np.arange(len(scored)), [len(some) for some in scored])),
         mask=torch.from_numpy(mask),
+        weights=_weights(samples),
         truncated=torch.tensor([sample.truncated for sample in samples]),
         **said,
     )
+
+
+def _weights(samples: Sequence[Sample]) -> Tensor | None:
+    """Of each sample, [samples]; None if all weigh 1."""
+    weights = [sample.weight for sample in samples]
+    return None if all(weight == 1.0 for weight in weights) else torch.tensor(weights)

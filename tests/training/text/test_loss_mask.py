@@ -21,7 +21,7 @@ from rlinf.data.sample import Example, Group
 from rlinf.models.language.build import build_model
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner
-from rlinf.training.text.advantage_rows import lesson_of
+from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue
 from tests.actors import toys
 from tests.actors.programs import critics
@@ -64,8 +64,8 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     policy = PolicyModel(ours, chunk=7)
     policy._use(packs=packs, plain_head=True)
     learner = Learner(policy, lr=0.0)
-    lesson = lesson_of(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
-    rows = [row for some in lesson.rows for row in some]
+    learned = advantage_rows(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
         learner.learn_policy(pack(piece), algorithm, version=0, compare=True)
@@ -78,7 +78,9 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_advantages_and_shaped_rewards_are_those_of_the_learned_tokens_alone(name):
     later = frozenset({"proximal_logprobs"})
-    whole, bare = (lesson_of(ALGORITHMS[name], some, later=later) for some in (BATCH, toys.without_the_rest(BATCH)))
+    whole, bare = (
+        advantage_rows(ALGORITHMS[name], some, later=later) for some in (BATCH, toys.without_the_rest(BATCH))
+    )
     assert whole.rewards == bare.rewards
     for one, other in zip(whole.advantages, bare.advantages, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -112,8 +114,8 @@ def test_lengths_and_ages_are_of_what_was_generated():
 def test_a_batch_that_could_not_be_learned_is_kept_with_its_mask(tmp_path):
     from safetensors.numpy import load_file
 
-    lesson = lesson_of(ALGORITHMS["reinforce_pp"], BATCH)
-    kept = load_file(rescue(BATCH, lesson.advantages, tmp_path, 3))
+    learned = advantage_rows(ALGORITHMS["reinforce_pp"], BATCH)
+    kept = load_file(rescue(BATCH, learned.advantages, tmp_path, 3))
     assert kept["loss_mask"].shape == kept["response_ids"].shape
     assert len(kept["advantages"]) == kept["loss_mask"].sum()
 
@@ -208,8 +210,8 @@ def summed(algorithm, batch):
     """Gradients of the batch's mean loss, and the rows."""
     ours = toys.model()
     learner = Learner(PolicyModel(ours), lr=0.0)
-    lesson = lesson_of(algorithm, batch, later=frozenset({"proximal_logprobs"}))
-    rows = [row for some in lesson.rows for row in some]
+    learned = advantage_rows(algorithm, batch, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in learned.rows for row in some]
     for piece in cut(rows, [row.size for row in rows], 60):
         learner.learn_policy(pack(piece), algorithm, version=0)
     return {name: gradient / float(learner._sum.weight) for name, gradient in toys.gradients(ours).items()}
@@ -245,9 +247,9 @@ async def test_a_sample_that_weighs_double_counts_as_two_for_the_critic(system):
 
 
 def test_a_task_in_parts_that_share_its_reward_counts_once():
-    alone = lesson_of(spec.get("grpo"), toys.groups(4))
+    alone = advantage_rows(spec.get("grpo"), toys.groups(4))
     parts = [
         Group(g.prompt, tuple(replace(s, weight=1 / 3) for s in g.samples for _ in range(3))) for g in toys.groups(4)
     ]
-    in_parts = lesson_of(spec.get("grpo"), parts)
+    in_parts = advantage_rows(spec.get("grpo"), parts)
     np.testing.assert_allclose(in_parts.advantages, np.repeat(alone.advantages, 3), rtol=1e-4, atol=1e-5)

@@ -38,7 +38,7 @@ from rlinf.runtime.streams.consumer import Consumer
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.text.command_stream import Feed
+from rlinf.training.text.commands import CommandStream
 from rlinf.weights.receive import Receiver
 
 FOUND = "found.json"
@@ -152,7 +152,7 @@ class Training(Sleeping, JointActor):
 
     @endpoint(device=True, joint=True)
     async def train(self, items: Stream[int]) -> dict[str, float]:
-        feed = Feed(self._orders(items), self.world_size)
+        feed = CommandStream(self._orders(items), self.world_size)
 
         async def carry_out(orders: Stream[int]) -> int:
             learned = 0

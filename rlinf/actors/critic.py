@@ -8,8 +8,9 @@ and is on its way still, goes first whichever of the two calls arrives first.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,9 +30,11 @@ from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here, start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.learner import Learner
-from rlinf.training.text.commands import Learn, Order, Score
+from rlinf.training.text.advantage_rows import RETURNS, value_rows
+from rlinf.training.text.batch_metrics import describe_values
+from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
-from rlinf.training.text.value_schedule import RETURNS, ValueOrders
+from rlinf.training.text.schedule import BatchSchedule
 from rlinf.weights.state_tensors import reshard
 
 Groups = Iterable[Group] | AsyncIterable[Group]
@@ -127,8 +130,8 @@ class Critic(TextTrainer):
             async for group in told:
                 yield group
 
-    def _score(self, order: Score) -> Tensor:
-        values, _ = self.module(order.packed().to(self.device))
+    def _score(self, command: Forward) -> Tensor:
+        values, _ = self.module(command.packed().to(self.device))
         return values[None]
 
     # Learning ----------------------------------------------------------------------------------------------------
@@ -151,37 +154,32 @@ class Critic(TextTrainer):
         """
         if (lease := lease_here()) is not None:
             lease.give()  # every rank does, and they take the devices together again when it is their turn
-        made = await start_apart(self._made(groups), "batch") if self.rank == 0 else None
-        steps = await self._work_together(self._orders(made), self._learner, _of_critic)
-        if made is None:
-            return {}
-        sums = [gathered for gathered, _ in steps]
-        found, last = sum(sums[1:], sums[0]).values(), steps[-1][1]
-        return {
-            **made.metrics,
-            **{f"critic/{name}": last[name] for name in ("loss", "grad_norm", "lr")},
-            "critic/clip_frac": found.get("value_clip_frac", 0.0),
-        }
-
-    async def _made(self, groups: Groups) -> ValueOrders:
-        """Read the batch and compute its returns; on rank 0."""
-        batch = [group async for group in each(groups)]
-        return await self.compute(ValueOrders, batch, self._spec)
-
-    def _orders(self, made: ValueOrders | None) -> AsyncGenerator[tuple[Order, ...], None]:
-        """The orders of a call; other ranks than 0 have none to give."""
-        if made is None:
-            return _none()
-        return made.orders(
+        batch = await start_apart(_read(groups), "batch") if self.rank == 0 else []
+        schedule = BatchSchedule(
+            partial(value_rows, self._spec),
+            where="critic.train",
             ranks=self.world_size,
+            in_order=None,
             budget=self._budget,
             epochs=self._epochs,
             minibatches=self._minibatches,
             seed=(self._seed, self.version),
+            compute=self.compute,
+            whole_batch=True,
         )
+        steps = await self._work_together(schedule.commands(batch), self._learner, _of_critic)
+        if self.rank > 0:
+            return {}
+        sums = [gathered for gathered, _ in steps]
+        found, last = sum(sums[1:], sums[0]).values(), steps[-1][1]
+        return {
+            **await self.compute(describe_values, schedule.groups, schedule.learned.rows),
+            **{f"critic/{name}": last[name] for name in ("loss", "grad_norm", "lr")},
+            "critic/clip_frac": found.get("value_clip_frac", 0.0),
+        }
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
-        batch = order.packed().to(self.device)
+    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
+        batch = command.packed().to(self.device)
         values, _ = self.module(batch)
         old, returns = (batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS))  # none without a row
         learner.add(value_loss_of(self._spec, values, old, returns, batch.mask, batch.sequences))
@@ -234,10 +232,9 @@ class Critic(TextTrainer):
         return [(name, parameter) for name, parameter in self.model.named_parameters() if not name.startswith(HEAD)]
 
 
-async def _none() -> AsyncGenerator[tuple[Order, ...], None]:
-    return
-    yield ()
-
-
 async def _of_critic(error: FloatingPointError, met: int) -> FloatingPointError:
     return FloatingPointError(f"critic, version {met}: {error}")
+
+
+async def _read(groups: Groups) -> list[Group]:
+    return [group async for group in each(groups)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,10 +26,11 @@ from rlinf.models.language.load import ModelSource
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.learner import Learner, Schedule
+from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue, show_samples
-from rlinf.training.text.commands import Learn, Score
-from rlinf.training.text.policy_schedule import PolicyOrders, answer_orders
-from rlinf.training.text.requirements import REFERENCE, Algorithm, algorithm_of, asked_beside
+from rlinf.training.text.commands import Forward, ForwardBackward
+from rlinf.training.text.requirements import REFERENCE, Algorithm, algorithm_of, own_columns
+from rlinf.training.text.schedule import BatchSchedule, supervised_commands
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -120,10 +122,9 @@ class Trainer(TextTrainer):
         }
         await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=learner, sharding=sharding)
         self._spec, self._adapters_off, self._minibatches = spec, reference is not None, minibatches
-        self._beside = asked_beside(spec, minibatches=minibatches, adapters_off=self._adapters_off)
         self._epochs, self._budget, self._seed = epochs, micro_batch_tokens, seed
         self._rescue_dir = rescue_dir
-        self._batch: PolicyOrders | None = None
+        self._batch: BatchSchedule | None = None
 
     @property
     def policy(self) -> PolicyModel:
@@ -153,27 +154,30 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
         met = self.version
-        batch = PolicyOrders(
-            self._spec,
+        own = own_columns(self._spec, minibatches=self._minibatches, adapters_off=self._adapters_off)
+        batch = BatchSchedule(
+            partial(advantage_rows, self._spec, later=own.first_pass),
+            where="train",
             ranks=self.world_size,
             in_order=self._in_order,
             budget=self._budget,
             epochs=self._epochs,
             minibatches=self._minibatches,
             seed=(self._seed, self.version),
-            adapters_off=self._adapters_off,
             compute=self.compute,
+            own=own,
+            whole_batch=self._spec.needs_whole_batch,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
             return await self._kept(error, batch, met)
 
-        steps = await self._work_together(batch.orders(groups), self._learner, explain)
+        steps = await self._work_together(batch.commands(groups), self._learner, explain)
         if self.rank > 0:
             return {}
         self._batch = batch
         sums = [gathered for gathered, _ in steps]
-        shaped = None if self._spec.shaping is None else batch.lesson.rewards
+        shaped = None if self._spec.shaping is None else batch.learned.rewards
         described = await self.compute(describe, batch.groups, met, shaped)
         return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
 
@@ -194,8 +198,8 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite.
         """
         learner = Learner(self.policy, layout=self._layout, lr=lr)
-        orders = answer_orders(batches, self.world_size, self._budget)
-        steps = await self._work_together(orders, learner)
+        commands = supervised_commands(batches, self.world_size, self._budget)
+        steps = await self._work_together(commands, learner)
         if self.rank > 0:
             return {}
         if not steps:
@@ -203,19 +207,19 @@ class Trainer(TextTrainer):
         losses = [numbers["loss"] for _, numbers in steps]
         return {"sft/loss_first": losses[0], "sft/loss": losses[-1], "sft/steps": float(len(losses))}
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
-        batch = order.packed().to(self.device)
-        if learner is self._learner:
-            if REFERENCE in self._beside and REFERENCE not in order.kept:
-                order.kept[REFERENCE] = self._logprobs(batch, REFERENCE)
-            compare = order.compare and not again
-            learner.learn_policy(batch, self._spec, version=self.version, compare=compare, kept=order.kept)
-        else:
+    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
+        batch = command.packed().to(self.device)
+        if command.supervised:
             learner.learn_answers(batch)
+            return
+        if REFERENCE in command.columns and REFERENCE not in command.kept:
+            command.kept[REFERENCE] = self._logprobs(batch, REFERENCE)
+        compare = command.compare and not again
+        learner.learn_policy(batch, self._spec, version=self.version, compare=compare, kept=command.kept)
 
-    def _score(self, order: Score) -> Tensor:
-        batch = order.packed().to(self.device)
-        return torch.stack([self._logprobs(batch, name) for name in order.columns])
+    def _score(self, command: Forward) -> Tensor:
+        batch = command.packed().to(self.device)
+        return torch.stack([self._logprobs(batch, name) for name in command.columns])
 
     @torch.no_grad()
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
@@ -224,11 +228,11 @@ class Trainer(TextTrainer):
             logprobs: Tensor = self.policy(batch)[0]
         return logprobs
 
-    async def _kept(self, error: FloatingPointError, batch: PolicyOrders, met: int) -> FloatingPointError:
+    async def _kept(self, error: FloatingPointError, batch: BatchSchedule, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""
         if self._rescue_dir is None:
             return error
-        path = await self.compute(rescue, batch.groups, batch.lesson.advantages, Path(self._rescue_dir), met)
+        path = await self.compute(rescue, batch.groups, batch.learned.advantages, Path(self._rescue_dir), met)
         return FloatingPointError(f"{error}. The batch was kept in {path} and, with its texts, in the .json beside it")
 
     # What it gives -----------------------------------------------------------------------------------------------
@@ -242,7 +246,7 @@ class Trainer(TextTrainer):
             `advantage`, `length` (tokens) and `versions` (of the weights that made it: lowest, highest).
         """
         batch = self._batch
-        return [] if batch is None else await self.compute(show_samples, batch.groups, batch.lesson.advantages, count)
+        return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
 
 
 def _check(**counts: int) -> None:

@@ -23,7 +23,9 @@ _EPSILON = 1e-6  # added to the standard deviation, as in the public GRPO implem
 _LEAST_VARIANCE = 1e-8  # below it a batch counts as equal, and whitening only centres
 
 
-def group_relative(rewards: Tensor, groups: Tensor, *, scale: Literal["std", "none"] = "std") -> Tensor:
+def group_relative(
+    rewards: Tensor, groups: Tensor, *, scale: Literal["std", "none"] = "std", weights: Tensor | None = None
+) -> Tensor:
     """The reward relative to the other answers to the same prompt.
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)        mean and std over the group of i, std with the n - 1 divisor
@@ -36,6 +38,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, scale: Literal["std", "no
         rewards: reward of each answer, [answers].
         groups: which group each answer belongs to, [answers], whole numbers; members need not stand together.
         scale: "std" divides by the group's standard deviation, "none" does not.
+        weights: how many answers each counts as, [answers]; None: as one.
 
     Returns:
         Advantages, [answers], float32 (float64 if the rewards are).
@@ -44,14 +47,15 @@ def group_relative(rewards: Tensor, groups: Tensor, *, scale: Literal["std", "no
         ValueError: shapes differ, or `scale` is unknown.
     """
     one_of("group_relative", "scale", scale, _SCALES)
-    centred, group, count = _centred("group_relative", rewards, groups)
+    centred, group, count = _centred("group_relative", rewards, groups, weights)
     if scale == "none" or centred.numel() == 0:
         return centred
-    variance = torch.zeros_like(count).index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
+    squares = centred.square() if weights is None else centred.square() * weights
+    variance = torch.zeros_like(count).index_add(0, group, squares) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt()[group] + _EPSILON)
 
 
-def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+def leave_one_out(rewards: Tensor, groups: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """The reward less the mean of the other answers' to the same prompt.
 
         A_i = R_i - mean over j != i of R_j = G / (G - 1) (R_i - mean(R))
@@ -62,6 +66,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     Args:
         rewards: reward of each answer, [answers].
         groups: which group each answer belongs to, [answers], whole numbers; members need not stand together.
+        weights: how many answers each counts as, [answers]; None: as one.
 
     Returns:
         Advantages, [answers], float32 (float64 if the rewards are).
@@ -69,22 +74,26 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     Raises:
         ValueError: shapes differ.
     """
-    centred, group, count = _centred("leave_one_out", rewards, groups)
+    centred, group, count = _centred("leave_one_out", rewards, groups, weights)
     return centred * (count / (count - 1).clamp(min=1))[group]
 
 
-def _centred(where: str, rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _centred(
+    where: str, rewards: Tensor, groups: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards less their group's mean, exactly 0 in a group of equals; each answer's group from 0; groups' sizes."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
             f"{where}: rewards and groups must both be [answers], "
             f"got rewards {list(rewards.shape)} and groups {list(groups.shape)}"
         )
+    same_shape(where, "rewards", rewards, weights=weights)
     rewards = wide(rewards.detach())
     group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
-    count = torch.bincount(group).to(rewards.dtype)
+    count = torch.bincount(group, weights).to(rewards.dtype)
     zeros = torch.zeros_like(count)
-    centred = rewards - (zeros.index_add(0, group, rewards) / count)[group]
+    sums = zeros.index_add(0, group, rewards if weights is None else rewards * weights)
+    centred = rewards - (sums / count)[group]
     # (R - mean) of equal rewards is a rounding error, which a division would blow up: ask for equality itself.
     highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
@@ -98,6 +107,7 @@ def reinforce_pp(
     kl: Tensor | None = None,
     kl_beta: float = 0.0,
     groups: Tensor | None = None,
+    weights: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
     """What is still to come, whitened over the whole batch.
@@ -111,10 +121,11 @@ def reinforce_pp(
 
     Args:
         rewards: of each answer, [answers], or of each token, [answers, tokens].
-        mask: which tokens count, [answers, tokens], bool or 0/1.
+        mask: which tokens count, [answers, tokens], bool or 0/1; or how much each does, see `whiten`.
         kl: KL_t of the sampling policy to the reference (k1), nats, [answers, tokens].
         kl_beta: its weight; not 0 only with `kl`.
         groups: which group each answer belongs to, [answers], whole numbers.
+        weights: how many answers each counts as in its group's mean, [answers]; None: as one.
         reduce: adds a tensor of sums up over ranks; None if this is the whole batch.
 
     Returns:
@@ -136,7 +147,7 @@ def reinforce_pp(
     totals = wide(rewards.detach()) if per_answer else kept.only(kept.clean(rewards)).sum(1)
     coming = totals[:, None].expand(mask.shape) if per_answer else _to_go(kept.only(kept.clean(rewards)))
     if groups is not None:
-        centred = _centred("reinforce_pp", totals, groups)[0]
+        centred = _centred("reinforce_pp", totals, groups, weights)[0]
         coming = coming - (totals - centred)[:, None] if not per_answer else centred[:, None].expand(mask.shape)
     if kl is not None and kl_beta != 0.0:
         coming = coming - kl_beta * _to_go(kept.only(kept.clean(kl)))
@@ -253,7 +264,7 @@ def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
 
     Args:
         x: any shape.
-        mask: which elements count, same shape, bool or 0/1.
+        mask: which elements count, same shape, bool or 0/1; of floats: how much each counts.
         reduce: adds a float64 tensor of sums up over ranks; called twice, on every rank alike. None: this is all.
 
     Returns:
@@ -266,7 +277,9 @@ def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     kept = keep(mask, wide(x).dtype)
     add = reduce if reduce is not None else (lambda sums: sums)
     values = torch.where(kept.mask, kept.clean(x).double(), 0.0)
-    total, count = add(torch.stack([values.sum(), kept.count])).unbind()
+    weight = 1.0 if kept.weight is None else kept.weight.double()
+    counted = kept.count if kept.weight is None else kept.weight.double().sum()
+    total, count = add(torch.stack([(values * weight).sum(), counted])).unbind()
     centred = torch.where(kept.mask, values - total / count.clamp(min=1), 0.0)
-    variance = add(centred.square().sum().reshape(1))[0] / count.clamp(min=1)
+    variance = add((centred.square() * weight).sum().reshape(1))[0] / count.clamp(min=1)
     return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(kept.dtype)

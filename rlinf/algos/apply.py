@@ -35,7 +35,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
     Raises:
         ValueError: a tensor that the spec needs is missing, or shapes do not fit.
     """
-    same_shape("advantages_of", "rewards", answers.rewards, groups=answers.groups, truncated=answers.truncated)
+    per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
+    same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
     mask = answers.mask.bool()
     rewards = answers.rewards.detach().float()
     if spec.shaping is not None:
@@ -47,7 +48,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
         logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
         ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
         penalty = spec.kl.beta * divergence.estimate(ours, theirs, kind=spec.kl.kind)
-    found = spec.advantage(replace(answers, rewards=rewards, mask=mask), penalty, reduce)
+    counted = mask if answers.weights is None else mask * answers.weights[:, None]
+    found = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
     values, returns = found if isinstance(found, tuple) else (found, None)
     return Advantages(values, mask, rewards, returns)
 

@@ -40,7 +40,9 @@ class GroupRelative:
         one_of("advantage.group_relative", "scale", self.scale, ("std", "none"))
 
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
-        return advantages.group_relative(_totals(answers, penalty), answers.groups, scale=self.scale)
+        return advantages.group_relative(
+            _totals(answers, penalty), answers.groups, scale=self.scale, weights=answers.weights
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class LeaveOneOut:
     """The reward less the others' mean: `advantages.leave_one_out`."""
 
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
-        return advantages.leave_one_out(_totals(answers, penalty), answers.groups)
+        return advantages.leave_one_out(_totals(answers, penalty), answers.groups, weights=answers.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,13 @@ class ReinforcePP:
         groups = answers.groups if self.baseline else None
         beta = 0.0 if penalty is None else 1.0  # the penalty comes weighted
         return advantages.reinforce_pp(
-            answers.rewards, answers.mask, kl=penalty, kl_beta=beta, groups=groups, reduce=reduce
+            answers.rewards,
+            answers.mask,
+            kl=penalty,
+            kl_beta=beta,
+            groups=groups,
+            weights=answers.weights,
+            reduce=reduce,
         )
 
 

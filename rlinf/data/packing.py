@@ -39,6 +39,8 @@ class Row:
     loss_mask: np.ndarray | None = None
     """Which response tokens are learned, bool [response]; None for all. The others are read and otherwise count for
     nothing: of them there is no log-prob, no advantage and no column."""
+    weight: float = 1.0
+    """How many rows it counts as."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
@@ -59,6 +61,7 @@ class Row:
             columns or {},
             prompt.images,
             sample.loss_mask,
+            sample.weight,
         )
 
     @staticmethod
@@ -111,13 +114,15 @@ class Packed:
     """Which sequence each learned token belongs to, from 0, int64 [learned]."""
     columns: Mapping[str, Tensor]
     """What else is known of the learned tokens, by name, [learned] each."""
+    weights: Tensor | None = None
+    """How many tokens each learned token counts as, float32 [learned]; None if all count as one."""
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
 
     @property
     def mask(self) -> Tensor:
-        """Which of the learned tokens count in a loss: all, bool [learned]."""
-        return torch.ones(self.targets.shape, dtype=torch.bool, device=self.targets.device)
+        """That all learned tokens count in a loss, bool [learned]; or how much, float32 [learned], see `weights`."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.weights is None else self.weights
 
     def predicting(self) -> Tensor:
         """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of
@@ -163,7 +168,6 @@ def pack(rows: Sequence[Row]) -> Packed:
     targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
     chosen, stands, readers = _shared(rows, prompts, read, starts)
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
-    temperature = np.array([row.temperature for row in rows], dtype=np.float32)
     return Packed(
         ids=torch.from_numpy(ids if chosen is None else ids[chosen]),
         positions=torch.from_numpy(positions if chosen is None else positions[chosen]),
@@ -173,13 +177,20 @@ def pack(rows: Sequence[Row]) -> Packed:
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),
         advantages=torch.from_numpy(_per_token([row.advantage for row in rows], counts)),
-        temperature=None if (temperature == 1.0).all() else torch.from_numpy(np.repeat(temperature, counts)),
+        temperature=_unless_one([row.temperature for row in rows], counts),
+        weights=_unless_one([row.weight for row in rows], counts),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
         columns={
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
         images=tuple(image for row in readers for image in row.images),
     )
+
+
+def _unless_one(values: Sequence[float], counts: np.ndarray) -> Tensor | None:
+    """A number per sequence as one per token, float32; None if all are 1."""
+    array = np.array(values, np.float32)
+    return None if (array == 1.0).all() else torch.from_numpy(np.repeat(array, counts))
 
 
 def _per_token(values: Sequence[float | np.ndarray], lengths: np.ndarray) -> np.ndarray:

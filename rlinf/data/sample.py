@@ -137,9 +137,15 @@ class Sample:
     loss_mask: np.ndarray | None = None
     """Which tokens are learned, bool [response]: false for tool output, user turns and templates; None for all."""
 
+    weight: float = 1.0
+    """How many samples of its group and of the batch it counts as, more than 0. Three trajectories of one task that
+    share a reward weigh 1/3 each where the task shall count once."""
+
     def __post_init__(self) -> None:
         if self.loss_mask is not None:
             _check_mask(f"prompt {self.prompt.id}, sample {self.index}", self.loss_mask, self.response_ids)
+        if not self.weight > 0:
+            raise ValueError(f"prompt {self.prompt.id}, sample {self.index}: weight={self.weight} must be more than 0")
 
     @staticmethod
     def of_segments(prompt: Prompt, index: int, segments: Sequence[Segment], **more: Any) -> Sample:
@@ -246,6 +252,7 @@ class Sample:
             remark,
             self.per_token,
             self.loss_mask,
+            self.weight,
         )
 
 
@@ -331,7 +338,10 @@ class Group:
         return _group_arrived, (self.prompt, lengths, arrays, told, rest)
 
 
-_REST = ("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark", "loss_mask")
+_REST = (
+    *("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark"),
+    *("loss_mask", "weight"),
+)
 """Fields of a sample besides its prompt and the arrays that every sample has."""
 
 
@@ -346,8 +356,8 @@ def _group_arrived(
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
-        for i, (index, *others, mask) in enumerate(zip(*rest, strict=True))
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask, weight)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
+        for i, (index, *others, mask, weight) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))
 

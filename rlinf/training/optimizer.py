@@ -113,6 +113,14 @@ def forget_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def sum_over_ranks(tensor: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """A tensor added up over ranks."""
+    if ranks is not None and ranks.size() > 1:
+        tensor = tensor.clone()
+        dist.all_reduce(tensor, group=ranks.get_group())
+    return tensor
+
+
 def sum_over_copies(parameters: Sequence[Tensor], copies: DeviceMesh) -> None:
     """Replace gradients by their sums over the copies of a model: one collective per bucket of them.
 

@@ -14,7 +14,8 @@ from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
 from rlinf.algos import recipes
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.training.text.value_schedule import ValueOrders, value_rows
+from rlinf.training.text.advantage_rows import value_rows
+from rlinf.training.text.batch_metrics import describe_values
 from tests.actors import toys
 from tests.actors.programs import critics
 from tests.actors.watched import PRECISELY
@@ -59,10 +60,10 @@ async def weights(actor):
 
 def test_returns_are_those_of_an_episode_reckoned_by_hand():
     discounted = recipes.get("ppo", {"advantage": {"gamma": 0.9, "lam": 0.5}})
-    ((row,),) = value_rows([answered([0.5, 0.25])], discounted)
+    ((row,),) = value_rows(discounted, [answered([0.5, 0.25])]).rows
     # last token: 1 - 0.25 = 0.75; first: 0.9 x 0.25 - 0.5 = -0.275, and 0.9 x 0.5 x 0.75 of what follows
     np.testing.assert_allclose(row.columns["returns"], [0.5 - 0.275 + 0.3375, 1.0], rtol=1e-6)
-    ((row,),) = value_rows([answered([0.5, 0.25])], PPO)  # neither discount nor trust in the critic
+    ((row,),) = value_rows(PPO, [answered([0.5, 0.25])]).rows  # neither discount nor trust in the critic
     np.testing.assert_allclose(row.columns["returns"], [1.0, 1.0], rtol=1e-6)
 
 
@@ -70,7 +71,7 @@ def test_returns_are_those_of_an_episode_reckoned_by_hand():
 def test_returns_do_not_depend_on_what_else_is_in_the_batch(said, reward):
     groups = [answered(values, reward, number) for number, values in enumerate(said)]
     algorithm = recipes.get("ppo", critics.ALGORITHM["overrides"])
-    for values, rows in zip(said, value_rows(groups, algorithm), strict=True):
+    for values, rows in zip(said, value_rows(algorithm, groups).rows, strict=True):
         assert len(rows) == bool(values)  # an empty answer teaches nothing
         for row in rows:
             np.testing.assert_allclose(row.columns["returns"], critics.returns_by_hand(reward, values), atol=1e-4)
@@ -79,36 +80,41 @@ def test_returns_do_not_depend_on_what_else_is_in_the_batch(said, reward):
 def test_a_penalty_in_the_reward_lowers_the_returns_of_what_led_to_it():
     penalised = recipes.get("ppo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.1}})
     group = answered([0.0, 0.0, 0.0])
-    with pytest.raises(ValueError, match=r"no ref_logprobs: put reference\.logprobs"):
-        value_rows([group], penalised)
-    ((row,),) = value_rows([group.told("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])], penalised)
+    with pytest.raises(
+        ValueError,
+        match=r"needs ref_logprobs .* has none: put reference\.logprobs between judge.score and critic.train",
+    ):
+        value_rows(penalised, [group])
+    told = group.told("ref_logprobs", [np.array([-2.0, -3.0, -2.0], np.float32)])
+    ((row,),) = value_rows(penalised, [told]).rows
     np.testing.assert_allclose(row.columns["returns"], [0.9, 0.9, 1.0], rtol=1e-6)
 
 
 def test_answers_that_were_cut_are_left_out_where_the_algorithm_says_so():
     groups = [answered([0.0] * 3, truncated=True), answered([0.0] * 2, number=1)]
-    assert [len(rows) for rows in value_rows(groups, PPO)] == [1, 1]
-    assert [len(rows) for rows in value_rows(groups, recipes.get("ppo", {"truncated": "mask"}))] == [0, 1]
+    assert [len(rows) for rows in value_rows(PPO, groups).rows] == [1, 1]
+    assert [len(rows) for rows in value_rows(recipes.get("ppo", {"truncated": "mask"}), groups).rows] == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([], "among 0 groups there is not one answer"),
-        ([answered([])], "among 1 groups there is not one answer"),
-        ([answered([0.0], reward=None, outcome="timeout")], "not one answer with a reward"),
+        ([], "critic.train: not one group came"),
+        ([answered([])], "critic.train: there is not one token to learn from"),
+        ([answered([0.0], reward=None, outcome="timeout")], "none of 1 groups has a reward.*'timeout'"),
         ([answered([0.0], reward=None)], "has not been judged|without a reward"),
-        (toys.groups(2), "no values: put critic.values between judge.score and critic.train"),
+        (toys.groups(2), "needs values .* has none: put critic.values between judge.score and critic.train"),
     ],
 )
-def test_what_cannot_be_learned_from_is_said(groups, text):
+async def test_what_cannot_be_learned_from_is_said(critic, groups, text):
+    learner = await critic()
     with pytest.raises(ValueError, match=text):
-        ValueOrders(groups, PPO)
+        await learner.train(groups)
 
 
 def test_explained_variance_is_of_the_values_that_came():
     groups = [answered([value] * 3, reward, number) for number, (value, reward) in enumerate([(0.1, 0), (0.9, 1)])]
-    found = ValueOrders(groups, PPO).metrics
+    found = describe_values(groups, value_rows(PPO, groups).rows)
     assert found["critic/explained_variance"] == pytest.approx(1 - 0.1**2 / 0.5**2)
     assert (found["values/mean"], found["returns/mean"], found["reward/mean"]) == pytest.approx((0.5, 0.5, 0.5))
 
@@ -116,7 +122,7 @@ def test_explained_variance_is_of_the_values_that_came():
 @given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=5), st.sampled_from([0.0, 1.0, -0.3]))
 def test_of_equal_rewards_there_is_no_variance_to_explain(said, reward):
     groups = [answered([value] * 4, reward, number) for number, value in enumerate(said)]
-    assert ValueOrders(groups, PPO).metrics["critic/explained_variance"] == 0.0
+    assert describe_values(groups, value_rows(PPO, groups).rows)["critic/explained_variance"] == 0.0
 
 
 # Predicting and learning ---------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ async def test_it_computes_while_groups_are_still_to_come(trainer, how, first):
 
     async def watched(fn, *arguments, **more):
         result = await compute(fn, *arguments, **more)
-        computed.append(fn.__name__)
+        computed.append(getattr(fn, "func", fn).__name__)  # a partial names its function
         reached.set()
         return result
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf.data.packing import Row, cut, pack
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner, lr_factor
-from rlinf.training.text.advantage_rows import lesson_of
+from rlinf.training.text.advantage_rows import advantage_rows
 from tests.actors.toys import (
     ALGORITHMS,
     CLIP,
@@ -92,8 +92,8 @@ def plainly(name):
 def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_cut(name, budget, random):
     ours, algorithm = model(), ALGORITHMS[name]
     learner = Learner(PolicyModel(ours, chunk=7), **WITHOUT_CLIPPING)
-    lesson = lesson_of(algorithm, TOLD, later=frozenset({"proximal_logprobs"}))
-    rows = [row for some in lesson.rows for row in some]
+    learned = advantage_rows(algorithm, TOLD, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
         learner.learn_policy(pack(piece), algorithm, version=0)

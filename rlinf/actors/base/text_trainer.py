@@ -1,7 +1,7 @@
 """What trainer and critic share: a language model that learns from a stream of groups, on one rank or on many.
 
-In: orders that rank 0 makes from its input (`commands.py`), handed to every rank (`command_stream.py`). Out: optimizer
-steps, scores of tokens, weights, checkpoints. The ranks carry orders out together and answer as one.
+In: commands that rank 0 makes from its input, handed to every rank (`commands.py`). Out: optimizer steps, scores of
+tokens, weights, checkpoints. The ranks carry commands out together and answer as one.
 
 A subclass says what is learned:
 
@@ -10,19 +10,20 @@ A subclass says what is learned:
             def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
             await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner={"lr": lr, ...})
 
-        def _learn(self, learner, order, *, again=False): ... # blocking: order.packed() -> learner.add(LossSum)
-        def _score(self, order): ...                          # blocking: order.packed() -> [columns, response tokens]
+        def _learn(self, learner, command, *, again=False): # blocking: command.packed() -> learner.add(LossSum)
+            ...
+        def _score(self, command): ...                      # blocking: command.packed() -> [columns, learned tokens]
 
         @endpoint(device=True, joint=True)
         async def train(self, groups):
-            steps = await self._work_together(orders_of(groups), self._learner)
+            steps = await self._work_together(commands_of(groups), self._learner)
 
         @endpoint(device=True, gang=True)
         async def values(self, groups):
             async for group in self._told(groups, ("values",), budget): yield group
 
-Everything that a rank computes in `_learn` and `_score` may be a collective, so each does so for every order, for an
-empty one too.
+Everything that a rank computes in `_learn` and `_score` may be a collective, so each does so for every command, for
+an empty one too.
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.learner import Learner
-from rlinf.training.text.command_stream import Feed
-from rlinf.training.text.commands import Again, Learn, Order, Score, Step
-from rlinf.training.text.logprob_pass import Groups, Scoring, gathered
+from rlinf.training.text.commands import (
+    Command,
+    CommandStream,
+    Forward,
+    ForwardBackward,
+    OptimizerStep,
+    Recompute,
+)
+from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
 from rlinf.weights.hf_export import MODEL, copy_model
 from rlinf.weights.publish import publish
@@ -112,7 +119,7 @@ class TextTrainer(BaseTrainer):
         self._layout = await self._laid_out(sharding, computes_in != torch.float32)
         self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
         self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
-        self._coming_again: list[Learn] = []
+        self._coming_again: list[ForwardBackward] = []
         self._own(self.model, self._learner.optimizer, self._learner.schedule)
         self._in_order = InOrder() if order == "prompt" else None
 
@@ -144,32 +151,31 @@ class TextTrainer(BaseTrainer):
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
+    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
         """Add a micro-batch to the gradient; blocking, on all ranks together.
 
         Args:
             learner: what to add it to.
-            order: the micro-batch; `order.kept` is for what later epochs need of this one.
+            command: the micro-batch; `command.kept` is for what later epochs need of this one.
             again: it came before, in an earlier epoch.
         """
         raise NotImplementedError(f"{type(self).__name__} learns nothing: define _learn")
 
-    def _score(self, order: Score) -> Tensor:
-        """What is to be said of each response token, float32 [columns, response tokens], without gradient; blocking, on
-        all ranks together."""
+    def _score(self, command: Forward) -> Tensor:
+        """The columns of each learned token, float32 [columns, learned], without gradient; blocking, on all ranks
+        together."""
         raise NotImplementedError(f"{type(self).__name__} scores nothing: define _score")
 
     # Working together --------------------------------------------------------------------------------------------
 
     async def _work_together(
-        self, orders: AsyncGenerator[tuple[Order, ...], None], learner: Learner, explain: Explain | None = None
+        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Learner, explain: Explain | None = None
     ) -> list[Taken]:
-        """Have all ranks carry out orders; to be called in a joint device endpoint, on every rank.
+        """Have all ranks carry out commands; to be called in a joint device endpoint, on every rank.
 
         Args:
-            orders: for every round, what each rank shall do; read on rank 0 alone.
-            learner: whose steps are taken. With `self._learner` all steps of a call make one version, with another
-                each makes one.
+            commands: for every round, what each rank shall do; read on rank 0 alone.
+            learner: whose steps are taken. All of a call make one version, unless a command says otherwise.
             explain: on rank 0, says more about a loss that is not finite.
 
         Returns:
@@ -178,56 +184,58 @@ class TextTrainer(BaseTrainer):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        feed = Feed(orders, self.world_size)
+        stream = CommandStream(commands, self.world_size)
 
-        async def carry_out(mine: Stream[Order]) -> list[Taken]:
-            return await self._carry_out(mine, learner, feed, explain)
+        async def carry_out(mine: Stream[Command]) -> list[Taken]:
+            return await self._carry_out(mine, learner, stream, explain)
 
-        return await self.jointly(carry_out, feed.streams, feed.stop)
+        return await self.jointly(carry_out, stream.streams, stream.stop)
 
     async def _carry_out(
-        self, orders: Stream[Order], learner: Learner, feed: Feed, explain: Explain | None
+        self, commands: Stream[Command], learner: Learner, stream: CommandStream, explain: Explain | None
     ) -> list[Taken]:
-        """This rank's part. Ranks learn together that a step cannot be taken, and skip the orders that are out."""
+        """This rank's part. Ranks learn together that a step cannot be taken, and skip the commands that are out."""
         steps: list[Taken] = []
         failed: FloatingPointError | None = None
         met = self.version
         self._at_work, self._coming_again = learner, []
         learner.begin()
-        async for order in orders:
+        unnumbered = False
+        async for command in commands:
             try:
                 if failed is not None:
                     pass
-                elif isinstance(order, Learn):
-                    await self.computed(self._learn, learner, order)
-                    self._coming_again += [order] if order.keep else []
-                elif isinstance(order, Again):
-                    await self.computed(self._learn, learner, self._coming_again[order.number], again=True)
-                elif isinstance(order, Score):
-                    order.tell(await self.computed(self._scored, order))
-                elif isinstance(order, Step):
+                elif isinstance(command, ForwardBackward):
+                    await self.computed(self._learn, learner, command)
+                    self._coming_again += [command] if command.keep else []
+                elif isinstance(command, Recompute):
+                    await self.computed(self._learn, learner, self._coming_again[command.number], again=True)
+                elif isinstance(command, Forward):
+                    command.tell(await self.computed(self._scored, command))
+                elif isinstance(command, OptimizerStep):
                     steps.append(await self.computed(learner.step))
-                    self.version += learner is not self._learner
+                    self.version += command.new_version
+                    unnumbered |= not command.new_version
             except FloatingPointError as error:
                 failed = error
-                feed.stop()
-            feed.done()
+                stream.stop()
+            stream.done()
         self._at_work, self._coming_again = self._learner, []
-        self.version += learner is self._learner and bool(steps)
+        self.version += unnumbered
         if self.rank == 0 and failed is not None:  # the others leave it to rank 0, which has the batch
             raise failed if explain is None else await explain(failed, met)
-        if self.rank == 0 and feed.error is not None:
-            ended, feed.error = feed.error, None
+        if self.rank == 0 and stream.error is not None:
+            ended, stream.error = stream.error, None
             raise ended
         return steps
 
-    def _scored(self, order: Score) -> list[Any]:
+    def _scored(self, command: Forward) -> list[Any]:
         with torch.no_grad():
-            mine = self._score(order)
+            mine = self._score(command)
         reshard = getattr(self.module, "reshard", None)
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
-        return gathered(mine, order.tokens, self.mesh)
+        return gathered(mine, command.tokens, self.mesh)
 
     async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
         """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
@@ -240,12 +248,12 @@ class TextTrainer(BaseTrainer):
         Yields:
             On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
         """
-        scoring = Scoring(self.world_size, budget, columns)
-        orders = scoring.orders(groups, self._in_order)
-        work = asyncio.create_task(self._work_together(orders, self._learner), name="scoring")
-        work.add_done_callback(lambda _: scoring.finished.put_nowait(_END))
+        passing = LogprobPass(self.world_size, budget, columns)
+        commands = passing.commands(groups, self._in_order)
+        work = asyncio.create_task(self._work_together(commands, self._learner), name="forward pass")
+        work.add_done_callback(lambda _: passing.finished.put_nowait(_END))
         try:
-            while (group := await scoring.finished.get()) is not _END:
+            while (group := await passing.finished.get()) is not _END:
                 yield group
             await work
         finally:
@@ -287,5 +295,5 @@ class TextTrainer(BaseTrainer):
     def _held(self) -> Iterator[Tensor]:
         """Gradients too: a call that waits for input has given its devices away in the middle of a batch."""
         yield from held(self.module, self.optimizer, self._at_work.optimizer)
-        for order in self._coming_again:
-            yield from order.kept.values()
+        for command in self._coming_again:
+            yield from command.kept.values()

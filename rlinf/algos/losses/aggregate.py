@@ -9,7 +9,8 @@ The four ways differ in two numbers only, a coefficient per token and a weight:
     seq-mean-token-sum-norm    1                                        sequences x norm_length
 
 Both add over micro-batches and ranks; the optimizer step divides the summed gradient once by the summed weight. A
-sequence without a token that counts is none: padding rows, or an empty share, change nothing.
+sequence without a token that counts is none: padding rows, or an empty share, change nothing. Where the mask gives the
+tokens of a sequence a weight w, the sequence counts as w of its kind: coefficient and weight are both w times as large.
 """
 
 from __future__ import annotations
@@ -84,11 +85,14 @@ def coefficients(
         )
     if norm_length is not None and not norm_length > 0:
         raise ValueError(f"{where}: norm_length={norm_length} must be more than 0")
+    weight = kept.weight
     if how == "token-mean":
-        return None, kept.count
+        return weight, kept.count if weight is None else weight.double().sum()
     grouped = sequences_in(where, kept.mask, sequences)
     lengths = grouped.lengths(kept)
-    filled = (lengths > 0).sum().double()
+    share = 1.0 / lengths.clamp(min=1)
+    filled = (lengths > 0).sum().double() if weight is None else (grouped.sum(weight) * share).double().sum()
     if how == "seq-mean-token-mean":
-        return grouped.spread(1.0 / lengths.clamp(min=1)), filled
-    return None, filled * (norm_length or 1.0)
+        share = grouped.spread(share)
+        return share if weight is None else share * weight, filled
+    return weight, filled * (norm_length or 1.0)

@@ -19,7 +19,10 @@ class Answers:
     groups: Tensor
     """Which group each belongs to, whole numbers, [answers]."""
     mask: Tensor
-    """Which tokens count, bool [answers, tokens]."""
+    """Which tokens count, bool [answers, tokens]; an advantage is shown floats, how much each counts, if there are
+    `weights`."""
+    weights: Tensor | None = None
+    """How many answers each counts as, more than 0, [answers]; None: as one."""
     truncated: Tensor | None = None
     """Whether the length limit cut it, bool [answers]."""
     logprobs: Tensor | None = None
@@ -61,7 +64,7 @@ class MicroBatch:
     logprobs: Tensor
     """Under the policy being trained, nats; differentiable."""
     mask: Tensor
-    """Which tokens count."""
+    """Which tokens count, bool; or, in floats, how much each does."""
     old_logprobs: Tensor | None = None
     """Under the policy that the ratio starts from (with `loss.decoupled`: the one that drew the tokens)."""
     advantages: Tensor | None = None

@@ -39,6 +39,8 @@ class Kept:
     """How many count, [], float64."""
     dtype: torch.dtype
     """Of the numbers: float32 or float64."""
+    weight: Tensor | None = None
+    """How many tokens each position counts as in a mean, in the shape of `mask`, 0 outside it; None: as one."""
 
     def only(self, x: Tensor) -> Tensor:
         """`x` (finite, broadcastable to the mask) where it counts, 0 elsewhere."""
@@ -62,13 +64,20 @@ class Kept:
 
 
 def keep(mask: Tensor, dtype: torch.dtype) -> Kept:
-    """Read a mask, bool or 0/1; numbers in `dtype`."""
+    """Read a mask; numbers in `dtype`.
+
+    Args:
+        mask: bool or 0/1. One of floats is also how much each position counts: a loss with 2.0 at all tokens of a
+            sequence is that of a batch which has the sequence twice. Metrics count every position once.
+        dtype: float32 or float64.
+    """
+    weight = mask.to(dtype) if mask.is_floating_point() else None
     mask = mask if mask.dtype == torch.bool else mask.bool()
     bytes_ = mask.view(torch.uint8)  # bytes convert, and tell their minimum, in a quarter of the time of bool
     if mask.device.type == "cpu" and (mask.numel() == 0 or bytes_.amin().item() == 1):
-        return Kept(mask, None, torch.tensor(float(mask.numel()), dtype=torch.float64), dtype)
+        return Kept(mask, None, torch.tensor(float(mask.numel()), dtype=torch.float64), dtype, weight)
     number = bytes_.to(dtype)
-    return Kept(mask, number, number.sum(-1).double().sum(), dtype)  # exact up to 2^24 tokens in a row
+    return Kept(mask, number, number.sum(-1).double().sum(), dtype, weight)  # exact up to 2^24 tokens in a row
 
 
 def known_finite(x: Tensor) -> bool:

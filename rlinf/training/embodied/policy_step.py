@@ -72,7 +72,7 @@ class PolicyLearner:
         """
         policy_loss, value_loss = self._losses(mine, spec)
         weights = torch.stack([each.weight for each in (policy_loss, value_loss or policy_loss)]).double()
-        (weights,) = sum_over_ranks([weights], self._mesh)
+        weights = sum_over_ranks(weights, self._mesh)
         if float(weights[0]) == 0:
             return policy_loss.detach(), {}
         loss = policy_loss

@@ -1,7 +1,7 @@
-"""From judged groups to rows to learn from: what an algorithm makes of answers before any model looks at them.
+"""From judged groups to rows to learn from: what policy and critic make of answers before any model looks at them.
 
-In: groups with rewards, and with what other roles said of their tokens. Out: for each group the rows that count, with
-advantages and with the columns that the loss asks for.
+In: groups with rewards, and with the columns that other roles filled. Out: for each group the rows that are learned,
+with advantages, or with values and returns. Nothing here depends on tokens outside a sample's loss mask.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rlinf.algos.apply import advantages_of
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.algos.tensor.batches import Answers
+from rlinf.algos.tensor.batches import Advantages, Answers
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
 from rlinf.training.text.requirements import (
@@ -26,12 +27,17 @@ from rlinf.training.text.requirements import (
     asks_rewards_alone,
     check_told,
     columns_of,
+    needed_of_critic,
+    needed_of_policy,
 )
+
+RETURNS = "returns"
+"""Column of a critic's rows: the reward still to come before each token, as `advantages.gae` estimates it."""
 
 
 @dataclass(slots=True)
-class Lesson:
-    """What groups come to."""
+class LearnedRows:
+    """Rows of groups; those of further groups add."""
 
     rows: list[list[Row]] = field(default_factory=list)
     """Of each group, the samples that give a gradient."""
@@ -40,15 +46,15 @@ class Lesson:
     rewards: list[float] = field(default_factory=list)
     """Of each scored sample, after shaping."""
 
-    def __iadd__(self, other: Lesson) -> Lesson:
+    def __iadd__(self, other: LearnedRows) -> LearnedRows:
         self.rows += other.rows
         self.advantages += other.advantages
         self.rewards += other.rewards
         return self
 
 
-def lesson_of(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[str] = frozenset()) -> Lesson:
-    """The rows of groups, with their advantages.
+def advantage_rows(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[str] = frozenset()) -> LearnedRows:
+    """Rows for a policy, with advantages and with the columns that the loss asks for.
 
     Args:
         spec: the algorithm.
@@ -56,52 +62,74 @@ def lesson_of(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[
         later: columns that the loss gets in another way.
 
     Raises:
-        ValueError: a group was not judged, its prompt has no token, or nobody said what the algorithm needs to know.
+        ValueError: a group was not judged, its prompt has no token, or a column is missing.
     """
     for group in groups:
         if len(group.prompt.token_ids) == 0:
             raise ValueError(f"train: prompt {group.prompt.id} has no token; a response needs one to follow")
-    scored = [group.scored for group in groups]
-    samples = [sample for some in scored for sample in some]
+    scored, samples = _scored(groups)
     if not samples:
-        return Lesson(rows=[[] for _ in groups])
-    check_told(spec, samples, later)
+        return LearnedRows(rows=[[] for _ in groups])
+    check_told("train", spec, samples, needed_of_policy(spec) - later)
     found = advantages_of(spec, _answers(scored, samples, tokens=not asks_rewards_alone(spec)))
-    gains: list[float | np.ndarray]
-    if found.values.ndim == 1:
-        gains = found.values.tolist()
-    else:
-        gains = [
-            gain[: sample.learned_tokens] for gain, sample in zip(found.values.float().numpy(), samples, strict=True)
-        ]
+    gains: list[Any] = found.values.tolist() if found.values.ndim == 1 else _of_learned(found.values, samples)
     names = columns_of(spec) - later
-    rows: list[Row | None] = [
-        Row.of(sample, gain, {name: sample.column(name) for name in names} if names else None)
+    rows = [
+        Row.of(sample, gain, {name: sample.column(name) for name in names})
         for sample, gain in zip(samples, gains, strict=True)
     ]
-    if spec.truncated == "mask":
-        rows = [row if counts else None for row, counts in zip(rows, found.mask.any(1).tolist(), strict=True)]
-    rest = iter(rows)
-    per_group = [[row for row in islice(rest, len(some)) if row is not None] for some in scored]
-    return Lesson(per_group, gains, found.rewards.tolist())
+    return LearnedRows(_per_group(scored, rows, found), gains, found.rewards.tolist())
 
 
-def answers_of(groups: Sequence[Group]) -> Answers:
-    """The scored samples of groups as tensors, in their order, with what other roles said of their learned tokens; the
-    other tokens are not there, so nothing that is computed of answers depends on them.
+def value_rows(spec: AlgorithmSpec, groups: Sequence[Group]) -> LearnedRows:
+    """Rows for a critic, with the columns `values` and `returns`.
 
     Args:
-        groups: judged, with at least one scored sample.
+        spec: an algorithm with a critic.
+        groups: judged, with values.
 
     Raises:
-        ValueError: a group was not judged.
+        ValueError: a group was not judged, or a column is missing.
     """
+    scored, samples = _scored(groups)
+    check_told("critic.train", spec, samples, needed_of_critic(spec))
+    if not samples:
+        return LearnedRows(rows=[[] for _ in groups])
+    found = advantages_of(spec, _answers(scored, samples, tokens=True))
+    if found.returns is None:
+        raise ValueError(f"critic.train: algorithm {spec.name!r} has an advantage that gives a critic no returns")
+    rows = [
+        Row.of(sample, columns={VALUES: sample.column(VALUES), RETURNS: returns})
+        for sample, returns in zip(samples, _of_learned(found.returns, samples), strict=True)
+    ]
+    return LearnedRows(_per_group(scored, rows, found), rewards=found.rewards.tolist())
+
+
+def _scored(groups: Sequence[Group]) -> tuple[list[tuple[Sample, ...]], list[Sample]]:
+    """The scored samples of each group, and of all."""
     scored = [group.scored for group in groups]
-    return _answers(scored, [sample for some in scored for sample in some], tokens=True)
+    return scored, [sample for some in scored for sample in some]
+
+
+def _of_learned(table: Tensor, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Rows of a rectangle, [samples, tokens], without their padding: float32 [learned] each."""
+    return [row[: sample.learned_tokens] for row, sample in zip(table.float().numpy(), samples, strict=True)]
+
+
+def _per_group(scored: Sequence[Sequence[Sample]], rows: Sequence[Row], found: Advantages) -> list[list[Row]]:
+    """The rows of each group in which a token counts."""
+    counted = zip(rows, found.mask.any(1).tolist(), strict=True)
+    return [[row for row, counts in islice(counted, len(some)) if counts] for some in scored]
 
 
 def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, tokens: bool) -> Answers:
-    """The same of each group's scored samples, which `samples` has in one list; without `tokens`, rewards alone."""
+    """Samples as tensors, with what other roles said of their learned tokens; other tokens are not there.
+
+    Args:
+        scored: the scored samples of each group, at least one.
+        samples: the same in one list.
+        tokens: with columns; otherwise rewards alone.
+    """
     lengths = np.array([sample.learned_tokens for sample in samples])
     mask = np.arange(lengths.max()) < lengths[:, None]
 
@@ -113,10 +141,12 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         return torch.from_numpy(table)
 
     said = {name: padded(name) for name in ("logprobs", REFERENCE, TEACHER, VALUES)} if tokens else {}
+    weights = [sample.weight for sample in samples]
     return Answers(
         rewards=torch.tensor([sample.reward for sample in samples]),
         groups=torch.from_numpy(np.repeat(np.arange(len(scored)), [len(some) for some in scored])),
         mask=torch.from_numpy(mask),
+        weights=None if all(weight == 1.0 for weight in weights) else torch.tensor(weights),
         truncated=torch.tensor([sample.truncated for sample in samples]),
         **said,
     )

@@ -1,4 +1,4 @@
-"""What a batch of groups looked like, apart from learning: metrics, samples for people, the remains of a bad one."""
+"""What a batch of groups looked like, apart from learning: metrics, samples for people, the file of a bad batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from rlinf.algos.tensor.loss_sum import Explained
+from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
+from rlinf.training.text.advantage_rows import RETURNS
+from rlinf.training.text.requirements import VALUES
 
 Advantages = Sequence[float | np.ndarray]
 """Of each scored sample, or of its learned tokens, [learned]."""
+_ROUNDING = 1e-6
+"""Relative to values and returns; some ten times the precision of float32, for sums over long answers."""
 _OUTCOMES = ("ok", "truncated", "timeout", "error")
 
 
@@ -53,6 +59,33 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
         "response_tokens": float(lengths.sum()),
         **{f"outcomes/{name}": outcomes.count(name) / len(everyone) for name in _OUTCOMES},
         **_distances(samples),
+    }
+
+
+def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
+    """How good the values were that a batch came with.
+
+    Args:
+        groups: the batch.
+        rows: of each group, see `value_rows`; at least one.
+
+    Returns:
+        `values/mean`, `returns/mean`, `critic/explained_variance`, and `reward/mean`, which no trainer tells of while
+        the critic learns alone.
+    """
+    all_rows = [row for some in rows for row in some]
+    values, returns = (
+        np.concatenate([row.columns[name] for row in all_rows]).astype(np.float64) for name in (VALUES, RETURNS)
+    )
+    error = returns - values
+    moments = [len(returns), returns.sum(), (returns**2).sum(), error.sum(), (error**2).sum()]
+    # equal returns differ by the rounding of A + V, which is no variance to be explained
+    varied = returns.std() > _ROUNDING * max(np.abs(values).max(), np.abs(returns).max())
+    return {
+        "critic/explained_variance": Explained(torch.tensor(moments, dtype=torch.float64)).value if varied else 0.0,
+        "values/mean": float(values.mean()),
+        "returns/mean": float(returns.mean()),
+        "reward/mean": float(np.mean([reward for group in groups for reward in group.rewards])),
     }
 
 

@@ -1,7 +1,7 @@
-"""Saying something of every token of judged groups, on all ranks together: values, log-probs under other weights.
+"""A forward pass over judged groups, on all ranks together: values, or log-probs under other weights.
 
-In: groups as they come. Out: rounds of `Score` orders, and groups that carry what was scored. Who wakes whom: rank 0,
-having computed a round with all others, tells what came out (`Score.tell`), which puts the groups that are complete
+In: groups as they come. Out: rounds of `Forward` commands, and groups that carry the columns. Who wakes whom: rank 0,
+having computed a round with all others, tells what came out (`Forward.tell`), which puts the groups that are complete
 into `finished`, for whoever waits there.
 """
 
@@ -19,21 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group
-from rlinf.training.text.commands import Order, Score
+from rlinf.training.text.commands import Command, Forward
 from rlinf.training.text.micro_batches import InOrder, Round, Rounds, lots
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 _FAILED = ("timeout", "error")
 
 
-class Scoring:
+class LogprobPass:
     """One pass over groups. What nobody learns from gets NaN: tokens outside the loss mask, and samples whose judging
     failed.
 
     Args:
         ranks: how many share the work.
         budget: tokens (prompts included) that a rank computes at once.
-        columns: names in `Sample.per_token` of what is scored.
+        columns: names in `Sample.per_token` of what is computed.
     """
 
     def __init__(self, ranks: int, budget: int, columns: tuple[str, ...]):
@@ -46,20 +46,20 @@ class Scoring:
         self._waiting: deque[tuple[Group, list[Row | None]]] = deque()  # the groups and their rows, oldest first
         self._found: dict[Row, np.ndarray] = {}
 
-    async def orders(self, groups: Groups, in_order: InOrder | None) -> AsyncGenerator[tuple[Order, ...], None]:
-        """Read groups and give the orders.
+    async def commands(self, groups: Groups, in_order: InOrder | None) -> AsyncGenerator[tuple[Command, ...], None]:
+        """Read groups and give the commands.
 
         Args:
-            groups: to be scored.
+            groups: to be passed over.
             in_order: see `lots`.
         """
         async for lot in lots(groups, in_order, self._budget):
-            for order in self.push(lot):
-                yield order
-        for order in self.close():
-            yield order
+            for command in self.push(lot):
+                yield command
+        for command in self.close():
+            yield command
 
-    def push(self, groups: Sequence[Group]) -> Iterator[tuple[Score, ...]]:
+    def push(self, groups: Sequence[Group]) -> Iterator[tuple[Forward, ...]]:
         """More groups; the rounds that are full."""
         self.came += len(groups)
         rows: list[Row] = []
@@ -67,14 +67,14 @@ class Scoring:
             mine = [None if sample.outcome in _FAILED else Row.of(sample, 0.0) for sample in group.samples]
             rows += [row for row in mine if row is not None]
             self._waiting.append((group, mine))
-        yield from map(self._order, self._cutter.push(rows))
+        yield from map(self._forward, self._cutter.push(rows))
         self._release()
 
-    def close(self) -> Iterator[tuple[Score, ...]]:
+    def close(self) -> Iterator[tuple[Forward, ...]]:
         """No more groups come; the last rounds."""
-        yield from map(self._order, self._cutter.close())
+        yield from map(self._forward, self._cutter.close())
 
-    def _order(self, dealt: Round) -> tuple[Score, ...]:
+    def _forward(self, dealt: Round) -> tuple[Forward, ...]:
         tokens = tuple(sum(row.learned for row in rows) for rows in dealt)
 
         def told(found: Sequence[np.ndarray]) -> None:
@@ -83,10 +83,10 @@ class Scoring:
                 self._found.update(zip(rows, np.split(numbers, ends, axis=1), strict=True) if rows else ())
             self._release()
 
-        return tuple(Score(rows, self._columns, tokens, None if rank else told) for rank, rows in enumerate(dealt))
+        return tuple(Forward(rows, self._columns, tokens, None if rank else told) for rank, rows in enumerate(dealt))
 
     def _release(self) -> None:
-        """Let the oldest groups go on of which all rows are scored."""
+        """Let the oldest groups go on of which all rows are computed."""
         while self._waiting and all(row is None or row in self._found for row in self._waiting[0][1]):
             group, rows = self._waiting.popleft()
             found = [
@@ -101,7 +101,7 @@ class Scoring:
 
 
 def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None) -> list[np.ndarray]:
-    """What every rank scored in a round: a collective.
+    """What every rank computed in a round: a collective.
 
     Args:
         mine: of this rank, float32 [columns, learned tokens].

@@ -1,4 +1,4 @@
-"""What an algorithm asks to know of tokens, and who says it: other roles, or the trainer itself, and when.
+"""Which numbers per token (columns) an algorithm needs, and who computes them: other roles, or the trainer and when.
 
 In: an `AlgorithmSpec`. Out: names of columns. Those of other roles are keys of `Sample.per_token`.
 """
@@ -6,6 +6,7 @@ In: an `AlgorithmSpec`. Out: names of columns. Those of other roles are keys of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlinf.algos import recipes
@@ -18,19 +19,29 @@ Algorithm = str | Mapping[str, Any] | AlgorithmSpec
 """A recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`; or a spec."""
 
 REFERENCE, TEACHER, VALUES = "ref_logprobs", "teacher_logprobs", "values"
-"""Said by a reference policy, a teacher, a critic."""
+"""Computed by a reference policy, a teacher, a critic."""
 PROXIMAL = "proximal_logprobs"
 """Log-probs under the weights just before the update."""
 VERSIONS = "versions"
 """Version of the weights that made each token; a field of the sample."""
 
-_CURES = {
-    REFERENCE: "let a reference policy say them (`reference.logprobs` between judge and trainer) or, with LoRA, give "
-    "the trainer reference='adapters_off'",
-    TEACHER: "let a teacher say them (`teacher.logprobs` between judge and trainer)",
-    VALUES: "let a critic say them (`critic.values` between judge and trainer)",
-    PROXIMAL: "the trainer computes them itself",
+_SOURCES = {
+    REFERENCE: "reference.logprobs",
+    TEACHER: "teacher.logprobs",
+    VALUES: "critic.values",
+    PROXIMAL: "the trainer's own pass over the batch",
 }
+"""What fills each column."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnColumns:
+    """Columns that a trainer computes itself, and when."""
+
+    whole_batch: tuple[str, ...] = ()
+    """In a forward pass over the whole batch, before anything is learned from any of it."""
+    first_pass: frozenset[str] = frozenset()
+    """In the first pass of each micro-batch, whose weights are those before the update."""
 
 
 def algorithm_of(algorithm: Algorithm) -> AlgorithmSpec:
@@ -49,25 +60,22 @@ def algorithm_of(algorithm: Algorithm) -> AlgorithmSpec:
     return recipes.get(algorithm["name"], algorithm.get("overrides"), resolve=resolve)
 
 
-def asked_first(spec: AlgorithmSpec, *, minibatches: int, adapters_off: bool) -> tuple[str, ...]:
-    """Columns that the trainer computes for the whole batch before it learns from any of it.
+def own_columns(spec: AlgorithmSpec, *, minibatches: int, adapters_off: bool) -> OwnColumns:
+    """The columns that a trainer computes itself.
 
     Args:
         spec: the algorithm.
-        minibatches: optimizer steps in each epoch. With one, what the loss asks for is found in the first pass itself,
-            where the weights are still those before the update.
-        adapters_off: the trainer is its own reference.
+        minibatches: optimizer steps in each epoch. After the first of several, the weights are no longer those before
+            the update, so what must be said by those is computed for the whole batch at once.
+        adapters_off: the trainer is its own reference: its model without the adapters.
     """
-    several = minibatches > 1
-    reference = adapters_off and spec.kl is not None and (several or spec.kl.place == "reward")
-    return ((PROXIMAL,) if spec.needs_recomputed_logprobs and several else ()) + ((REFERENCE,) if reference else ())
-
-
-def asked_beside(spec: AlgorithmSpec, *, minibatches: int, adapters_off: bool) -> frozenset[str]:
-    """Columns that the trainer finds out in the first pass."""
-    own = {PROXIMAL} if spec.needs_recomputed_logprobs else set()
-    own |= {REFERENCE} if adapters_off and spec.kl is not None else set()
-    return frozenset(own) - set(asked_first(spec, minibatches=minibatches, adapters_off=adapters_off))
+    proximal = {PROXIMAL} if spec.needs_recomputed_logprobs else set()
+    reference = {REFERENCE} if adapters_off and spec.kl is not None else set()
+    if minibatches > 1:
+        return OwnColumns(whole_batch=(*proximal, *reference))
+    if spec.kl is not None and spec.kl.place == "reward":  # an advantage asks for it, not the loss
+        return OwnColumns(tuple(reference), frozenset(proximal))
+    return OwnColumns(first_pass=frozenset(proximal | reference))
 
 
 def columns_of(spec: AlgorithmSpec) -> set[str]:
@@ -79,31 +87,50 @@ def columns_of(spec: AlgorithmSpec) -> set[str]:
 
 
 def asks_rewards_alone(spec: AlgorithmSpec) -> bool:
-    """The advantages depend on nothing that is said of tokens."""
+    """The advantages depend on no column."""
     return isinstance(spec.advantage, GroupRelative | LeaveOneOut) and (spec.kl is None or spec.kl.place == "loss")
 
 
-def check_told(spec: AlgorithmSpec, samples: Sequence[Sample], later: frozenset[str]) -> None:
-    """Check that samples carry what the algorithm asks for.
-
-    Args:
-        spec: the algorithm.
-        samples: to be learned from.
-        later: columns that are found out later.
-
-    Raises:
-        ValueError: one does not; the text says who is to say it.
-    """
+def needed_of_policy(spec: AlgorithmSpec) -> set[str]:
+    """Columns that a policy's advantages and loss ask for, whoever computes them."""
     needed = {
         REFERENCE: spec.needs_reference,
         TEACHER: spec.needs_teacher,
         VALUES: spec.critic is not None,
         PROXIMAL: spec.needs_recomputed_logprobs,
     }
-    for name in [name for name, need in needed.items() if need and name not in later]:
+    return {name for name, need in needed.items() if need}
+
+
+def needed_of_critic(spec: AlgorithmSpec) -> set[str]:
+    """Columns that a critic's returns ask for."""
+    return {VALUES, REFERENCE} if spec.kl is not None and spec.kl.place == "reward" else {VALUES}
+
+
+def check_told(where: str, spec: AlgorithmSpec, samples: Sequence[Sample], needed: set[str]) -> None:
+    """Check that samples carry the columns that are needed.
+
+    Args:
+        where: endpoint that learns, for errors: "train" or "critic.train".
+        spec: the algorithm.
+        samples: to be learned from.
+        needed: columns.
+
+    Raises:
+        ValueError: a sample lacks one; the text says which call fills it.
+    """
+    for name in sorted(needed):
         for sample in samples:
-            if name not in sample.per_token:
-                raise ValueError(
-                    f"train: algorithm {spec.name!r} needs {name} of every token, and sample {sample.index} of prompt "
-                    f"{sample.prompt.id} has none: {_CURES[name]}"
+            if name in sample.per_token:
+                continue
+            cure = f"put {_SOURCES[name]} between judge.score and {where}"
+            if name == REFERENCE:
+                cure += (
+                    " or, with LoRA, give the trainer reference='adapters_off'"
+                    if where == "train"
+                    else " (a trainer's own reference, adapters_off, is not enough: the critic needs its log-probs too)"
                 )
+            raise ValueError(
+                f"{where}: algorithm {spec.name!r} needs {name} of every token, and sample {sample.index} of prompt "
+                f"{sample.prompt.id} has none: {cure}"
+            )

@@ -18,7 +18,6 @@ from rlinf.algos.spec import AlgorithmSpec
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
-from rlinf.training.text.requirements import asked_beside
 from tests.actors import toys
 from tests.actors.watched import Watched
 
@@ -30,7 +29,6 @@ class Apprentice(Watched, Trainer):
     async def become(self, algorithm: AlgorithmSpec, minibatches: int = 1, adapters_off: bool = False) -> None:
         """Learn by another algorithm from now on, as if for the first time."""
         self._spec, self._minibatches, self._adapters_off = algorithm, minibatches, adapters_off
-        self._beside = asked_beside(algorithm, minibatches=minibatches, adapters_off=adapters_off)
         self.version = 0
         self.seen.clear()
 

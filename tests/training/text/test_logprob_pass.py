@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.text.logprob_pass import Scoring
+from rlinf.training.text.logprob_pass import LogprobPass
 from rlinf.training.text.micro_batches import InOrder
 from tests.actors import toys
 
@@ -28,18 +28,18 @@ def carried_out(order):
 )
 async def test_groups_come_back_in_order_with_their_own_numbers(count, ranks, budget, late, order):
     batch = toys.groups(count)
-    scoring = Scoring(ranks, budget, ("one", "two"))
+    passing = LogprobPass(ranks, budget, ("one", "two"))
     waiting = []
     arriving = [batch[number] for number in order if number < count]
-    async for round_ in scoring.orders(arriving, InOrder()):
+    async for round_ in passing.commands(arriving, InOrder()):
         waiting.append(round_)
         if len(waiting) > late:
             carried_out(waiting.pop(0))
     for round_ in waiting:
         carried_out(round_)
-    assert scoring.came == scoring.finished.qsize() == count
+    assert passing.came == passing.finished.qsize() == count
     for expected in batch:
-        group = scoring.finished.get_nowait()
+        group = passing.finished.get_nowait()
         assert group.prompt.id == expected.prompt.id
         for sample in group.samples:
             ids = sample.response_ids if sample.reward is not None else np.full(len(sample.response_ids), np.nan)
@@ -49,9 +49,9 @@ async def test_groups_come_back_in_order_with_their_own_numbers(count, ranks, bu
 
 def test_a_group_comes_back_as_soon_as_its_last_round_is_done():
     first, second = toys.groups(2)
-    scoring = Scoring(1, 1, ("one", "two"))
-    rounds = [*scoring.push([first, second]), *scoring.close()]
+    passing = LogprobPass(1, 1, ("one", "two"))
+    rounds = [*passing.push([first, second]), *passing.close()]
     for number, round_ in enumerate(rounds, 1):
         carried_out(round_)
         ready = (number >= len(first.scored)) + (number >= len(first.scored) + len(second.scored))
-        assert scoring.finished.qsize() == ready
+        assert passing.finished.qsize() == ready

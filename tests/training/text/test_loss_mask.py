@@ -5,6 +5,7 @@ and an algorithm that is shown the learned tokens alone. On our side everything 
 """
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from rlinf.data.sample import Example, Group
 from rlinf.models.language.build import build_model
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner
-from rlinf.training.text.advantage_rows import lesson_of
+from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue
 from tests.actors import toys
 from tests.actors.programs import critics
@@ -63,8 +64,8 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     policy = PolicyModel(ours, chunk=7)
     policy._use(packs=packs, plain_head=True)
     learner = Learner(policy, lr=0.0)
-    lesson = lesson_of(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
-    rows = [row for some in lesson.rows for row in some]
+    learned = advantage_rows(algorithm, BATCH, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
         learner.learn_policy(pack(piece), algorithm, version=0, compare=True)
@@ -77,7 +78,9 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_advantages_and_shaped_rewards_are_those_of_the_learned_tokens_alone(name):
     later = frozenset({"proximal_logprobs"})
-    whole, bare = (lesson_of(ALGORITHMS[name], some, later=later) for some in (BATCH, toys.without_the_rest(BATCH)))
+    whole, bare = (
+        advantage_rows(ALGORITHMS[name], some, later=later) for some in (BATCH, toys.without_the_rest(BATCH))
+    )
     assert whole.rewards == bare.rewards
     for one, other in zip(whole.advantages, bare.advantages, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -111,8 +114,8 @@ def test_lengths_and_ages_are_of_what_was_generated():
 def test_a_batch_that_could_not_be_learned_is_kept_with_its_mask(tmp_path):
     from safetensors.numpy import load_file
 
-    lesson = lesson_of(ALGORITHMS["reinforce_pp"], BATCH)
-    kept = load_file(rescue(BATCH, lesson.advantages, tmp_path, 3))
+    learned = advantage_rows(ALGORITHMS["reinforce_pp"], BATCH)
+    kept = load_file(rescue(BATCH, learned.advantages, tmp_path, 3))
     assert kept["loss_mask"].shape == kept["response_ids"].shape
     assert len(kept["advantages"]) == kept["loss_mask"].sum()
 
@@ -192,9 +195,61 @@ async def test_a_critic_values_and_learns_the_learned_tokens_alone(system):
 async def test_a_batch_without_a_learned_token_says_so(system):
     silent = toys.conversations(toys.groups(2))
     nothing = [
-        Group(g.prompt, tuple(toys.replace(s, loss_mask=np.zeros(len(s.response_ids), bool)) for s in g.samples))
+        Group(g.prompt, tuple(replace(s, loss_mask=np.zeros(len(s.response_ids), bool)) for s in g.samples))
         for g in silent
     ]
     trainer = await system.spawn(critics.Trainer, name="trainer", **SHARED)
     with pytest.raises(ValueError, match="not one token to learn from: every response was empty or masked"):
         await trainer.train(nothing)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def summed(algorithm, batch):
+    """Gradients of the batch's mean loss, and the rows."""
+    ours = toys.model()
+    learner = Learner(PolicyModel(ours), lr=0.0)
+    learned = advantage_rows(algorithm, batch, later=frozenset({"proximal_logprobs"}))
+    rows = [row for some in learned.rows for row in some]
+    for piece in cut(rows, [row.size for row in rows], 60):
+        learner.learn_policy(pack(piece), algorithm, version=0)
+    return {name: gradient / float(learner._sum.weight) for name, gradient in toys.gradients(ours).items()}
+
+
+TWICE = [3 * judged.prompt.id % 4 for judged in BATCH]
+"""Which sample of each group weighs double."""
+WEIGHTED = [
+    Group(g.prompt, tuple(replace(s, weight=2.0) if s.index == twice else s for s in g.samples))
+    for g, twice in zip(BATCH, TWICE, strict=True)
+]
+REPEATED = [
+    Group(g.prompt, tuple(s for sample in g.samples for s in [sample] * (1 + (sample.index == twice))))
+    for g, twice in zip(BATCH, TWICE, strict=True)
+]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_sample_that_weighs_double_counts_as_two(name):
+    assert toys.furthest(summed(ALGORITHMS[name], WEIGHTED), summed(ALGORITHMS[name], REPEATED)) < 1e-5
+
+
+async def test_a_sample_that_weighs_double_counts_as_two_for_the_critic(system):
+    found = []
+    for number, batch in enumerate((WEIGHTED, REPEATED)):
+        settings = {**critics.SETTINGS, "model": SHARED["model"], "precise": True}
+        critic = (await system.spawn(critics.WatchedCritic, name=f"critic{number}", **settings))[0]
+        await critic.train(batch)
+        found.append((await critic.inspect())["gradients"][0])
+    heads = [{name: tensor for name, tensor in some.items() if "score" in name} for some in found]
+    assert heads[0]["score.weight"].any()
+    assert toys.furthest(*heads) < 1e-6
+
+
+def test_a_task_in_parts_that_share_its_reward_counts_once():
+    alone = advantage_rows(recipes.get("grpo"), toys.groups(4))
+    parts = [
+        Group(g.prompt, tuple(replace(s, weight=1 / 3) for s in g.samples for _ in range(3))) for g in toys.groups(4)
+    ]
+    in_parts = advantage_rows(recipes.get("grpo"), parts)
+    np.testing.assert_allclose(in_parts.advantages, np.repeat(alone.advantages, 3), rtol=1e-4, atol=1e-5)

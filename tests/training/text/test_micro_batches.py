@@ -1,6 +1,7 @@
 """Which samples are computed together: order, budget, balance, and independence of time."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Prompt
-from rlinf.training.text.advantage_rows import lesson_of
-from rlinf.training.text.commands import Again, Learn, Step
+from rlinf.training.text.advantage_rows import advantage_rows
+from rlinf.training.text.commands import ForwardBackward, OptimizerStep, Recompute
 from rlinf.training.text.micro_batches import InOrder, Rounds
-from rlinf.training.text.policy_schedule import PolicyOrders
+from rlinf.training.text.schedule import BatchSchedule
 from tests.actors import toys
 
 
@@ -114,7 +115,7 @@ def test_no_rank_has_more_than_a_row_beyond_another(sizes, ranks):
 
 def test_advantages_are_relative_to_the_group():
     batch = toys.groups(4)
-    found = lesson_of(toys.SPEC, batch)
+    found = advantage_rows(toys.SPEC, batch)
     assert [len(rows) for rows in found.rows] == [len(judged.scored) for judged in batch]
     expected = [gain for judged in batch for gain in toys.advantages(judged)]
     assert found.advantages == pytest.approx(expected, abs=1e-5)
@@ -125,59 +126,59 @@ async def at_once(fn, *arguments, **more):
     return fn(*arguments, **more)
 
 
-async def orders_of(batch, **more):
+async def commands_of(batch, **more):
     settings = {
         "ranks": 2, "in_order": InOrder(), "budget": 25, "epochs": 1, "minibatches": 1, "seed": (1, 0),
-        "compute": at_once,
+        "compute": at_once, "where": "train",
     }  # fmt: skip
-    made = PolicyOrders(toys.SPEC, **{**settings, **more})
-    return made, [order async for order in made.orders(batch)]
+    made = BatchSchedule(partial(advantage_rows, toys.SPEC), **{**settings, **more})
+    return made, [command async for command in made.commands(batch)]
 
 
 async def test_each_epoch_goes_over_the_same_rows_and_ends_in_a_step():
-    made, orders = await orders_of(toys.groups(7), epochs=3)
-    per_epoch = len(orders) // 3
-    epochs = [orders[start : start + per_epoch] for start in range(0, len(orders), per_epoch)]
+    made, commands = await commands_of(toys.groups(7), epochs=3)
+    per_epoch = len(commands) // 3
+    epochs = [commands[start : start + per_epoch] for start in range(0, len(commands), per_epoch)]
     for number, epoch in enumerate(epochs):
         *learn, (one, other) = epoch
-        assert isinstance(one, Step)
-        assert isinstance(other, Step)
+        assert isinstance(one, OptimizerStep)
+        assert isinstance(other, OptimizerStep)
         if number:
-            assert learn == [(Again(i), Again(i)) for i in range(per_epoch - 1)]
+            assert learn == [(Recompute(i), Recompute(i)) for i in range(per_epoch - 1)]
         else:
-            assert all(part.compare and part.keep for order in learn for part in order)
-    assert sum(len(part.rows) for order in epochs[0][:-1] for part in order) == sum(map(len, made.lesson.rows))
+            assert all(part.compare and part.keep for command in learn for part in command)
+    assert sum(len(part.rows) for command in epochs[0][:-1] for part in command) == sum(map(len, made.learned.rows))
 
 
 async def test_minibatches_split_the_groups_anew_in_each_epoch():
-    made, orders = await orders_of(toys.groups(9), epochs=2, minibatches=3, ranks=1)
+    made, commands = await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1)
     parts, current = [], []
-    for (order,) in orders:
-        if isinstance(order, Learn):
-            current += [id(row) for row in order.rows]
+    for (command,) in commands:
+        if isinstance(command, ForwardBackward):
+            current += [id(row) for row in command.rows]
         else:
             parts.append(current)
             current = []
     assert len(parts) == 6
-    everything = sorted(id(row) for rows in made.lesson.rows for row in rows)
+    everything = sorted(id(row) for rows in made.learned.rows for row in rows)
     assert sorted(parts[0] + parts[1] + parts[2]) == sorted(parts[3] + parts[4] + parts[5]) == everything
     assert {frozenset(part) for part in parts[:3]} != {frozenset(part) for part in parts[3:]}
-    fresh = [order.compare for (order,) in orders if isinstance(order, Learn)]
+    fresh = [command.compare for (command,) in commands if isinstance(command, ForwardBackward)]
     assert fresh.index(False) == sum(fresh)  # only while the weights are those that sampled
     assert any(fresh)
-    again = (await orders_of(toys.groups(9), epochs=2, minibatches=3, ranks=1))[1]
-    assert [len(o.rows) for (o,) in orders if isinstance(o, Learn)] == [
-        len(o.rows) for (o,) in again if isinstance(o, Learn)
+    again = (await commands_of(toys.groups(9), epochs=2, minibatches=3, ranks=1))[1]
+    assert [len(o.rows) for (o,) in commands if isinstance(o, ForwardBackward)] == [
+        len(o.rows) for (o,) in again if isinstance(o, ForwardBackward)
     ]
 
 
 async def test_more_minibatches_than_groups_are_as_many_as_there_are_groups():
-    _, orders = await orders_of(toys.groups(2), minibatches=5)
-    assert sum(isinstance(order[0], Step) for order in orders) == 2
+    _, commands = await commands_of(toys.groups(2), minibatches=5)
+    assert sum(isinstance(command[0], OptimizerStep) for command in commands) == 2
 
 
 async def test_by_arrival_groups_are_taken_as_they_come():
     batch = toys.groups(5)
     random.Random(1).shuffle(batch)
-    made, _ = await orders_of(batch, in_order=None)
+    made, _ = await commands_of(batch, in_order=None)
     assert [judged.prompt.id for judged in made.groups] == [judged.prompt.id for judged in batch]

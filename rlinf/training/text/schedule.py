@@ -1,0 +1,175 @@
+"""The commands by which ranks learn from a batch, from its first group to its last optimizer step.
+
+In: scored groups as they come, or batches of worked examples. Out: commands for all ranks. Those of the first epoch
+come while groups are still being made, unless something must be known of the whole batch first. Policy and critic
+differ in what they make of groups (`advantage_rows.py`), not in their schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+
+from rlinf.data.packing import Row
+from rlinf.data.rng import permutation
+from rlinf.data.sample import Example, Group
+from rlinf.runtime.streams.stream import each
+from rlinf.training.text.advantage_rows import LearnedRows
+from rlinf.training.text.commands import Command, ForwardBackward, OptimizerStep, Recompute
+from rlinf.training.text.logprob_pass import Groups, LogprobPass
+from rlinf.training.text.micro_batches import InOrder, Rounds, lots
+from rlinf.training.text.requirements import OwnColumns
+
+
+class BatchSchedule:
+    """Commands for a batch of groups: `epochs` x `minibatches` optimizer steps.
+
+    With more than one minibatch per epoch, the batch is split by groups, in an order drawn anew for each epoch, once
+    all groups have come.
+
+    Args:
+        rows_of: makes rows of groups; blocking.
+        where: endpoint that learns, for errors.
+        ranks: how many ranks share the work.
+        in_order: the order in which groups are computed on; None takes them as they come.
+        budget: tokens of a micro-batch.
+        epochs, minibatches: passes over the batch, and optimizer steps in each.
+        seed: of the order of groups, with the number of the epoch appended.
+        compute: runs blocking work, as `Actor.compute` does: the rows of a whole batch take a while.
+        own: columns that the trainer computes itself.
+        whole_batch: rows depend on all groups.
+    """
+
+    def __init__(
+        self,
+        rows_of: Callable[[Sequence[Group]], LearnedRows],
+        *,
+        where: str,
+        ranks: int,
+        in_order: InOrder | None,
+        budget: int,
+        epochs: int,
+        minibatches: int,
+        seed: tuple[int, ...],
+        compute: Callable[..., Awaitable[LearnedRows]],
+        own: OwnColumns | None = None,
+        whole_batch: bool = False,
+    ):
+        self._rows_of, self._where, self._compute = rows_of, where, compute
+        self._ranks, self._in_order, self._budget = ranks, in_order, budget
+        self._epochs, self._minibatches, self._seed = epochs, minibatches, seed
+        self._own = OwnColumns() if own is None else own
+        self._whole = whole_batch or bool(self._own.whole_batch) or minibatches > 1
+        self.groups: list[Group] = []
+        """Every group that came, in the order of computing."""
+        self.learned = LearnedRows()
+        """Their rows, in the same order."""
+
+    async def commands(self, groups: Groups) -> AsyncGenerator[tuple[Command, ...], None]:
+        """Read the groups and give the commands.
+
+        Raises:
+            ValueError: there is nothing to learn from, a group was not judged, or a column is missing.
+        """
+        step: tuple[Command, ...] = (OptimizerStep(),) * self._ranks
+        cutter = Rounds(self._ranks, self._budget)
+        ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
+        if self._whole:
+            whole: list[Group] = []
+            async for command in self._awaited(groups, whole):
+                yield command
+            ready = [whole]
+        else:
+            ready = lots(groups, self._in_order, self._budget)
+        if self._minibatches > 1:
+            await self._take(whole)
+            self._check()
+            for epoch in range(self._epochs):
+                for number, part in enumerate(self._parts(epoch)):
+                    for dealt in [*cutter.push(part), *cutter.close()]:
+                        yield tuple(ForwardBackward(rows, compare=epoch == number == 0) for rows in dealt)
+                    yield step
+            return
+        given, keep = 0, self._epochs > 1
+        async for lot in each(ready):
+            for dealt in cutter.push(await self._take(lot)):
+                given += 1
+                yield tuple(self._first(rows, keep) for rows in dealt)
+        self._check()
+        for dealt in cutter.close():
+            given += 1
+            yield tuple(self._first(rows, keep) for rows in dealt)
+        yield step
+        for _ in range(1, self._epochs):
+            for number in range(given):
+                yield (Recompute(number),) * self._ranks
+            yield step
+
+    def _first(self, rows: tuple[Row, ...], keep: bool) -> ForwardBackward:
+        return ForwardBackward(rows, compare=True, columns=self._own.first_pass, keep=keep)
+
+    async def _awaited(self, groups: Groups, whole: list[Group]) -> AsyncGenerator[tuple[Command, ...], None]:
+        """Fill `whole` with all groups, in the order of computing, with our own columns; those are computed while other
+        groups are still to come."""
+        if not self._own.whole_batch:
+            async for lot in lots(groups, self._in_order, self._budget):
+                whole += lot
+            return
+        passing = LogprobPass(self._ranks, self._budget, self._own.whole_batch)
+        async for command in passing.commands(groups, self._in_order):
+            yield command
+        while len(whole) < passing.came:
+            whole.append(await passing.finished.get())
+
+    async def _take(self, groups: Sequence[Group]) -> list[Row]:
+        """Keep groups and their rows; the rows."""
+        if self._whole:
+            learned = await self._compute(self._rows_of, groups)
+        else:  # a micro-batch: less work than a way to a thread and back
+            learned = self._rows_of(groups)
+        self.groups += groups
+        self.learned += learned
+        return [row for rows in learned.rows for row in rows]
+
+    def _parts(self, epoch: int) -> Iterator[list[Row]]:
+        """The groups' rows in so many parts of about equal numbers of groups; fewer if there are not so many groups."""
+        groups = [rows for rows in self.learned.rows if rows]
+        drawn = permutation(len(groups), *self._seed, epoch)
+        count = min(self._minibatches, len(groups))
+        for number in range(count):
+            yield [row for group in drawn[number::count] for row in groups[group]]
+
+    def _check(self) -> None:
+        if not self.groups:
+            raise ValueError(f"{self._where}: not one group came: were there prompts?")
+        samples = [sample for group in self.groups for sample in group.scored]
+        if not samples:
+            outcomes = sorted({str(sample.outcome) for group in self.groups for sample in group.samples})
+            raise ValueError(
+                f"{self._where}: none of {len(self.groups)} groups has a reward, their outcomes are {outcomes}: look "
+                "at the samples' remarks for why judging failed"
+            )
+        if not any(sample.learned_tokens for sample in samples):
+            raise ValueError(f"{self._where}: there is not one token to learn from: every response was empty or masked")
+        if not any(self.learned.rows):
+            raise ValueError(
+                f"{self._where}: the length limit cut all {len(samples)} answers, and `truncated: mask` learns from "
+                "none of those: raise the limit, or keep them"
+            )
+
+
+async def supervised_commands(
+    batches: Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]], ranks: int, budget: int
+) -> AsyncGenerator[tuple[Command, ...], None]:
+    """Commands for batches of worked examples: for each batch one optimizer step, which makes a version.
+
+    Raises:
+        ValueError: a batch has nothing to learn.
+    """
+    async for batch in each(batches):
+        rows = [Row(one.prompt_ids, one.response_ids, loss_mask=one.loss_mask) for one in batch]
+        if not any(row.learned for row in rows) or not all(len(row.prompt_ids) for row in rows):
+            raise ValueError("sft: a batch has not one token to learn from, or an example without a prompt")
+        cutter = Rounds(ranks, budget)
+        for dealt in [*cutter.push(rows), *cutter.close()]:
+            yield tuple(ForwardBackward(part, supervised=True) for part in dealt)
+        yield (OptimizerStep(new_version=True),) * ranks

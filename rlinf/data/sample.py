@@ -18,6 +18,32 @@ raised, crashed or returned no number. The last two leave the sample without a r
 as 0."""
 
 
+PrefixKey = tuple[bytes, tuple[str, ...]]
+"""Bytes of the token ids, then the digests of the images: what two prompts must share to be read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """A picture in a prompt, by reference: its pixels stay where they are until a model reads them."""
+
+    digest: str
+    """Of the picture's content, such as the SHA-256 of its file in hex: equal digests mean equal pixels."""
+    source: str = field(default="", compare=False)
+    """Where the content is: a path, a URL, or a key of a store."""
+
+
+def prefix_key(token_ids: np.ndarray, images: Sequence[ImageRef] = ()) -> PrefixKey:
+    """Identify what a model reads as a prompt: equal keys may share one forward pass and one KV cache.
+
+    The token ids alone do not: each picture stands there as placeholder tokens that are the same for all pictures.
+
+    Args:
+        token_ids: [prompt]; the integer type does not matter.
+        images: in the order of their placeholders.
+    """
+    return token_ids.astype(np.int64, copy=False).tobytes(), tuple(image.digest for image in images)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """A problem to answer."""
@@ -34,6 +60,13 @@ class Prompt:
     """What a reward function compares with."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the data set; reward functions get them by name."""
+    images: tuple[ImageRef, ...] = ()
+    """Its pictures, in the order of their placeholders in `token_ids`."""
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        """What must be equal for two prompts to be read once, see `prefix_key`."""
+        return prefix_key(self.token_ids, self.images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

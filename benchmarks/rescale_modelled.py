@@ -7,7 +7,6 @@ and holds up all rows. How long an answer becomes is a function of its seed, as 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -19,8 +18,9 @@ import numpy as np
 from rlinf.actors.rollout import Rollout
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Sample
-from rlinf.engines.base import Begun, Completion, Request, Sampling
-from rlinf.engines.transformers.step_stats import Pace
+from rlinf.data.weights import Weights
+from rlinf.engines.base import Completion, Engine, PartialAnswer, Request
+from rlinf.engines.make import EngineSetup
 from rlinf.placement.tail_migration import Law
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
@@ -63,14 +63,14 @@ class _Row:
     """The same, when it will end."""
 
 
-class ModelledEngine:
-    """As much of an engine as a rollout uses."""
+class ModelledEngine(Engine):
+    """An engine without a model: it has no weights, cannot be paused, and aborts nothing."""
 
+    hands_over = True
     version = 0
 
-    def __init__(self, law: Law, lengths: Lengths, max_rows: int):
-        self.max_rows, self.max_tokens = max_rows, None
-        self.pace = Pace()
+    def __init__(self, setup: EngineSetup, *, law: Law, lengths: Lengths):
+        self.max_rows = setup.max_rows
         self._law, self._lengths = law, lengths
         self._rows: dict[int, _Row] = {}
         self._tokens = 0.0  # that a row has got that was always there
@@ -79,7 +79,6 @@ class ModelledEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def batches(self, requests: Any) -> AsyncGenerator[list[Completion], None]:
-        """Answers, as they end."""
         call = _Call()
         reader = asyncio.create_task(self._read(call, requests))
         try:
@@ -96,13 +95,12 @@ class ModelledEngine:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
-        """Requests that had not ended, with as many tokens as they have."""
         self._pass()
         taken = []
         for id in ids:
             if (row := self._rows.pop(id, None)) is not None:
                 row.call.rows -= 1
-                taken.append(replace(row.request, begun=_begun(row.request, int(self._tokens - row.begun))))
+                taken.append(replace(row.request, partial=_partial(row.request, int(self._tokens - row.begun))))
         self._wake()
         return taken
 
@@ -112,10 +110,10 @@ class ModelledEngine:
                 while len(self._rows) >= self.max_rows:
                     await self._changed.wait()
                 self._pass()
-                have = 0 if request.begun is None else len(request.begun.response_ids)
+                have = request.answered
                 reading = self._law.token * (len(request.prompt_ids) + have)
                 self._since += reading
-                self.pace.read(len(request.prompt_ids) + have, reading)
+                self.stats = self.stats.read(len(request.prompt_ids) + have, reading)
                 left = self._lengths.of(int(request.prompt_ids[0]), request.seed) - have
                 self._rows[request.id] = _Row(request, call, self._tokens, self._tokens + left)
                 call.rows += 1
@@ -123,6 +121,24 @@ class ModelledEngine:
         finally:
             call.reading = False
             self._wake()
+
+    async def partial(self, ids: Iterable[int]) -> list[Request]:
+        raise NotImplementedError
+
+    async def abort(self, ids: Iterable[int] | None = None) -> None:
+        raise NotImplementedError
+
+    async def pause(self) -> None:
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
+    async def check(self, weights: Weights) -> None:
+        raise NotImplementedError
+
+    async def load(self, weights: Weights) -> None:
+        raise NotImplementedError
 
     def _pass(self) -> None:
         """Account for the steps since the last time."""
@@ -133,11 +149,7 @@ class ModelledEngine:
         elif now > self._since:
             seconds = self._law.step + self._law.row * rows
             steps = (now - self._since) / seconds
-            count, all_rows, squares, time, products, *reading = self.pace.sums
-            self.pace.sums = (
-                count + steps, all_rows + steps * rows, squares + steps * rows * rows, time + steps * seconds,
-                products + steps * rows * seconds, *reading,
-            )  # fmt: skip
+            self.stats = self.stats.stepped(rows, seconds, steps)
             self._tokens += steps
             self._since = now
 
@@ -159,10 +171,10 @@ class ModelledEngine:
         self._changed = asyncio.Event()
 
 
-def _begun(request: Request, more: int) -> Begun | None:
-    have = more + (0 if request.begun is None else len(request.begun.response_ids))
+def _partial(request: Request, more: int) -> PartialAnswer | None:
+    have = more + request.answered
     made = (np.broadcast_to(dtype(0), have) for dtype in (np.int64, np.float32, np.int32))
-    return Begun(*made) if have else None
+    return PartialAnswer(*made) if have else None
 
 
 def _completion(request: Request, lengths: Lengths) -> Completion:
@@ -174,12 +186,12 @@ def _completion(request: Request, lengths: Lengths) -> Completion:
 class ModelledRollout(Rollout):
     """The real rollout around modelled engines."""
 
-    async def setup(self, *, law: Law, lengths: Lengths, max_rows: int, rescale: bool) -> None:  # type: ignore[override]
+    async def setup(self, *, law: Law, lengths: Lengths, **settings: Any) -> None:  # type: ignore[override]
         """Everything else is as in the rollout."""
-        self._seed, self._rescale, self._ids = 0, rescale, itertools.count()
-        self._sampling = Sampling(lengths.limit)
-        self._tokenizer = None  # type: ignore[assignment]
-        self._engine = ModelledEngine(law, lengths, max_rows)  # type: ignore[assignment]
+        await super().setup(
+            model={}, tokenizer={"characters": "0"}, engine=f"{__name__}.ModelledEngine", max_new_tokens=lengths.limit,
+            engine_args={"law": law, "lengths": lengths}, **settings,
+        )  # fmt: skip
         self._ends: list[float] = []
         self._moved = 0
 
@@ -201,12 +213,12 @@ class ModelledRollout(Rollout):
         """When the last call ended, in seconds, and how many answers came from other ranks."""
         return self._ends[-1], self._moved
 
-    async def _groups(self, answered: Any, temperature: float) -> list[Group]:
+    async def _groups(self, answered: Any) -> list[Group]:
         groups = []
         for asked in answered:
             samples = [
                 Sample(asked.prompt, index, done.response_ids, done.logprobs, done.versions, "", done.truncated)
-                for index, done in sorted(asked.done, key=lambda item: item[0])
+                for index, done in sorted(asked.done.items())
             ]
             groups.append(Group(asked.prompt, tuple(samples)))
         return groups

@@ -26,12 +26,12 @@ from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
-from rlinf.engines.transformers.engine import InThreads
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
 from rlinf.weights.receive import DEADLINE, Receiver
 from rlinf.weights.state_tensors import held

@@ -1,44 +1,48 @@
-"""The rollout: samples answers to prompts.
+"""The rollout role: samples answers to prompts.
 
-Consumes prompts, as a list or a stream; produces groups, each as soon as its last sample is finished; unblocked by the
-engine. New weights arrive through `load`, also while answers are being generated. Towards the end ranks may hand what
-they have left over to each other (`tail_migration.py`).
+Flows in: prompts, as a list or a stream. Flows out: groups, each as soon as its last sample is finished. Who wakes
+whom: the engine (`engines/base.py`) wakes the running `generate`. New weights arrive through `load`, also while answers
+are being generated. Towards the end ranks may hand what they have left over to each other (`tail_migration.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.base.in_flight import Answering, Asked
-from rlinf.actors.base.tail_migration import Consolidating
+from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Request, Sampling
-from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.streams.stream import each
 from rlinf.weights.receive import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Rollout(Receiver, Consolidating):
-    """Generates groups of samples with an engine in its own process."""
+class Rollout(Receiver, TailMigration):
+    """Generates groups of samples with an engine."""
 
     async def setup(  # type: ignore[override]
         self,
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        engine: str = "transformers",
+        engine_args: Mapping[str, Any] | None = None,
         seed: int = 0,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -51,25 +55,27 @@ class Rollout(Receiver, Consolidating):
         dtype: Literal["float32", "bfloat16"] = "float32",
         rescale: bool = False,
     ) -> None:
-        """Make the model and the engine.
+        """Make the engine.
 
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; its end token ends an answer.
+            engine: what generates: `transformers`, or a dotted path; see `engines.make`.
+            engine_args: further arguments of the engine.
             seed: of a new model's weights and of the samples.
             temperature, top_p, top_k, min_p: for `generate` when it is not given them; see `Sampling`.
             max_new_tokens: an answer without an end token is cut after this many tokens.
             stop: texts that end an answer too; they stay in it.
             max_rows: answers decoded together. More is faster to generate; fewer finish sooner, so that the roles after
                 this one start sooner.
-            max_tokens: for which the key-value cache has room, prompts and possible answers together; None for as many
-                as `max_rows` answers may have.
+            max_tokens: for which the KV cache has room, prompts and possible answers together; None for as many as
+                `max_rows` answers may have.
             dtype: in which answers are computed; weights of another are cast.
             rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
                 the devices of the others are free earlier. The samples stay the same, up to rounding.
 
         Raises:
-            ValueError: a model or tokenizer that cannot be made, or a setting out of range.
+            ValueError: a model, tokenizer or engine that cannot be made, or a setting out of range.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"rollout: dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
@@ -79,15 +85,33 @@ class Rollout(Receiver, Consolidating):
         self._sampling = Sampling(
             max_new_tokens, temperature, top_k, top_p, min_p, stop_ids=stop_ids, stop_texts=tuple(stop)
         )
-        settings = {"compute": self.compute, "max_rows": max_rows, "max_tokens": max_tokens}
-        self._engine = await self.compute(_engine, model, self._tokenizer, seed, _DTYPES[dtype], settings)
-        self._ids = itertools.count()  # of requests and prompts, unique among calls that overlap
+        setup = EngineSetup(
+            name=f"{self._cell.name}[{self.rank}]",
+            model=model,
+            build_model=lambda: _model(model, self._tokenizer, seed, _DTYPES[dtype]),
+            tokenizer=self._tokenizer,
+            seed=seed,
+            dtype=_DTYPES[dtype],
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            compute=self.compute,
+            on_device=_on_device,
+        )
+        self._engine = await make(engine, setup, engine_args)
+        if rescale and not self._engine.hands_over:
+            await self._engine.close()
+            raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
+        self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._rescale = rescale
+
+    async def close(self) -> None:
+        """End what the engine started."""
+        await self._engine.close()
 
     @endpoint(device=True)
     async def generate(
         self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        prompts: Iterable[Prompt | PartialGroup] | AsyncIterable[Prompt | PartialGroup],
         n: int = 1,
         *,
         temperature: float | None = None,
@@ -101,7 +125,7 @@ class Rollout(Receiver, Consolidating):
 
         Args:
             prompts: what to answer, a list or a stream. Called on several ranks, they share a stream between them; a
-                list is answered by each.
+                list is answered by each. A partial group, as `in_flight` returns it, is continued.
             n: samples per prompt.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
@@ -118,38 +142,51 @@ class Rollout(Receiver, Consolidating):
         if n < 1:
             raise ValueError(f"generate: n={n} must be at least 1")
         rules = _overridden(self._sampling, temperature, max_new_tokens, sampling)
-        answering = Answering(self._engine, self._ids, n)
+        call = Generation(self._engine, self._ids)
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
             async for prompt in each(prompts):
-                for request in answering.requests(prompt, (mix(self._seed, prompt.id, i) for i in range(n)), rules):
+                if isinstance(prompt, PartialGroup):
+                    group = call.continued(prompt)
+                else:
+                    group = call.asked(prompt, (mix(self._seed, prompt.id, i) for i in range(n)), rules)
+                for request in call.requests(group):
                     yield request
-            answering.exhausted = True
+            call.exhausted = True
             self._tell(key)
 
-        self._answering[key or answering] = answering
+        calls = self._in_flight.calls
+        calls[key or call] = call
         try:
-            answering.start(requests())
-            async for complete in answering.complete():
+            call.start(requests())
+            async for complete in call.complete():
                 self._tell(key)
-                for group in await self._groups(complete, rules.temperature):
+                for group in await self._groups(complete):
                     yield group
-            for group in await self._groups(answering.rest, rules.temperature):
+            for group in await self._groups(call.rest):
                 yield group
         finally:
-            await answering.close()
+            await call.close()
             self._tell(key)
-            del self._answering[key or answering]
+            del calls[key or call]
 
-    async def _groups(self, answered: Sequence[Asked], temperature: float) -> list[Group]:
-        return await self.compute(_groups, answered, temperature, self._tokenizer) if answered else []
+    async def _groups(self, answered: Sequence[PartialGroup]) -> list[Group]:
+        return await self.compute(_groups, answered, self._tokenizer) if answered else []
+
+    @endpoint
+    async def in_flight(self) -> list[PartialGroup]:
+        """The groups of this rank that are being answered, with their answers so far: what a checkpoint keeps.
+
+        They go on here; `generate` of a rollout with the same weights continues them to the same samples, up to
+        rounding.
+        """
+        return await self._in_flight.partial()
 
     @endpoint
     async def abort(self) -> None:
-        """End all answers under way where they stand, and read no more prompts: `generate` yields what there is."""
-        for answering in self._answering.values():
-            answering.aborted = True
+        """End all answers in flight where they stand, and read no more prompts: `generate` yields what there is."""
+        self._in_flight.abort()
         await self._engine.abort()
 
     @endpoint
@@ -174,12 +211,12 @@ class Rollout(Receiver, Consolidating):
         await self._engine.load(weights)
 
     async def offload(self) -> None:
-        """Give the device's memory back; answers under way wait."""
-        await self._engine.sleep()
+        """Give the device's memory back, if the engine can; answers in flight wait."""
+        await (self._engine.sleep() if self._engine.sleeps else self._engine.pause())
 
     async def onload(self) -> None:
         """Come back to the device."""
-        await self._engine.wake()
+        await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
 
 
 def _overridden(
@@ -199,17 +236,17 @@ def _overridden(
     return replace(own, **settings)
 
 
-def _groups(answered: Sequence[Asked], temperature: float, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+def _groups(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
     """The samples of each prompt, in order of their index."""
     groups = []
-    for asked in answered:
+    for group in answered:
         samples = tuple(
-            _sample(asked.prompt, index, completion, temperature, tokenizer)
-            for index, completion in sorted(asked.done, key=lambda item: item[0])
+            _sample(group.prompt, index, completion, group.temperature, tokenizer)
+            for index, completion in sorted(group.done.items())
             if len(completion.response_ids)  # nothing, where it was aborted before it began
         )
         if samples:
-            groups.append(Group(asked.prompt, samples))
+            groups.append(Group(group.prompt, samples))
     return groups
 
 
@@ -230,10 +267,18 @@ def _sample(
     )
 
 
-def _engine(
-    model: ModelSource, tokenizer: PreTrainedTokenizerBase, seed: int, dtype: torch.dtype, settings: dict[str, Any]
-) -> TransformersEngine:
+@contextlib.contextmanager
+def _model(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, seed: int, dtype: torch.dtype
+) -> Iterator[PreTrainedModel]:
+    """The model on this rank's device, and no other model made meanwhile."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with ONE_AT_A_TIME:
-        built: Any = build_model(model, tokenizer, seed=seed, dtype=dtype)
-        return TransformersEngine(built.to(device), tokenizer=tokenizer, **settings)
+        built: Any = build_model(source, tokenizer, seed=seed, dtype=dtype)
+        yield built.to(device)
+
+
+def _on_device() -> contextlib.AbstractAsyncContextManager[Any]:
+    """Holds this rank's devices for the running call, if it takes a lease on them."""
+    lease = lease_here()
+    return contextlib.nullcontext() if lease is None else lease.computing()

@@ -16,6 +16,7 @@ from rlinf.config.importing import mistake_in
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
 from rlinf.config.placement import PlacementConfig
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
+from rlinf.engines import ENGINES
 from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, place
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
@@ -52,6 +53,8 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     """(key, advice) for what the type and the limits of a single key cannot say."""
     yield from common_mistakes(config)
     yield from _reward_mistakes(config.reward)
+    if (engine := config.rollout.engine) not in ENGINES and (advice := mistake_in(engine)) is not None:
+        yield "rollout.engine", f"{advice}; or take {' or '.join(ENGINES)}"
     yield from _reference_mistakes(config)
     for key, directory in (
         ("model.path", config.model.path),

@@ -224,6 +224,11 @@ class OptimizerConfig:
 class RolloutConfig:
     """How answers are sampled while training."""
 
+    engine: str = "transformers"
+    """What generates: `transformers`, in the rollout's own processes, or the dotted path of an engine of your own, such
+    as one around an inference server; see docs/engines.md."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments for the engine, by name."""
     temperature: float = number(1.0, above=0)
     """Logits are divided by it; 1 samples from the model itself."""
     top_p: float = number(1.0, above=0, high=1)

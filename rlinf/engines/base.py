@@ -1,16 +1,20 @@
-"""The one protocol behind which text is generated: requests in, finished samples out, in order of completion.
+"""The interface of engines, which generate text with one model: requests in, finished answers out, as they finish.
 
-Token ids in, token ids out; text is never re-encoded. Every token carries the version of the weights that made it.
+Token ids in, token ids out; text is never encoded again. Every token carries the version of the weights that made it.
+`tests/engines/test_engine_contract.py` holds what every engine must do.
 """
 
 from __future__ import annotations
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rlinf.data.sample import ImageRef, PrefixKey, prefix_key
 from rlinf.data.weights import Weights
 
 Finish = Literal["stop", "text", "length", "abort"]
@@ -56,8 +60,8 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
-    """What there is of an answer that an engine has begun; see `Completion` for the fields."""
+class PartialAnswer:
+    """The beginning of an answer; see `Completion` for the fields."""
 
     response_ids: np.ndarray
     """int64 [begun], at least one token, none of which ended the answer."""
@@ -72,21 +76,38 @@ class Request:
     """One answer wanted."""
 
     id: int
-    """Given back with the answer; unique among the requests under way."""
+    """Given back with the answer; unique among the requests in flight."""
     prompt_ids: np.ndarray
     """int64 [prompt], at least one token."""
     sampling: Sampling
     """How to answer."""
     seed: int = 0
     """Of the random choices: the same seed gives the same answer, whatever shares the batch, up to rounding. Token k is
-    drawn with random number k of the seed, so an answer goes on elsewhere as it would have gone on here."""
-    begun: Begun | None = None
+    drawn with random number k of the seed, so another engine continues an answer as this one would have."""
+    partial: PartialAnswer | None = None
     """What another engine has answered so far; it is read, not made again, and is part of the completion."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures of the prompt, in the order of their placeholders in `prompt_ids`."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of KV cache that it may come to; the last token is never read."""
+        return len(self.prompt_ids) + self.sampling.max_new_tokens - 1
+
+    @property
+    def answered(self) -> int:
+        """Tokens that another engine has answered."""
+        return 0 if self.partial is None else len(self.partial.response_ids)
+
+    def prefix_key(self, ids: np.ndarray | None = None) -> PrefixKey:
+        """Equal for requests of which a model reads the same: the prompt's tokens (or `ids`, which begin with them) and
+        the digests of its images."""
+        return prefix_key(self.prompt_ids if ids is None else ids, self.images)
 
     def ended(self, finish: Finish) -> Completion:
-        """Its end as it came, without a token more."""
-        begun = self.begun or Begun(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
-        return Completion(self.id, begun.response_ids, begun.logprobs, begun.versions, finish)
+        """Its completion as it came, without a further token."""
+        partial = self.partial or PartialAnswer(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
+        return Completion(self.id, partial.response_ids, partial.logprobs, partial.versions, finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,56 +135,171 @@ class Completion:
         return self.finish == "length"
 
 
-class Engine(Protocol):
-    """Generates text with one model."""
+class StepStats(NamedTuple):
+    """How fast an engine decodes and reads, as sums from its beginning; those of several engines can be added."""
 
-    version: int
-    """Of the weights in use."""
+    steps: float = 0.0
+    """Decode steps: a row that was there in all of them has got so many tokens."""
+    rows: float = 0.0
+    """Rows of all steps."""
+    squared_rows: float = 0.0
+    """Squares of the rows of each step."""
+    seconds: float = 0.0
+    """Of all steps."""
+    row_seconds: float = 0.0
+    """Rows x seconds of each step."""
+    read_tokens: float = 0.0
+    """Tokens read, padding included."""
+    read_seconds: float = 0.0
+    """Seconds it took to read them."""
 
-    def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
-        """Answer requests, which may still be coming; yields each answer as soon as it is finished.
+    def stepped(self, rows: float, seconds: float, steps: float = 1.0) -> StepStats:
+        """The same after so many decode steps of so many rows, each of which took so long."""
+        more = (steps, steps * rows, steps * rows * rows, steps * seconds, steps * rows * seconds, 0.0, 0.0)
+        return StepStats(*(one + other for one, other in zip(self, more, strict=True)))
 
-        Calls may overlap: their requests share the batch. Closing the generator aborts what it has not yielded.
+    def read(self, tokens: float, seconds: float) -> StepStats:
+        """The same after so many tokens were read in so many seconds."""
+        return StepStats(*self[:5], self.read_tokens + tokens, self.read_seconds + seconds)
+
+
+class Engine(ABC):
+    """Generates text with one model.
+
+    The attributes say what an engine can do; those who use it do without what it cannot.
+    """
+
+    max_rows: int
+    """Answers decoded together."""
+    max_tokens: int | None = None
+    """Tokens of KV cache that the answers in flight may come to, together; None for no bound."""
+    max_length: int | None = None
+    """Most tokens of a prompt and its answer; a longer request is refused. None for no bound."""
+    hands_over: bool = False
+    """It has `take_out`, and continues a `Request.partial`."""
+    sleeps: bool = False
+    """It has `sleep` and `wake`, so that it can share its devices."""
+    reads_text: bool = False
+    """It can decode answers, to find stop texts in them."""
+    reads_images: bool = False
+    """Its model reads the pictures of a prompt."""
+    stats: StepStats = StepStats()
+    """How fast it is, as far as it measures that; may be read at any moment."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Of the weights in use."""
+
+    @abstractmethod
+    def batches(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[list[Completion], None]:
+        """Answer requests, which may still be coming; yields all answers that have finished since the last yield.
+
+        Calls may overlap: their requests share the batch. Closing the generator, or cancelling it, aborts what it has
+        not yielded.
+
+        Raises:
+            ValueError: of a request that the engine cannot answer, by its id; see `check_request`.
+            Exception: what failed while it computed; a note says which requests were in flight. The engine can be used
+                again.
         """
-        ...
 
+    async def generate(self, requests: Iterable[Request] | AsyncIterable[Request]) -> AsyncGenerator[Completion, None]:
+        """As `batches`, one answer at a time."""
+        async with contextlib.aclosing(self.batches(requests)) as batches:
+            async for completions in batches:
+                for completion in completions:
+                    yield completion
+
+    @abstractmethod
     async def abort(self, ids: Iterable[int] | None = None) -> None:
-        """End requests that have come; each is still yielded, with `finish="abort"` and its tokens so far.
+        """End requests in flight; each is still yielded, with `finish="abort"` and its tokens so far.
 
         None ends all of them, and no more are read from where they come.
         """
-        ...
 
     async def take_out(self, ids: Iterable[int]) -> list[Request]:
-        """Let go of requests that have come, for another engine to go on with: none of them is yielded here.
+        """Drop requests in flight, for another engine to continue: none of them is yielded here.
 
         Returns:
-            Those that had not ended, each with what there is of its answer in `begun`; given to `generate` of any
-            engine with the same weights, they end as they would have ended here, up to rounding. (An engine around a
-            server aborts them and keeps their tokens; to go on, it sends prompt and tokens as one prompt and asks for
-            so many fewer. It may offer this only if the server's random numbers are counted by token as well.)
+            Those that had not ended, each with its tokens so far in `partial`; any engine with the same weights
+            continues them as this one would have, up to rounding. (An engine around a server aborts them and keeps
+            their tokens; to continue, it sends prompt and tokens as one prompt and asks for so many fewer. It may offer
+            this only if the server's random numbers are counted by token as well.)
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} does not hand over partial answers")
 
+    @abstractmethod
+    async def partial(self, ids: Iterable[int]) -> list[Request]:
+        """Requests in flight, each with its tokens so far in `partial`; they go on here."""
+
+    @abstractmethod
     async def pause(self) -> None:
-        """Stop after the step under way; nothing is lost. Returns when the device is idle."""
-        ...
+        """Stop after the step in progress; nothing is lost. Returns when the device is idle."""
 
+    @abstractmethod
     async def resume(self) -> None:
-        """Go on."""
-        ...
+        """Go on after `pause`."""
 
+    @abstractmethod
+    async def check(self, weights: Weights) -> None:
+        """Raise ValueError if `load` would; changes nothing."""
+
+    @abstractmethod
     async def load(self, weights: Weights) -> None:
-        """Switch to other weights, all of them or, with a ValueError, none. Answers under way go on with the new.
+        """Switch to other weights, all tensors or, with a ValueError, none. Answers in flight go on with the new.
 
         An engine that sleeps keeps them until it wakes.
         """
-        ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back: key-value caches are dropped, weights move to the host."""
-        ...
+        """Give the device's memory back: KV caches are dropped, weights move to the host."""
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
 
     async def wake(self) -> None:
-        """Be ready again after `sleep`; answers under way are read again from their tokens."""
-        ...
+        """Be ready again after `sleep`; answers in flight are read again from their tokens."""
+        raise NotImplementedError(f"{type(self).__name__} does not sleep")
+
+    async def close(self) -> None:
+        """End what it started, such as child processes. It is not used again."""
+        return
+
+    def check_request(self, request: Request) -> None:
+        """See whether this engine can answer a request.
+
+        Raises:
+            ValueError: it cannot; the text names the request and what to do.
+        """
+        name, sampling, partial = f"request {request.id}", request.sampling, request.partial
+        engine = type(self).__name__
+        if len(request.prompt_ids) == 0:
+            raise ValueError(f"{name} has an empty prompt: there is nothing to continue")
+        if self.max_length is not None and (length := request.cache_tokens + 1) > self.max_length:
+            raise ValueError(
+                f"{name} may come to {length} tokens, prompt and answer, and {engine} takes {self.max_length}: lower "
+                "max_new_tokens or leave out long prompts"
+            )
+        if sampling.stop_texts and not self.reads_text:
+            raise ValueError(
+                f"{name} has stop texts {sampling.stop_texts}, but {engine} has no tokenizer to read its answer with"
+            )
+        if request.images and not self.reads_images:
+            raise ValueError(f"{name} has {len(request.images)} images, and the model of {engine} reads text alone")
+        if partial is None:
+            return
+        lengths = {len(partial.response_ids), len(partial.logprobs), len(partial.versions)}
+        if len(lengths) > 1 or not 0 < max(lengths) < sampling.max_new_tokens:
+            raise ValueError(
+                f"{name} has begun with {len(partial.response_ids)} tokens, {len(partial.logprobs)} log-probs and "
+                f"{len(partial.versions)} versions: as many of each are wanted, at least one and fewer than "
+                f"max_new_tokens={sampling.max_new_tokens}"
+            )
+        if not self.hands_over:
+            raise ValueError(f"{name} has a partial answer, which {engine} cannot continue")
+
+
+def named(requests: Iterable[Request]) -> str:
+    """Requests by their ids, for messages: `requests 3, 5, 8`, and how many more there are."""
+    ids = sorted(request.id for request in requests)
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    return f"request{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:8]))}{more}"

@@ -33,14 +33,14 @@ def answer(prompt, sampling, version=0):
 class Scripted:
     """Keys are tokens, values are positions; `steps` has the tokens that each step read."""
 
-    layers, device, dtype = 1, torch.device("cpu"), torch.float32
+    layers, device, dtype, reads_images = 1, torch.device("cpu"), torch.float32, False
 
     def __init__(self):
         self.version = 0
         self.reads, self.steps, self.moves, self.widths = [], [], [], []
         self.failing = False
 
-    def read(self, ids, real):
+    def read(self, ids, real, images=()):
         self.reads.append(tuple(ids.shape))
         positions = positions_of(ids, real)
         real = torch.ones_like(ids, dtype=torch.bool) if real is None else real

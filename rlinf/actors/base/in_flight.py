@@ -1,62 +1,48 @@
-"""The answers of one `generate` on one rank: asked of the engine, gathered into groups, moved from and to other ranks.
+"""What one rank of a rollout has in flight: groups of answers that are not finished, by call of `generate`.
 
-Flows in: requests from the stream of prompts, and unfinished groups that another rank hands over. Flows out: groups
-whose answers have all ended; unfinished groups for other ranks. Who wakes whom: every call of the engine is a task that
-passes on what has finished, one batch at a time, to whoever iterates `complete`; so is a hand-over, of which nothing
-comes. The iteration ends when none of them is left.
+Flows in: prompts, and partial groups of another rank or of a checkpoint. Flows out: groups whose answers have all
+ended; partial groups for other ranks and checkpoints. Who wakes whom: every use of the engine is a task that passes on
+what has finished, one batch at a time, to whoever iterates `complete`; so is a hand-over, which passes on nothing. The
+iteration ends when none of them is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Coroutine, Hashable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlinf.data.sample import Prompt
-from rlinf.engines.base import Completion, Request, Sampling
-from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.engines.base import Completion, Engine, Request, Sampling
 from rlinf.placement.tail_migration import Bundle, Load
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """A prompt that is being answered."""
-
-    id: int
-    """Names it, on this rank."""
-    prompt: Prompt
-    """What was asked."""
-    done: list[tuple[int, Completion]] = field(default_factory=list)
-    """Its finished answers, with their index."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unfinished:
-    """A group on its way to another rank."""
+class PartialGroup:
+    """The answers to one prompt, until all have ended; `generate` continues it in place of a prompt."""
 
     prompt: Prompt
-    """What was asked."""
-    done: tuple[tuple[int, Completion], ...]
-    """Its finished answers, with their index."""
-    left: tuple[tuple[int, Request], ...]
-    """The others, with what there is of them."""
+    """What is answered."""
+    done: dict[int, Completion] = field(default_factory=dict)
+    """The finished answers, by index."""
+    left: dict[int, Request] = field(default_factory=dict)
+    """The others, by index; on its way, each with its tokens so far."""
+    temperature: float = 1.0
+    """At which they are sampled."""
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Whose answer a request is."""
+class _Place(NamedTuple):
+    """Whose answer a request of the engine is."""
 
-    asked: Asked
-    """Of this prompt."""
-    index: int
-    """Which of its answers."""
-    request: Request
-    """As it was given to the engine."""
-    since: int
-    """Decode steps that the engine had made by then."""
+    group: int
+    """Number of its group in this call."""
+    answer: int
+    """Which of the group's answers."""
+    since: float
+    """Decode steps that the engine had made when it got the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +53,26 @@ class _End:
     """Why, unless well."""
 
 
-class Answering:
-    """What one call of `generate` has under way on this rank; made inside of it.
+class Generation:
+    """What one call of `generate` has in flight on this rank; made inside of it.
 
     Args:
         engine: answers.
-        ids: names for requests and prompts, unique among all calls.
-        n: answers per prompt.
+        ids: names for requests and groups, unique among all calls.
     """
 
-    def __init__(self, engine: TransformersEngine, ids: Iterator[int], n: int):
+    def __init__(self, engine: Engine, ids: Iterator[int]):
         self.exhausted = False
-        """The prompts have come to their end."""
+        """All prompts have been read."""
         self.aborted = False
         """Everything is to end where it stands."""
         self.over = False
-        """Nothing is taken in any more."""
+        """It takes nothing in any more."""
         self.stays = False
         """It could not be handed over once, and is not to be tried again."""
-        self._engine, self._ids, self._n = engine, ids, n
-        self._under_way: dict[int, _Place] = {}  # by request
-        self._unfinished: dict[int, Asked] = {}  # those with a finished answer, in order of the first
+        self._engine, self._ids = engine, ids
+        self._groups: dict[int, PartialGroup] = {}
+        self._places: dict[int, _Place] = {}  # of requests that the engine has, by id
         self._news: asyncio.Queue[list[Completion] | _End] = asyncio.Queue()
         self._room = asyncio.Semaphore()  # the engine waits for our reader
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -97,26 +82,39 @@ class Answering:
 
     # Answering ---------------------------------------------------------------------------------------------------
 
-    def requests(self, prompt: Prompt, seeds: Iterable[int], rules: Sampling) -> Iterator[Request]:
-        """One request per answer, each under way from when it is taken."""
-        asked = Asked(next(self._ids), prompt)
-        for index, seed in enumerate(seeds):
-            yield self._place(asked, index, Request(next(self._ids), prompt.token_ids, rules, seed))
+    def asked(self, prompt: Prompt, seeds: Iterable[int], sampling: Sampling) -> PartialGroup:
+        """A new group, one answer per seed."""
+        ids, images = prompt.token_ids, prompt.images
+        requests = (Request(next(self._ids), ids, sampling, seed, images=images) for seed in seeds)
+        return PartialGroup(prompt, {}, dict(enumerate(requests)), sampling.temperature)
+
+    def continued(self, group: PartialGroup) -> PartialGroup:
+        """A group that was begun elsewhere, its requests named anew."""
+        left = {index: replace(request, id=next(self._ids)) for index, request in group.left.items()}
+        return replace(group, done=dict(group.done), left=left)
+
+    def requests(self, group: PartialGroup) -> Iterator[Request]:
+        """The unfinished answers of a group; each is in flight from when it is taken."""
+        number = next(self._ids)
+        self._groups[number] = group
+        for index, request in list(group.left.items()):
+            self._places[request.id] = _Place(number, index, self._engine.stats.steps)
+            yield request
 
     def start(self, requests: Iterable[Request] | AsyncIterable[Request]) -> None:
         """Have the engine answer them."""
         self.run(self._answer(requests))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something beside: until it has ended, so has `complete` not, and its failure is the failure of that."""
+        """Run something beside: `complete` does not end before it, and fails if it does."""
         self._running += 1
         task = asyncio.create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def complete(self) -> AsyncIterator[list[Asked]]:
-        """Prompts of which all answers have ended, as they do; once per batch of the engine's, so perhaps none."""
+    async def complete(self) -> AsyncIterator[list[PartialGroup]]:
+        """Groups of which all answers have ended; once per batch of the engine's, so perhaps none."""
         while self._running:
             news = await self._news.get()
             if isinstance(news, _End):
@@ -129,9 +127,9 @@ class Answering:
         self.over = True
 
     @property
-    def rest(self) -> list[Asked]:
-        """Prompts of which some answers have ended and others were never asked for, because of `abort`."""
-        return list(self._unfinished.values())
+    def rest(self) -> list[PartialGroup]:
+        """Groups of which some answers have ended and others were never asked for, because of `abort`."""
+        return [group for group in self._groups.values() if group.done]
 
     async def close(self) -> None:
         """End everything."""
@@ -140,10 +138,6 @@ class Answering:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _place(self, asked: Asked, index: int, request: Request) -> Request:
-        self._under_way[request.id] = _Place(asked, index, request, self._engine.pace.steps)
-        return request
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -158,67 +152,78 @@ class Answering:
         await self._room.acquire()
         self._news.put_nowait(completions)
 
-    def _note(self, completions: Sequence[Completion]) -> Iterator[Asked]:
+    def _note(self, completions: Sequence[Completion]) -> Iterator[PartialGroup]:
         for completion in completions:
-            place = self._under_way.pop(completion.id)
-            asked = place.asked
-            asked.done.append((place.index, completion))
-            self._unfinished[asked.id] = asked
-            if len(asked.done) == self._n:
-                yield self._unfinished.pop(asked.id)
+            place = self._places.pop(completion.id)
+            group = self._groups[place.group]
+            group.done[place.answer] = completion
+            del group.left[place.answer]
+            if not group.left:
+                yield self._groups.pop(place.group)
         self._noted.set()
         self._noted = asyncio.Event()
 
-    # Moving ------------------------------------------------------------------------------------------------------
+    # Partial groups ----------------------------------------------------------------------------------------------
+
+    async def partial(self) -> list[PartialGroup]:
+        """All groups in flight with what there is of their answers, as a checkpoint keeps them; they go on here."""
+        begun = {request.id: request for request in await self._engine.partial(list(self._places))}
+        return [
+            replace(group, done=dict(group.done), left={at: begun.get(one.id, one) for at, one in group.left.items()})
+            for group in self._groups.values()
+        ]
 
     def load(self, rank: int) -> Load:
         """What is left, by group."""
-        places: dict[int, list[_Place]] = {}
-        for place in self._under_way.values():
-            places.setdefault(place.asked.id, []).append(place)
-        steps = self._engine.pace.steps
-        bundles = tuple(_bundle(id, some, steps) for id, some in places.items())
+        places: dict[int, list[tuple[_Place, Request]]] = {}
+        for place in self._places.values():
+            places.setdefault(place.group, []).append((place, self._groups[place.group].left[place.answer]))
+        steps = self._engine.stats.steps
+        bundles = tuple(_bundle(number, some, steps) for number, some in places.items())
         return Load(rank, self._engine.max_rows, self._engine.max_tokens, bundles)
 
-    async def take_out(self, ids: Collection[int]) -> dict[int, Unfinished]:
-        """Let go of groups, by their id; of those that are still unfinished when it is done."""
-        wanted = {number: place for number, place in self._under_way.items() if place.asked.id in ids}
-        left: dict[int, list[tuple[int, Request]]] = {}
+    async def take_out(self, numbers: Collection[int]) -> dict[int, PartialGroup]:
+        """Drop groups, by number, for another rank; returns those that are still unfinished when it is done."""
+        wanted = {id: place for id, place in self._places.items() if place.group in numbers}
+        taken: dict[int, dict[int, Request]] = {}
         for request in await self._engine.take_out(wanted):
-            place = self._under_way.pop(request.id)
-            left.setdefault(place.asked.id, []).append((place.index, request))
-        while not self._under_way.keys().isdisjoint(wanted):  # finished, and on their way through `complete`
+            place = self._places.pop(request.id)
+            taken.setdefault(place.group, {})[place.answer] = request
+        while not self._places.keys().isdisjoint(wanted):  # finished, and on their way through `complete`
             await self._noted.wait()
-        groups = {place.asked.id: place.asked for place in wanted.values()}
-        for id in left:
-            self._unfinished.pop(id, None)
-        return {id: Unfinished(groups[id].prompt, tuple(groups[id].done), tuple(some)) for id, some in left.items()}
+        groups = {number: self._groups.pop(number) for number in taken}
+        return {number: replace(group, left=taken[number]) for number, group in groups.items()}
 
-    def take_in(self, groups: Sequence[Unfinished]) -> None:
-        """Go on with groups of another rank, or with what it did not take."""
-        requests = []
-        for group in groups:
-            asked = Asked(next(self._ids), group.prompt, list(group.done))
-            if asked.done:
-                self._unfinished[asked.id] = asked
-            requests += [
-                self._place(asked, index, replace(request, id=next(self._ids))) for index, request in group.left
-            ]
+    def take_in(self, groups: Iterable[PartialGroup]) -> None:
+        """Continue groups of another rank, or what it did not take."""
+        requests = [request for group in groups for request in self.requests(self.continued(group))]
         if self.aborted:
             self.run(self._pass_on([request.ended("abort") for request in requests]))
         else:
             self.start(requests)
 
 
-def _bundle(id: int, places: Sequence[_Place], steps: int) -> Bundle:
+class InFlight:
+    """Everything that one rank has in flight, by call of `generate`."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, Generation] = {}
+        """By their name on all ranks, if they have one."""
+
+    def abort(self) -> None:
+        """Note that everything is to end where it stands."""
+        for call in self.calls.values():
+            call.aborted = True
+
+    async def partial(self) -> list[PartialGroup]:
+        """The groups of all calls, with what there is of their answers."""
+        return [group for call in list(self.calls.values()) for group in await call.partial()]
+
+
+def _bundle(number: int, left: Sequence[tuple[_Place, Request]], steps: float) -> Bundle:
     """What a group still lacks. A row gets at most a token per step, fewer if it waited for its place."""
     answered = [
-        min(steps - place.since, place.request.sampling.max_new_tokens)
-        + (0 if place.request.begun is None else len(place.request.begun.response_ids))
-        for place in places
+        int(min(steps - place.since, request.sampling.max_new_tokens)) + request.answered for place, request in left
     ]
-    prompts = [len(place.request.prompt_ids) for place in places]
-    need = sum(
-        prompt + place.request.sampling.max_new_tokens - 1 for prompt, place in zip(prompts, places, strict=True)
-    )
-    return Bundle(id, len(places), need, sum(prompts) + sum(answered), max(answered))
+    read = sum(len(request.prompt_ids) for _, request in left) + sum(answered)
+    return Bundle(number, len(left), sum(request.cache_tokens for _, request in left), read, max(answered))

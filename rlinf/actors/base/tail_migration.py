@@ -1,14 +1,15 @@
-"""The thin end of a `generate` on several ranks: those with little left hand it over, and their devices are free.
+"""Tail migration: towards the end of a `generate`, ranks with little left hand it over, so that their devices are free.
 
 Flows in: from every rank that has read its last prompt, what it has left, whenever that changes (`rescale_tell`, to
-rank 0). Flows out: unfinished groups, from rank to rank. Who wakes whom: a report wakes rank 0, which decides
+rank 0). Flows out: partial groups, from rank to rank. Who wakes whom: a report wakes rank 0, which decides
 (`placement/tail_migration.py`) and has ranks hand over (`rescale_hand_over`); a rank that does stops its answers where
-they are and gives them to others (`rescale_take`), which go on. What somebody does not take, its rank answers itself. A
-rank with nothing left ends its `generate`, and with it its lease.
+they are and gives them to others (`rescale_take`), which continue them. What another rank does not take, its own rank
+answers. A rank with nothing left ends its `generate`, and with it its lease.
 
-No sample is changed by that: its random numbers are counted by token. What it goes on from is read again, so log-probs
-are the same up to rounding, as they are in any other company of rows. (Where weights changed since it began, the part
-made by the old ones is then seen through the new ones, as it would not be in place, unless the engine rereads.)
+No sample is changed by that: its random numbers are counted by token. Its tokens so far are read again, so log-probs
+are the same up to rounding, as they are whenever other rows share a batch. (Where weights changed since it began, the
+tokens that the old ones made are then read with the new ones; without a migration they are not, unless the engine
+rereads.) `python -m benchmarks.rescale` measures what it gains.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf.actors.base.in_flight import Answering, Unfinished
-from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.engines.transformers.step_stats import Sums
+from rlinf.actors.base.in_flight import Generation, InFlight, PartialGroup
+from rlinf.engines.base import Engine, StepStats
 from rlinf.placement.tail_migration import Law, Load, Move, consolidate, fit
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import current_call
@@ -48,8 +48,8 @@ class Report:
     """It neither gives nor takes any more."""
     version: int
     """Of its weights."""
-    sums: Sums
-    """Its engine's pace."""
+    stats: StepStats
+    """How fast its engine is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +74,8 @@ class Table:
 
     @property
     def law(self) -> Law | None:
-        """The pace of all engines together."""
-        return fit([sum(each) for each in zip(*(report.sums for report in self.reports.values()), strict=True)])
+        """How fast all engines together are."""
+        return fit([sum(each) for each in zip(*(report.stats for report in self.reports.values()), strict=True)])
 
     def loads(self) -> list[Load]:
         """Of ranks that may give and take: those with the newest weights, since an answer's versions never fall."""
@@ -84,15 +84,14 @@ class Table:
         return [report.load for report in able if report.load is not None and report.load.bundles]
 
 
-class Consolidating(Actor):
+class TailMigration(Actor):
     """Base class of rollouts whose ranks hand answers over to each other."""
 
-    _engine: TransformersEngine
+    _engine: Engine
 
     def __init__(self) -> None:
         super().__init__()
-        self._answering: dict[Hashable, Answering] = {}
-        """Calls of `generate` under way, by key, if they have one."""
+        self._in_flight = InFlight()
         self._tables: dict[Key, Table] = {}
         self._reports = itertools.count()
 
@@ -110,29 +109,27 @@ class Consolidating(Actor):
 
     def _tell(self, key: Key | None) -> None:
         """Tell rank 0 what is left, once the prompts have come to their end; a message that nobody has to wait for."""
-        answering = None if key is None else self._answering.get(key)
-        if answering is not None and answering.exhausted:
-            self.group[0].rescale_tell(key, self._report(answering))
+        call = None if key is None else self._in_flight.calls.get(key)
+        if call is not None and call.exhausted:
+            self.group[0].rescale_tell(key, self._report(call))
 
-    def _report(self, answering: Answering) -> Report:
-        load = None if answering.over else answering.load(self.rank)
-        stays = answering.stays or answering.aborted
-        engine = self._engine
-        return Report(self.rank, next(self._reports), load, stays, engine.version, engine.pace.sums)
+    def _report(self, call: Generation | None) -> Report:
+        load = None if call is None or call.over else call.load(self.rank)
+        stays = call is None or call.stays or call.aborted
+        return Report(self.rank, next(self._reports), load, stays, self._engine.version, self._engine.stats)
 
     @endpoint
     async def rescale_hand_over(self, key: Key, moves: Sequence[Move]) -> list[Report]:
         """Rank 0 has decided: give groups to others. Returns what each rank concerned has left then."""
-        answering = self._answering.get(key)
-        if answering is None or answering.over:
-            engine = self._engine
-            return [Report(self.rank, next(self._reports), None, True, engine.version, engine.pace.sums)]
+        call = self._in_flight.calls.get(key)
+        if call is None or call.over:
+            return [self._report(call)]
         reports: list[Report] = []
-        await asyncio.wait([answering.run(self._hand_over(key, answering, moves, reports))])
-        return [self._report(answering), *reports]
+        await asyncio.wait([call.run(self._hand_over(key, call, moves, reports))])
+        return [self._report(call), *reports]
 
-    async def _hand_over(self, key: Key, answering: Answering, moves: Sequence[Move], reports: list[Report]) -> None:
-        taken = await answering.take_out({id for move in moves for id in move.bundles})
+    async def _hand_over(self, key: Key, call: Generation, moves: Sequence[Move], reports: list[Report]) -> None:
+        taken = await call.take_out({id for move in moves for id in move.bundles})
         for move in moves:
             groups = [taken[id] for id in move.bundles if id in taken]
             try:
@@ -146,22 +143,22 @@ class Consolidating(Actor):
                 )  # fmt: skip
                 report = None
             if report is None:
-                answering.stays = True
-                answering.take_in(groups)
+                call.stays = True
+                call.take_in(groups)
             else:
                 reports.append(report)
 
     @endpoint
-    async def rescale_take(self, key: Key, groups: Sequence[Unfinished], version: int) -> Report | None:
+    async def rescale_take(self, key: Key, groups: Sequence[PartialGroup], version: int) -> Report | None:
         """Go on with groups of another rank, whose weights are of this version; None if that is too late.
 
         An older version than those would have to make newer tokens.
         """
-        answering = self._answering.get(key)
-        if answering is None or answering.over or self._engine.version < version:
+        call = self._in_flight.calls.get(key)
+        if call is None or call.over or self._engine.version < version:
             return None
-        answering.take_in(groups)
-        return self._report(answering)
+        call.take_in(groups)
+        return self._report(call)
 
     # What rank 0 does --------------------------------------------------------------------------------------------
 

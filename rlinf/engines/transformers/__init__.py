@@ -1,4 +1,4 @@
-"""Text generation with a transformers model in the actor's own process: continuous batching.
+"""The transformers engine: text generation in the actor's own process, by continuous batching.
 
-Only the engine's own parts; the protocol is `engines.base`.
+Only this engine's own parts; what every engine has is in `engines/base.py`.
 """

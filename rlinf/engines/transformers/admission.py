@@ -1,8 +1,8 @@
 """Who comes into the batch next: calls of `generate` with their requests, and the rule that lets them in.
 
-Consumes requests, read from each call's source as they are granted, and ended answers. Produces tickets for the batch,
-first come first served within a call, calls in turn. Who wakes whom: a grant wakes the call's reader; every change
-wakes whoever waits on `changed`.
+Flows in: requests, read from each call's source as they are granted, and ended answers. Flows out: requests for the
+batch, first come first served within a call, calls in turn. Who wakes whom: a grant wakes the call's reader; every
+change wakes whoever waits on `changed`.
 
 **When.** Newcomers are let in once a share of the rows (and of the token budget) is free, or all that is left fits, or
 nothing is under way: so a reading of prompts serves several of them. Reading costs about as much as a step, whoever is
@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from math import isqrt
 
 from rlinf.engines.base import Completion, Request
-from rlinf.engines.transformers.slots import Ticket
 from rlinf.runtime.streams.stream import each
 
 PATIENCE = 0.25
@@ -33,14 +32,14 @@ _LEAST, _MOST = 1, 16
 
 
 class Call:
-    """One `generate` under way."""
+    """One `batches` in progress."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[Request] = deque()
         """Read from the source, not yet in the batch."""
         self.finished: deque[Completion] = deque()
         """Not yet yielded."""
-        self.running = 0
+        self.running: set[Request] = set()
         """In the batch."""
         self.reader: asyncio.Task[None] | None = None
         """Reads the source."""
@@ -93,34 +92,38 @@ class Call:
 
 
 class Admission:
-    """All calls under way, and their turn.
+    """All calls in progress, and their turn.
 
     Args:
-        max_rows: answers under way at a time.
-        max_tokens: of cache that they may come to, together.
+        max_rows: answers in flight at a time.
+        max_tokens: of KV cache that they may come to, together; None for no bound.
+        check: raises ValueError of a request that cannot be answered.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int | None):
+    def __init__(self, max_rows: int, max_tokens: int | None, check: Callable[[Request], None]):
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.calls: deque[Call] = deque()
         """The one whose turn it is first."""
+        self.owners: dict[Request, Call] = {}
+        """Who gets the answers to the requests that are in the batch."""
         self.changed = asyncio.Event()
         """Set, and replaced, whenever something may have become possible."""
         self._share = _LEAST
+        self._check = check
 
     def wake(self) -> None:
         """Have everybody look again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def read(self, call: Call, requests: Iterable[Request] | AsyncIterable[Request], stop_texts: bool) -> None:
+    async def read(self, call: Call, requests: Iterable[Request] | AsyncIterable[Request]) -> None:
         """Read a call's source as far as it is granted; its failure is the call's."""
         try:
             await call.granting()
             async with _closing(each(requests)) as source:
                 async for request in source:
-                    _check(request, stop_texts)
-                    call.waiting.append(Ticket(request, call))
+                    self._check(request)
+                    call.waiting.append(request)
                     if len(call.waiting) >= call.granted:
                         call.answered()
                         self.wake()
@@ -136,7 +139,7 @@ class Admission:
 
     def due(self) -> tuple[int, int]:
         """When newcomers are to be let in: so many rows are free, and no more than so many tokens taken."""
-        waiting = [ticket for call in self.calls for ticket in call.waiting]
+        waiting = [request for call in self.calls for request in call.waiting]
         more = any(call.reading and not call.slow for call in self.calls)
         if not waiting and not more:  # of a slow source, word comes by `changed`
             return self.max_rows + 1, 0
@@ -144,11 +147,26 @@ class Admission:
         rows = share if more else min(share, len(waiting))
         if self.max_tokens is None:
             return rows, 1 << 62
-        head = next((call.waiting[0].need for call in self.calls if call.waiting), 0)
+        head = next((call.waiting[0].cache_tokens for call in self.calls if call.waiting), 0)
         need = self.max_tokens // self._share
         if not more:
-            need = min(need, sum(ticket.need for ticket in waiting))
+            need = min(need, sum(request.cache_tokens for request in waiting))
         return rows, self.max_tokens - max(head, need)
+
+    def left(self, request: Request) -> Call | None:
+        """A request is no longer in the batch; whose it was, unless its call has ended before."""
+        call = self.owners.pop(request, None)
+        if call is not None:
+            call.running.discard(request)
+        return call
+
+    def end(self, call: Call) -> list[Request]:
+        """A call is over; returns those of its requests that are in the batch."""
+        self.calls.remove(call)
+        for request in call.running:
+            del self.owners[request]
+        self.wake()
+        return list(call.running)
 
     def fill(self, free: int) -> bool:
         """Have the sources asked for `free` requests each; whether all have answered that are waited for."""
@@ -160,25 +178,26 @@ class Admission:
                 settled = False
         return settled
 
-    def take(self, free: int, tokens: int, live: int) -> list[Ticket]:
+    def take(self, free: int, tokens: int, live: int) -> list[Request]:
         """Those who come in now, calls in turn; a request that does not fit holds up all behind it.
 
         Args:
             free: rows.
             tokens: of cache taken.
-            live: answers under way; if there are none, even a request above the budget comes in, by itself.
+            live: answers in flight; if there are none, even a request above the budget comes in, by itself.
         """
-        taken: list[Ticket] = []
+        taken: list[Request] = []
         while len(taken) < free:
             call = next((call for call in self.calls if call.waiting), None)
             if call is None:
                 break
-            ticket = call.waiting[0]
-            if self.max_tokens is not None and tokens + ticket.need > self.max_tokens and (live or taken):
+            request = call.waiting[0]
+            if self.max_tokens is not None and tokens + request.cache_tokens > self.max_tokens and (live or taken):
                 break
-            tokens += ticket.need
+            tokens += request.cache_tokens
             taken.append(call.waiting.popleft())
-            call.running += 1
+            call.running.add(request)
+            self.owners[request] = call
             if len(self.calls) > 1:
                 self.calls.remove(call)
                 self.calls.append(call)
@@ -186,7 +205,7 @@ class Admission:
             if not call.slow:
                 call.grant(0)
         if taken:
-            longest = max(ticket.request.sampling.max_new_tokens for ticket in taken)
+            longest = max(request.sampling.max_new_tokens for request in taken)
             self._share = min(max(_LEAST, isqrt(longest // 2)), _MOST)
         return taken
 
@@ -194,22 +213,3 @@ class Admission:
 def _closing(source: AsyncIterator[Request]) -> AbstractAsyncContextManager[AsyncIterator[Request]]:
     """Have a generator end its work when it is left half way; a stream ends when it is let go of."""
     return aclosing(source) if isinstance(source, AsyncGenerator) else nullcontext(source)
-
-
-def _check(request: Request, stop_texts: bool) -> None:
-    if len(request.prompt_ids) == 0:
-        raise ValueError(f"request {request.id} has an empty prompt: there is nothing to continue")
-    begun = request.begun
-    if begun is not None:
-        lengths = {len(begun.response_ids), len(begun.logprobs), len(begun.versions)}
-        if len(lengths) > 1 or not 0 < max(lengths) < request.sampling.max_new_tokens:
-            raise ValueError(
-                f"request {request.id} has begun with {len(begun.response_ids)} tokens, {len(begun.logprobs)} "
-                f"log-probs and {len(begun.versions)} versions: as many of each are wanted, at least one and fewer "
-                f"than max_new_tokens={request.sampling.max_new_tokens}"
-            )
-    if request.sampling.stop_texts and not stop_texts:
-        raise ValueError(
-            f"request {request.id} has stop texts {request.sampling.stop_texts}, but the engine has no tokenizer to "
-            "read its answer with: give TransformersEngine(tokenizer=...)"
-        )

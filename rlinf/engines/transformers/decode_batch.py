@@ -1,9 +1,10 @@
-"""The answers that are being generated: rows join, are extended by a token per step, and leave when they end.
+"""The decode batch: rows join, are extended by a token per step, and leave when their answers end.
 
-Consumes tickets (`newcomers`). Produces completions (`finished`). Plain blocking code: every method runs in the compute
-thread, one at a time; the event loop fills and empties the queues, and sets flags, whenever it likes.
+Flows in: requests (`newcomers`). Flows out: completions (`finished`). Plain blocking code that wakes nobody: every
+method runs in the compute thread, one at a time; the event loop fills and empties the queues, and sets flags, at any
+time.
 
-What a row computes depends, to the last bit, on which rows share its steps; that is a function of the tickets and of
+What a row computes depends, to the last bit, on which rows share its steps; that is a function of the requests and of
 when they joined, counted in steps, never of time: `advance` may return whenever it likes, but comes back for newcomers
 at the very step at which they are due.
 """
@@ -13,20 +14,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.sample import ImageRef, PrefixKey
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Finish, Request
+from rlinf.engines.base import Completion, Finish, Request, StepStats
 from rlinf.engines.transformers.kv_cache import Band, Layers
-from rlinf.engines.transformers.padding import pad_left, rectangles
+from rlinf.engines.transformers.model_forward import pad_left, rectangles
 from rlinf.engines.transformers.sampling import Rules, choose
-from rlinf.engines.transformers.slots import Decode, Records, Ticket
-from rlinf.engines.transformers.step_stats import Pace
+from rlinf.engines.transformers.slots import Decode, Slots
 
 _QUIET = 0.002
 """Seconds for which finished answers may wait in the thread. Handing over to the event loop costs about 0.1 ms."""
@@ -45,8 +46,11 @@ class Forward(Protocol):
     layers: int
     device: torch.device
     version: int
+    reads_images: bool
 
-    def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]: ...
+    def read(
+        self, ids: Tensor, real: Tensor | None, images: Sequence[Sequence[ImageRef]] = ()
+    ) -> tuple[Tensor, Layers]: ...
 
     def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor: ...
 
@@ -80,19 +84,19 @@ class Batch:
 
     Args:
         forward: the model; its `version` is read at every step, so weights may change between steps.
-        max_rows: answers under way at a time.
+        max_rows: answers in flight at a time.
         decode: turns tokens into text, for stop texts.
     """
 
     def __init__(self, forward: Forward, max_rows: int, decode: Decode | None = None):
         self.forward = forward
         self.max_rows = max_rows
-        self.finished: deque[tuple[Ticket, Completion]] = deque()
+        self.finished: deque[tuple[Request, Completion]] = deque()
         """Answers that have ended, in that order, for the event loop to take."""
-        self.newcomers: deque[Ticket] = deque()
+        self.newcomers: deque[Request] = deque()
         """Put there by the event loop, to join at the beginning of the next `advance`."""
-        self.left: deque[object] = deque()
-        """Owners, put there by the event loop, who do not want their answers any more."""
+        self.unwanted: deque[Request] = deque()
+        """Requests, put there by the event loop, that nobody wants answered any more."""
         self.interrupted = False
         """Set by anyone to have `advance` return after its step."""
         self.paused = False
@@ -100,18 +104,18 @@ class Batch:
         self.asleep = False
         """Parked: `advance` does nothing."""
         self.tokens = 0
-        """Of cache that the answers under way may come to."""
-        self.pace = Pace()
-        """How long steps and reading took."""
+        """Of KV cache that the answers in flight may come to."""
+        self.stats = StepStats()
+        """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
         self._decode = decode
-        self._records = Records(max_rows, decode)
+        self._slots = Slots(max_rows, decode)
         self._bands: list[Band] = []
         self._view: _View | None = None
 
     @property
     def live(self) -> int:
-        """Answers under way."""
-        return self.max_rows - self._records.free
+        """Answers in flight."""
+        return self.max_rows - self._slots.free
 
     @torch.inference_mode()
     def advance(self, due: tuple[int, int]) -> None:
@@ -127,7 +131,7 @@ class Batch:
         if self.newcomers:
             self._join()
         free, taken = due
-        while self.live and not self.interrupted and not (self._records.free >= free and self.tokens <= taken):
+        while self.live and not self.interrupted and not (self._slots.free >= free and self.tokens <= taken):
             self._step()
             passed = time.perf_counter() - start
             if passed > _LONGEST or (self.finished and passed > _QUIET):
@@ -137,35 +141,35 @@ class Batch:
             self._forget()
 
     def drop(self) -> None:
-        """Forget the answers of those who have left."""
-        if self.left:
-            left = {self.left.popleft() for _ in range(len(self.left))}
-            self._remove({ticket for ticket in self.tickets() if ticket.owner in left}, None)
+        """Forget the answers that nobody wants any more."""
+        if self.unwanted:
+            self._remove({self.unwanted.popleft() for _ in range(len(self.unwanted))}, None)
 
     def abort(self, ids: Collection[int] | None) -> None:
         """End these requests (None: all) where they stand; they count as finished."""
-        self._remove({ticket for ticket in self.tickets() if ids is None or ticket.request.id in ids}, "abort")
+        self._remove({request for request in self.requests() if ids is None or request.id in ids}, "abort")
 
-    def take_out(self, ids: Collection[int]) -> list[tuple[Ticket, Request]]:
-        """Forget these requests; each comes with what there is of its answer, for another engine to go on with."""
-        taken = [(ticket, ticket.request) for ticket in self.newcomers if ticket.request.id in ids]
-        taken += [
-            (ticket, replace(ticket.request, begun=self._records.begun(slot)))
-            for slot, ticket in self._records.tickets.items()
-            if ticket.request.id in ids
-        ]
-        self._remove({ticket for ticket, _ in taken}, None)
-        return taken
+    def partial(self, ids: Collection[int]) -> list[Request]:
+        """These requests, those of them that are here, each with its tokens so far."""
+        joined = [self._slots.partial(slot) for slot, request in self._slots.requests.items() if request.id in ids]
+        return [*(request for request in self.newcomers if request.id in ids), *joined]
 
-    def _remove(self, tickets: set[Ticket], finish: Finish | None) -> None:
+    def take_out(self, ids: Collection[int]) -> tuple[list[Request], list[Request]]:
+        """Forget these requests; returns them as they came, and with their tokens so far."""
+        partial = self.partial(ids)
+        taken = {request for request in self.requests() if request.id in ids}
+        self._remove(taken, None)
+        return list(taken), partial
+
+    def _remove(self, requests: set[Request], finish: Finish | None) -> None:
         """End these answers; with a reason they count as finished, without they are forgotten."""
         for _ in range(len(self.newcomers)):
-            ticket = self.newcomers.popleft()
-            if ticket not in tickets:
-                self.newcomers.append(ticket)
+            request = self.newcomers.popleft()
+            if request not in requests:
+                self.newcomers.append(request)
             elif finish is not None:
-                self.finished.append((ticket, ticket.request.ended(finish)))
-        slots = np.array([slot for slot, one in self._records.tickets.items() if one in tickets], dtype=np.int64)
+                self.finished.append((request, request.ended(finish)))
+        slots = np.array([slot for slot, one in self._slots.requests.items() if one in requests], dtype=np.int64)
         self._close(slots, [finish or "abort"] * len(slots), keep=finish is not None)
         self._view = None
         for band in self._bands:
@@ -173,16 +177,16 @@ class Batch:
         if not self.live:  # nobody may advance for a while, and the memory is free for others
             self._forget()
 
-    def tickets(self) -> list[Ticket]:
-        """Of all answers under way, newcomers included."""
-        return [*self._records.tickets.values(), *self.newcomers]
+    def requests(self) -> list[Request]:
+        """All in flight, newcomers included."""
+        return [*self._slots.requests.values(), *self.newcomers]
 
-    def clear(self) -> list[Ticket]:
-        """Forget everything, after an error; returns whose answers are lost."""
-        lost = self.tickets()
+    def clear(self) -> list[Request]:
+        """Forget everything, after an error; returns the requests whose answers are lost."""
+        lost = self.requests()
         self.newcomers.clear()
         self._forget()
-        self._records = Records(self.max_rows, self._decode)
+        self._slots = Slots(self.max_rows, self._decode)
         self.tokens = 0
         return lost
 
@@ -193,23 +197,23 @@ class Batch:
         self.forward.park()
 
     def unpark(self) -> None:
-        """Undo `park`: move the weights back, and read all answers under way again."""
+        """Undo `park`: move the weights back, and read all answers in flight again."""
         if self.asleep:
             self.forward.unpark()
             self.asleep = False
             self.reread()
 
     def load(self, weights: Weights, reread: bool) -> None:
-        """Switch to other weights; if told so, read all answers under way again."""
+        """Switch to other weights; if told so, read all answers in flight again."""
         self.forward.load(weights)
         if reread and not self.asleep:
             self.reread()
 
     @torch.inference_mode()
     def reread(self) -> None:
-        """Read all answers under way anew, with the weights as they are now."""
+        """Read all answers in flight anew, with the weights as they are now."""
         self._forget()
-        for _ in self._read(list(self._records.tickets)):
+        for _ in self._read(list(self._slots.requests)):
             pass
 
     def _forget(self) -> None:
@@ -219,14 +223,14 @@ class Batch:
         """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
         self._tidy()
         self._view = None
-        tickets = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
-        slots = self._records.open(tickets).tolist()
-        self.tokens += sum(ticket.need for ticket in tickets)
+        requests = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
+        slots = self._slots.open(requests).tolist()
+        self.tokens += sum(request.cache_tokens for request in requests)
         for some, logits in self._read(slots):
-            if len(new := np.flatnonzero(self._records.lengths[some] == 0)):
+            if len(new := np.flatnonzero(self._slots.lengths[some] == 0)):
                 if len(new) < len(some):
                     some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
-                rules = Rules.of(self._records.draws[some], self.forward.device)
+                rules = Rules.of(self._slots.draws[some], self.forward.device)
                 drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
                 self._extend(some, *drawn)
         self._merge()
@@ -249,11 +253,11 @@ class Batch:
         if rows:
             view.slots[rows] = -1
             view.positions[rows] = 0  # ballast must not walk off the end of a table of positions
-        self.pace.stepped(len(view.slots), time.perf_counter() - start)
+        self.stats = self.stats.stepped(len(view.slots), time.perf_counter() - start)
 
     def _extend(self, slots: np.ndarray, tokens: Tensor, logprobs: Tensor) -> list[int]:
         """Add a token to each answer; those that end leave. Returns their rows."""
-        ended = self._records.add(slots, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.forward.version)
+        ended = self._slots.add(slots, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.forward.version)
         rows = [row for row, _ in ended]
         if rows:
             gone = slots[rows]
@@ -264,13 +268,13 @@ class Batch:
         return rows
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
-        closed = self._records.close(slots, finishes)
-        self.tokens -= sum(ticket.need for ticket, _ in closed)
+        closed = self._slots.close(slots, finishes)
+        self.tokens -= sum(request.cache_tokens for request, _ in closed)
         if keep:
             self.finished += closed
 
     def _look(self) -> _View:
-        records, device = self._records, self.forward.device
+        records, device = self._slots, self.forward.device
         slots = np.concatenate([band.slots for band in self._bands])
         answered = records.lengths[slots]
         positions = np.maximum(records.prompts[slots] + answered - 1, 0)
@@ -294,28 +298,30 @@ class Batch:
             self._view = None
 
     def _read(self, slots: Sequence[int]) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Read what is known of these answers into the bands, equal texts once.
+        """Read what is known of these answers into the bands; those of equal prefixes (tokens and images) once.
 
         Yields:
             Slots, int64 [some], and the logits after the text of each, [some, vocabulary].
         """
-        readers: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        readers: dict[PrefixKey, tuple[np.ndarray, list[int]]] = {}
         for slot in slots:
-            text = self._records.text_ids(slot)
-            readers.setdefault(text.tobytes(), (text, []))[1].append(slot)
+            text = self._slots.text_ids(slot)
+            readers.setdefault(self._slots.requests[slot].prefix_key(text), (text, []))[1].append(slot)
         for rectangle in rectangles(sorted(readers.values(), key=lambda reader: -len(reader[0]))):
             start = time.perf_counter()
             ids, real = pad_left([text for text, _ in rectangle], self.forward.device)
-            logits, read = self.forward.read(ids, real)
+            images = [self._slots.requests[slots[0]].images for _, slots in rectangle]
+            logits, read = self.forward.read(ids, real, images)
             which = np.array([slot for _, slots in rectangle for slot in slots], dtype=np.int64)
             lengths = np.array([len(text) for text, slots in rectangle for _ in slots], dtype=np.int64)
             source = torch.tensor(
                 [number for number, (_, slots) in enumerate(rectangle) for _ in slots], device=self.forward.device
             )
-            room = self._records.room(which)
+            room = self._slots.room(which)
             self._band_for(ids.shape[1], read, room).place(which, lengths, read, source)
             yield which, logits.index_select(0, source)
-            self.pace.read(ids.numel(), time.perf_counter() - start)  # now that the device has done it: it was asked
+            taken = time.perf_counter() - start  # the device is done: it was asked for the logits
+            self.stats = self.stats.read(ids.numel(), taken)
 
     def _band_for(self, width: int, read: Layers, room: int) -> Band:
         """The band where rows of this width belong."""

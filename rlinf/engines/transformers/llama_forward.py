@@ -1,10 +1,10 @@
-"""The forward pass of Llama-like models with what costs time besides the arithmetic left out.
+"""A faster forward pass for Llama-like models, used once it has been compared with the model's own.
 
 A transformers module spends as long in Python as in matrices while a small batch decodes: here query, key and value are
-one matrix product, as are gate and up; both are rotated together, by angles computed once; and there are no hooks,
-wrappers or mask builders. The joined matrices are the model's own parameters, laid next to one another: its modules go
-on working, weights are loaded as before, and nothing is held twice. Which models are of this kind is decided in
-`llama_forward.py`.
+one matrix product, as are gate and up; queries and keys are rotated together, by angles computed once; and there are no
+hooks, wrappers or mask builders. The joined matrices are the model's own parameters, laid next to one another: its
+modules go on working, weights are loaded as before, and nothing is held twice. `python -m benchmarks.engine` measures
+what it gains.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlinf.data.sample import ImageRef
 from rlinf.engines.transformers.kv_cache import Band, Layers
 from rlinf.engines.transformers.model_forward import ModelForward, causal_bias, positions_of
 
 
 class LeanForward(ModelForward):
-    """The same answers as `ModelForward`, faster, for models that `llama_forward.fits`.
+    """The same answers as `ModelForward`, faster, for models for which `fits` is true.
 
     Args:
         model: in place on its device, in evaluation mode; only `park` may take it from there: moving the module would
@@ -40,7 +41,9 @@ class LeanForward(ModelForward):
         """Tokens the model knows."""
         return len(self._embedding)
 
-    def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]:
+    def read(
+        self, ids: Tensor, real: Tensor | None, images: Sequence[Sequence[ImageRef]] = ()
+    ) -> tuple[Tensor, Layers]:
         hidden = F.embedding(ids, self._embedding)
         bias = None if real is None else causal_bias(real, self.dtype)
         cos, sin = self._angles(positions_of(ids, real), ids.shape[1])

@@ -1,22 +1,34 @@
-"""The model as decoding sees it, by way of its own `forward`; how it takes new weights, and leaves its device."""
+"""The model as decoding sees it: its own `forward`, new weights, leaving its device; and texts laid out for reading.
+
+Flows in: token ids. Flows out: logits, keys and values. Blocking code; nobody waits here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rlinf.data.offload import Parking
+from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.kv_cache import Band, BandCache, Layers
 
+_TOKENS = 8192
+"""Tokens read at once, padding included: bounds the memory it takes."""
+_PADDING = 256
+"""Padded tokens that cost less than reading some texts apart from the others."""
+
+Reader = TypeVar("Reader", bound=tuple[np.ndarray, Any])
+
 
 class ModelForward:
-    """Runs the model's own `forward`.
+    """The model by its own `forward`.
 
     Args:
         model: in place on its device, in evaluation mode.
@@ -25,6 +37,9 @@ class ModelForward:
     Raises:
         ValueError: the model has layers that are not full attention.
     """
+
+    reads_images = False
+    """It takes the images of a prompt; this one reads text alone."""
 
     def __init__(self, model: PreTrainedModel, version: int):
         config = model.config.get_text_config()
@@ -42,12 +57,15 @@ class ModelForward:
         self._parking: Parking | None = None
         self._arrived: Weights | None = None
 
-    def read(self, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Layers]:
+    def read(
+        self, ids: Tensor, real: Tensor | None, images: Sequence[Sequence[ImageRef]] = ()
+    ) -> tuple[Tensor, Layers]:
         """Read texts from their beginnings.
 
         Args:
             ids: int64 [rows, tokens], texts aligned at their ends.
             real: which of them are no padding, bool of that shape; None if all.
+            images: of each row; empty unless `reads_images`.
 
         Returns:
             Logits after the last token, [rows, vocabulary], and keys and values of all.
@@ -156,3 +174,41 @@ def causal_bias(real: Tensor, dtype: torch.dtype) -> Tensor:
     itself = torch.eye(columns, dtype=torch.bool, device=real.device)
     hidden = ~((real[:, None, :] & causal) | itself)
     return torch.zeros(hidden.shape, dtype=dtype, device=real.device).masked_fill_(hidden, -torch.inf)[:, None]
+
+
+def rectangles(texts: Sequence[Reader]) -> Iterator[list[Reader]]:
+    """Cut texts, longest first, into runs to be read together.
+
+    Args:
+        texts: tuples that begin with token ids, int64 [tokens].
+
+    Yields:
+        Runs with at most an eighth of padding, or so little that it does not matter, and at most `_TOKENS` tokens
+        unless a single text has more.
+    """
+    run: list[Reader] = []
+    padding = 0
+    for text in texts:
+        if run:
+            longest, own = len(run[0][0]), len(text[0])
+            area = longest * (len(run) + 1)
+            wasted = padding + longest - own
+            if area > _TOKENS or wasted > max(_PADDING, area // 8):
+                yield run
+                run, padding = [], 0
+            else:
+                padding = wasted
+        run.append(text)
+    if run:
+        yield run
+
+
+def pad_left(texts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Token ids of texts, longest first, int64 [rows, longest], and which of them are real; None if all are."""
+    longest = len(texts[0])
+    ids = np.zeros((len(texts), longest), dtype=np.int64)
+    for row, text in enumerate(texts):
+        ids[row, longest - len(text) :] = text
+    starts = longest - np.array([len(text) for text in texts])
+    real = torch.from_numpy(np.arange(longest) >= starts[:, None]).to(device) if starts.any() else None
+    return torch.from_numpy(ids).to(device), real

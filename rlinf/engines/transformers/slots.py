@@ -1,41 +1,26 @@
-"""What is known on the host about each answer under way: its tokens so far, and when it ends.
+"""The answers in flight on the host: their tokens so far, and when they end.
 
-Consumes tokens, one per row and step, and tells which answers they ended; hands out completions. Arrays by slot, so
-that a step costs a few numpy operations however many rows there are.
+Flows in: requests, then tokens, one per row and step. Flows out: which answers they ended, and completions. Nobody
+waits here. Arrays by slot, so that a step costs a few numpy operations however many rows there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rlinf.engines.base import Begun, Completion, Finish, Request
+from rlinf.engines.base import Completion, Finish, PartialAnswer, Request
 from rlinf.engines.transformers.sampling import DRAWS
 
 Decode = Callable[[list[int]], Any]
 """The text of some tokens."""
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request in the engine."""
-
-    request: Request
-    """What is asked."""
-    owner: Any
-    """Who gets the answer."""
-
-    @property
-    def need(self) -> int:
-        """Tokens of cache that it may come to."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens - 1  # the last one is never read
-
-
-class Records:
-    """Answers under way, each in a slot.
+class Slots:
+    """Answers in flight, each in a slot.
 
     Args:
         slots: how many there may be.
@@ -43,7 +28,7 @@ class Records:
     """
 
     def __init__(self, slots: int, decode: Decode | None):
-        self.tickets: dict[int, Ticket] = {}
+        self.requests: dict[int, Request] = {}
         """By slot, in the order in which they came."""
         self.lengths = np.zeros(slots + 1, dtype=np.int64)
         """Tokens answered, int64 [slots + 1]. The last slot, also known as -1, is of rows that have ended."""
@@ -69,35 +54,35 @@ class Records:
         """Slots without an answer."""
         return len(self._free)
 
-    def open(self, tickets: Sequence[Ticket]) -> np.ndarray:
-        """Begin answers, or go on with those that were begun elsewhere; returns their slots, int64 [tickets]."""
-        samplings = [ticket.request.sampling for ticket in tickets]
+    def open(self, requests: Sequence[Request]) -> np.ndarray:
+        """Begin answers, or continue those that were begun elsewhere; returns their slots, int64 [requests]."""
+        samplings = [request.sampling for request in requests]
         self._widen(max(s.max_new_tokens for s in samplings), max(len(s.stop_ids) for s in samplings))
-        slots = np.array([self._free.pop() for _ in tickets], dtype=np.int64)
-        self.tickets.update(zip(slots.tolist(), tickets, strict=True))
+        slots = np.array([self._free.pop() for _ in requests], dtype=np.int64)
+        self.requests.update(zip(slots.tolist(), requests, strict=True))
         self.lengths[slots] = 0
-        self.prompts[slots] = [len(ticket.request.prompt_ids) for ticket in tickets]
+        self.prompts[slots] = [len(request.prompt_ids) for request in requests]
         self.draws[slots] = [
-            (ticket.request.seed, s.temperature, s.top_k, s.top_p, s.min_p)
-            for ticket, s in zip(tickets, samplings, strict=True)
+            (request.seed, s.temperature, s.top_k, s.top_p, s.min_p)
+            for request, s in zip(requests, samplings, strict=True)
         ]
         self._limits[slots] = [s.max_new_tokens for s in samplings]
         self._least[slots] = [s.min_new_tokens for s in samplings]
         width = self._stops.shape[1]
         self._stops[slots] = [s.stop_ids + (-1,) * (width - len(s.stop_ids)) for s in samplings]
         self._texts.update(slot for slot, s in zip(slots.tolist(), samplings, strict=True) if s.stop_texts)
-        for slot, ticket in zip(slots.tolist(), tickets, strict=True):
-            if (begun := ticket.request.begun) is not None:
-                count = self.lengths[slot] = len(begun.response_ids)
-                self._tokens[slot, :count], self.last[slot] = begun.response_ids, begun.response_ids[-1]
-                self._logprobs[slot, :count], self._versions[slot, :count] = begun.logprobs, begun.versions
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            if (partial := request.partial) is not None:
+                count = self.lengths[slot] = len(partial.response_ids)
+                self._tokens[slot, :count], self.last[slot] = partial.response_ids, partial.response_ids[-1]
+                self._logprobs[slot, :count], self._versions[slot, :count] = partial.logprobs, partial.versions
         return slots
 
-    def begun(self, slot: int) -> Begun | None:
-        """What there is of an answer; None if there is nothing yet."""
+    def partial(self, slot: int) -> Request:
+        """The request with its tokens so far."""
         count = int(self.lengths[slot])
-        arrays = (self._tokens, self._logprobs, self._versions)
-        return Begun(*(array[slot, :count].copy() for array in arrays)) if count else None
+        arrays = (array[slot, :count].copy() for array in (self._tokens, self._logprobs, self._versions))
+        return replace(self.requests[slot], partial=PartialAnswer(*arrays) if count else None)
 
     def add(
         self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
@@ -132,16 +117,16 @@ class Records:
                 found[row] = "stop" if stopped[row] else "length"
         return sorted(found.items())
 
-    def close(self, slots: np.ndarray, finishes: Sequence[Finish]) -> list[tuple[Ticket, Completion]]:
+    def close(self, slots: np.ndarray, finishes: Sequence[Finish]) -> list[tuple[Request, Completion]]:
         """End answers and free their slots, int64 [ended]."""
         lengths = self.lengths[slots].tolist()
         span = slice(0, max(lengths, default=0))
         tokens, logprobs, versions = (array[slots, span] for array in (self._tokens, self._logprobs, self._versions))
         closed = []
         for row, (slot, length, finish) in enumerate(zip(slots.tolist(), lengths, finishes, strict=True)):
-            ticket = self.tickets.pop(slot)
+            request = self.requests.pop(slot)
             answer = tokens[row, :length], logprobs[row, :length], versions[row, :length]
-            closed.append((ticket, Completion(ticket.request.id, *answer, finish)))
+            closed.append((request, Completion(request.id, *answer, finish)))
             self._texts.discard(slot)
             self._free.append(slot)
         return closed
@@ -152,7 +137,7 @@ class Records:
 
     def text_ids(self, slot: int) -> np.ndarray:
         """All that has been read of a text: its prompt and the answer without its newest token, int64 [tokens]."""
-        prompt, answered = self.tickets[slot].request.prompt_ids, int(self.lengths[slot]) - 1
+        prompt, answered = self.requests[slot].prompt_ids, int(self.lengths[slot]) - 1
         return prompt if answered < 1 else np.concatenate([prompt, self._tokens[slot, :answered]])
 
     def _text_ends(self, slot: int) -> bool:
@@ -161,7 +146,7 @@ class Records:
         if slot not in self._texts or length < self._least[slot]:
             return False
         assert self._decode is not None
-        stops = self.tickets[slot].request.sampling.stop_texts
+        stops = self.requests[slot].sampling.stop_texts
         # A text of n characters has at most 4n bytes, and a token that shows has at least one. The rest is for tokens
         # that show nothing and for a character that the cut tears.
         tail = self._tokens[slot, max(0, length - 4 * max(map(len, stops)) - 8) : length].tolist()

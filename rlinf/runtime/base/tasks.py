@@ -141,6 +141,26 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
+class InThreads:
+    """`await InThreads()(fn, *args)` runs blocking work in a thread of the event loop's, one function at a time.
+
+    Cancelled while a function runs, it waits for the thread.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, fn: Callable[..., T], *args: Any) -> T:
+        async with self._turn:
+            work = asyncio.ensure_future(asyncio.to_thread(fn, *args))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await finish(work)
+                raise
+
+
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     """Give a future its outcome, unless it has one; nobody need look at an error."""
     if future.done():

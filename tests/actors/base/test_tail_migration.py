@@ -44,7 +44,7 @@ class Moving(Rollout):
     @endpoint
     async def idle(self):
         engine = self._engine
-        return not (self._answering or self._tables or engine._batch.live or engine._admission.calls)
+        return not (self._in_flight.calls or self._tables or engine._batch.live or engine._admission.calls)
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ async def test_what_was_aborted_on_its_way_ends_where_it_stands(system):
     class Aborted(Moving):
         @endpoint
         async def rescale_take(self, key, groups, version):
-            travelling.extend((group.prompt.id, index) for group in groups for index, _ in group.left)
+            travelling.extend((group.prompt.id, index) for group in groups for index in group.left)
             await self.group.abort()
             return await super().rescale_take(key, groups, version)
 

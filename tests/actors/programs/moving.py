@@ -38,7 +38,7 @@ class Moving(Rollout):
     @endpoint
     async def history(self) -> tuple[int, int, int]:
         """Groups taken; what is still known of calls and of their ranks."""
-        return self.taken, len(self._answering), len(self._tables)
+        return self.taken, len(self._in_flight.calls), len(self._tables)
 
 
 async def main(system: rlinf.ActorSystem) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlinf.engines.base import Sampling
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.engines.transformers import kv_cache as cache
-from rlinf.engines.transformers import padding as rectangles
+from rlinf.engines.transformers import model_forward as rectangles
 from tests.engines.scripted import VOCABULARY, answers, ragged, request, right, scripted
 
 

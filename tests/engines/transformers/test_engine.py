@@ -139,9 +139,9 @@ class Watching(ModelForward):
         super().__init__(model, 0)
         self.reads, self.steps = [], []
 
-    def read(self, ids, real):
+    def read(self, ids, real, images=()):
         self.reads.append(tuple(ids.shape))
-        return super().read(ids, real)
+        return super().read(ids, real, images)
 
     def step(self, ids, positions, bands):
         self.steps.append(len(ids))

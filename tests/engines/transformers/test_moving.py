@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.engines.base import Begun, Request, Sampling
+from rlinf.engines.base import PartialAnswer, Request, Sampling
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.engines.transformers.engine import TransformersEngine
 from tests.engines.scripted import VOCABULARY, Weights, answers, ragged, request, right, scripted, ticks
@@ -62,7 +62,7 @@ async def test_a_moved_answer_draws_what_it_would_have_drawn(stepwise):
     expected = await answers(TransformersEngine(model), requests)
     engine, other = (TransformersEngine(tiny(), max_rows=8, compute=direct) for _ in range(2))
     found, out = await moved(engine, other, requests, range(0, 12, 2), 30)
-    assert any(one.begun is not None for one in out)
+    assert any(one.partial is not None for one in out)
     for number, completion in expected.items():
         assert found[number].response_ids.tolist() == completion.response_ids.tolist()
         np.testing.assert_allclose(found[number].logprobs, completion.logprobs, atol=1e-5)
@@ -77,7 +77,7 @@ async def test_what_was_made_elsewhere_keeps_its_version(stepwise):
     await engine.load(Weights(version=3))
     await other.load(Weights(version=4))
     found, (out,) = await moved(engine, other, [request(0, [3], Sampling(40))], [0], 30)
-    count = len(out.begun.versions)
+    count = len(out.partial.versions)
     assert 0 < count < 40
     assert found[0].versions.tolist() == [3] * count + [4] * (40 - count)
 
@@ -88,7 +88,7 @@ async def test_a_request_that_waits_moves_as_it_came(stepwise):
     call = asyncio.create_task(answers(engine, requests))
     await ticks(10)
     out = await engine.take_out(range(6))
-    assert [one.id for one in out if one.begun is None] == [1, 2, 3, 4, 5]
+    assert [one.id for one in out if one.partial is None] == [1, 2, 3, 4, 5]
     assert await call == {}
     other, _ = scripted(compute=direct)
     right(requests, await answers(other, out))
@@ -101,14 +101,14 @@ async def test_asleep_an_engine_lets_go_of_what_it_has(stepwise):
     await engine.sleep()
     (out,) = await engine.take_out([0, 7])
     assert await call == {}
-    assert 0 < len(out.begun.response_ids) < 40
+    assert 0 < len(out.partial.response_ids) < 40
     other, _ = scripted(compute=direct)
     right([out], await answers(other, [out]))
 
 
 async def test_aborted_before_it_goes_on_an_answer_keeps_what_it_had():
-    begun = Begun(np.array([4, 5]), np.zeros(2, np.float32), np.zeros(2, np.int32))
-    requests = [Request(i, np.array([1]), Sampling(300), begun=begun if i else None) for i in range(3)]
+    begun = PartialAnswer(np.array([4, 5]), np.zeros(2, np.float32), np.zeros(2, np.int32))
+    requests = [Request(i, np.array([1]), Sampling(300), partial=begun if i else None) for i in range(3)]
     engine, _ = scripted(max_rows=1, compute=direct)
     call = asyncio.create_task(answers(engine, requests))
     await ticks(3)
@@ -121,17 +121,17 @@ async def test_aborted_before_it_goes_on_an_answer_keeps_what_it_had():
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (5, 5, 5), (2, 1, 2)])
 async def test_beginnings_that_are_none_are_refused(sizes):
     tokens, logprobs, versions = sizes
-    begun = Begun(np.zeros(tokens, np.int64), np.zeros(logprobs, np.float32), np.zeros(versions, np.int32))
+    begun = PartialAnswer(np.zeros(tokens, np.int64), np.zeros(logprobs, np.float32), np.zeros(versions, np.int32))
     engine, _ = scripted()
     with pytest.raises(ValueError, match=f"request 7 has begun with {tokens} tokens"):
-        await answers(engine, [Request(7, np.array([1]), Sampling(5), begun=begun)])
+        await answers(engine, [Request(7, np.array([1]), Sampling(5), partial=begun)])
 
 
 async def test_the_pace_counts_steps_rows_and_tokens_read():
     engine, forward = scripted(max_rows=8)
     await answers(engine, ragged(8))
-    count, rows, squares, seconds, products, tokens, reading = engine.pace.sums
-    assert count == engine.pace.steps == len(forward.steps)
+    count, rows, squares, seconds, products, tokens, reading = engine.stats
+    assert count == engine.stats.steps == len(forward.steps)
     assert rows == sum(map(len, forward.steps))
     assert squares == sum(len(step) ** 2 for step in forward.steps)
     assert tokens == sum(one * other for one, other in forward.reads)

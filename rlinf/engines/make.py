@@ -1,0 +1,83 @@
+"""Making the engine that a configuration names, `rollout.engine`.
+
+Flows in: a name or dotted path, and what every engine is made from. Flows out: an engine. Nobody waits here but for the
+engine's own start.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.config.importing import resolve
+from rlinf.engines import ENGINES
+from rlinf.engines.base import Engine
+from rlinf.runtime.base.tasks import InThreads
+
+Compute = Callable[..., Awaitable[Any]]
+"""`await compute(fn, *args)` runs blocking work somewhere, one function at a time, and returns its result. Cancelled
+while `fn` runs, it ends when `fn` has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineSetup:
+    """What an engine is made from."""
+
+    name: str
+    """Whose engine it is, for messages and the names of processes, such as `rollout[0]`."""
+    model: str | Mapping[str, Any]
+    """A Hugging Face directory (or hub name), or the configuration of a new model."""
+    build_model: Callable[[], AbstractContextManager[PreTrainedModel]]
+    """Makes that model in this process, on its device, for engines that want it here. Blocking. While its context is
+    open, no other model is made in this process: try the model out inside of it."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """Decodes answers, for stop texts."""
+    seed: int = 0
+    """Of a new model's weights."""
+    dtype: torch.dtype = torch.float32
+    """In which answers are computed; weights of another type are cast."""
+    max_rows: int = 128
+    """Answers decoded together, at least 1."""
+    max_tokens: int | None = None
+    """Tokens of KV cache that answers in flight may come to, together; None for no bound."""
+    compute: Compute = field(default_factory=InThreads)
+    """Runs blocking work; an actor's own `compute` holds its devices meanwhile, and wakes an engine that sleeps."""
+    on_device: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+    """`async with on_device():` holds the actor's devices for work that `compute` does not run, such as a request to a
+    child process."""
+
+
+async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None = None) -> Engine:
+    """Make an engine.
+
+    Args:
+        engine: one of `ENGINES`, or the dotted path of a function `build(setup, **args) -> Engine`, plain or async; a
+            class whose constructor takes these is as good.
+        setup: what every engine is made from.
+        args: further arguments of that function.
+
+    Raises:
+        ValueError: the function does not take `args`.
+        TypeError: what it returns is no `Engine`.
+    """
+    path = ENGINES.get(engine, engine)
+    build = resolve(path)
+    try:
+        inspect.signature(build).bind(setup, **(args or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.engine_args: {path} does not take {dict(args or {})}: {error}; it is called as "
+            f"{path.rpartition('.')[2]}(setup, **rollout.engine_args)"
+        ) from None
+    made = build(setup, **(args or {}))
+    if inspect.isawaitable(made):
+        made = await made
+    if not isinstance(made, Engine):
+        raise TypeError(f"rollout.engine={engine} gave {type(made).__name__}, which is no rlinf.engines.base.Engine")
+    return made

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlinf.cli.validate import load_config
 
+    from .actors.critic import Critic
+    from .actors.judge import Judge
+    from .actors.reference import Reference
+    from .actors.rollout import Rollout
+    from .actors.trainer import Trainer
+    from .data.sample import Group, Prompt, Sample
     from .runtime.actor.actor import Actor, endpoint
     from .runtime.streams.channel import Channel
     from .runtime.streams.stream import Stream
@@ -19,17 +25,28 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Actor": "runtime.actor.actor",
-    "endpoint": "runtime.actor.actor",
-    "ActorSystem": "runtime.system.system",
     "ActorGroup": "runtime.system.handles",
-    "Promise": "runtime.values.promise",
-    "Stream": "runtime.streams.stream",
+    "ActorSystem": "runtime.system.system",
     "Channel": "runtime.streams.channel",
-    "run": "runtime.system.torchrun",
+    "Critic": "actors.critic",
+    "Group": "data.sample",
+    "Judge": "actors.judge",
+    "Promise": "runtime.values.promise",
+    "Prompt": "data.sample",
+    "Reference": "actors.reference",
+    "Rollout": "actors.rollout",
+    "Sample": "data.sample",
+    "Stream": "runtime.streams.stream",
+    "Trainer": "actors.trainer",
+    "endpoint": "runtime.actor.actor",
     "load_config": "cli.validate",
+    "run": "runtime.system.torchrun",
 }
 
-__all__ = ["Actor", "ActorGroup", "ActorSystem", "Channel", "Promise", "Stream", "endpoint", "load_config", "run"]
+__all__ = [
+    "Actor", "ActorGroup", "ActorSystem", "Channel", "Critic", "Group", "Judge", "Promise", "Prompt", "Reference",
+    "Rollout", "Sample", "Stream", "Trainer", "endpoint", "load_config", "run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

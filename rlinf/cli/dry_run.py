@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
-from rlinf.job.embodied_roles import prepared as control_prepared
 from rlinf.job.prepare import prepare
 from rlinf.placement.auto.choose import Chosen
 from rlinf.placement.plan import GB
@@ -24,13 +23,9 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
     Raises:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
-    if isinstance(config, RunConfig):
-        text = prepare(config, hosts)
-        placed, chosen, held = text.placed, text.chosen, text.held
-    else:  # how large the policy is, only the simulator tells
-        control = control_prepared(config, hosts)
-        placed, chosen, held = control.placed, control.chosen, {}
-    lines = [*_roles(config, placed), *_memory(placed, held), *_prediction(chosen, placed)]
+    prepared = prepare(config, hosts)
+    placed = prepared.placed
+    lines = [*_roles(config, placed), *_memory(placed, prepared.held), *_prediction(prepared.chosen, placed)]
     return "\n".join([dump(config), *(f"# {line}" for line in lines)])
 
 

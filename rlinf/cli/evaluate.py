@@ -18,11 +18,9 @@ from rich.table import Table
 from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.sample import Evaluation
-from rlinf.flows.evaluate import evaluate
-from rlinf.job.text_data import answers_of, evaluation_settings, load_problems
-from rlinf.job.text_roles import spawn_roles
+from rlinf.job.roles import spawn_roles
+from rlinf.job.text import answers_of, evaluate_on, load_data_of, roles_of
 from rlinf.placement.seats import TEXT, place
-from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
 
 
@@ -37,17 +35,15 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     Raises:
         InputError: there is no problem to answer.
     """
-    problems = load_problems(config)
-    if not problems.held_out:
+    data = load_data_of(config)
+    if not data.held_out:
         raise InputError("evaluation.data: name problems to evaluate on")
     # a mode or a plan is for training: here nobody else is on a device
     as_written = replace(config.placement, mode=None, plan=None)
     placed = place(as_written, [kind for kind in TEXT if kind.name in ("rollout", "judge")], system.hosts)
-    roles = await spawn_roles(system, config, problems, placed)
+    roles = await spawn_roles(system, placed, roles_of(config, data))
     start = time.perf_counter()
-    outcome = await evaluate(
-        Stream.of(problems.held_out), roles["rollout"], roles["judge"], **evaluation_settings(config)
-    )
+    outcome = await evaluate_on(data, roles, config)
     _print(config, outcome, time.perf_counter() - start)
     if output is not None:
         saved = answers_of(outcome)

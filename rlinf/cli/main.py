@@ -167,17 +167,20 @@ def _main_of(config: RunConfig | EmbodiedConfig, hosts: int) -> tuple[Placed, Ma
     Raises:
         ConfigError: some of it is not there, or does not fit.
     """
+    from rlinf.job.prepare import prepare
+
+    prepared = prepare(config, hosts)
     if isinstance(config, RunConfig):
-        from rlinf.job.prepare import prepare
-        from rlinf.job.text import learn
+        from rlinf.job.text import TextLoop
 
-        prepared = prepare(config, hosts)
-        return prepared.placed, lambda system, directory, begun: learn(system, config, prepared, directory, begun)
-    from rlinf.job.embodied import learn_by_acting
-    from rlinf.job.embodied_roles import prepared as control_prepared
+        return prepared.placed, lambda system, directory, begun: TextLoop(system, config, prepared, directory).run(
+            begun
+        )
+    from rlinf.job.embodied import EmbodiedLoop
 
-    code = control_prepared(config, hosts)
-    return code.placed, lambda system, directory, begun: learn_by_acting(system, config, code, directory, begun)
+    return prepared.placed, lambda system, directory, begun: EmbodiedLoop(system, config, prepared, directory).run(
+        begun
+    )
 
 
 async def _serve_only(system: ActorSystem) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlinf.algos.parts import DynamicSampling
-from rlinf.data.ahead import Ahead
+from rlinf.data.in_flight import InFlight
 from rlinf.data.sample import Prompt
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]
@@ -37,6 +38,11 @@ class Step:
     """Only the critic learns yet."""
     moving_reference: bool = False
     """The reference policy follows the one that learns."""
+    until: int | None = None
+    """Work may begin early for steps before this one; None: for no step. Nothing may be in flight when the model is
+    evaluated or saved."""
+    in_flight: InFlight[Any] = field(default_factory=InFlight)
+    """What was begun early; the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class EmbodiedStep:
     fresh: bool = True
     """New episodes begin with the step; otherwise those that are under way go on."""
     until: int | None = None
-    """Steps before this one may begin to act while earlier ones are learned from; None: no step may. A checkpoint and
-    an evaluation come between two steps with nothing under way."""
-    ahead: Ahead = field(default_factory=Ahead)
-    """What has begun so; the run's."""
+    """Acting may begin early for steps before this one; None: for no step. Nothing may be in flight when the policy is
+    evaluated or saved."""
+    in_flight: InFlight[Any] = field(default_factory=InFlight)
+    """What was begun early; the run's."""

@@ -16,13 +16,13 @@ async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any
     have become.
 
     Args:
-        step: how long, in how many slices; `step.ahead` has what was begun, and the bound.
+        step: how long, in how many slices; `step.in_flight` has what was begun, and the bound.
         env, policy, trainer: the roles.
 
     Returns:
         The trainer's metrics; `staleness/mean` says how many versions old the weights were that acted.
     """
-    trajectories = await step.ahead.trajectories(step, lambda step: act(step, env, policy), policy)
+    trajectories = await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
     metrics: dict[str, float] = await trainer.train(trajectories)
-    await step.ahead.publish(policy, trainer.weights())
+    await step.in_flight.publish(policy, trainer.weights())
     return metrics

@@ -1,238 +1,111 @@
-"""One run of a policy that acts, from a checked configuration to a trained policy: try it, take the flow's steps, try.
+"""Runs of a policy that acts: it is tried in environments, learns from acting in them, and is tried again.
 
-In: an `EmbodiedConfig`, and where to go on from if it was begun before. Out: the run directory and a few printed lines.
+In: an `EmbodiedConfig` and the code that it names. Out: the run, by the training loop; and for whoever only evaluates,
+the episodes of trials.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import re
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlinf.config.embodied import ROLES, EmbodiedConfig
+from rlinf.actors.env import EnvActor
+from rlinf.actors.policy import PolicyActor
+from rlinf.actors.policy_trainer import PolicyTrainer
+from rlinf.actors.sac_trainer import SacTrainer
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
-from rlinf.data.ahead import Ahead
-from rlinf.data.step import EmbodiedStep
+from rlinf.data.step import EmbodiedStep, Step
+from rlinf.envs.base import CannotSimulate
 from rlinf.envs.episodes import Episode, NothingHappened
+from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.imitate import imitate
 from rlinf.flows.policy_evaluation import trials
-from rlinf.job.checkpoints import Checkpoints
-from rlinf.job.embodied_roles import NEW, TRIALS, Prepared, Roles, described, spawn_learners, spawn_roles
-from rlinf.job.placement_manager import Settling
-from rlinf.metrics.console.report import Report, tracking_of
-from rlinf.metrics.html.report import write_report
-from rlinf.metrics.recorder import Recorder
+from rlinf.job.loop import TrainingLoop
+from rlinf.job.memory import control_footprints
+from rlinf.job.prepare import Prepared
+from rlinf.job.roles import Role, Roles, only, spawn_roles
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
-from rlinf.placement.seats import CONTROL, Placed
-from rlinf.runtime.system.handles import ActorGroup
-from rlinf.runtime.system.observer import Watch
+from rlinf.models.policy.build import build_policy_model, fitted
+from rlinf.placement.seats import CONTROL, Placed, place
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectory_batch import summary
 
+TRIALS = "trials"
 VIDEOS, SIMULATORS = "videos", "environments.pt"
+NEW = ".new"
+"""Where videos are written until their trials are over."""
 MOST_SKIPPED = 3
 """Steps in a row that may be skipped because every episode was lost: a worker's crash may cost one, and simulators that
 leave nothing of three steps, each with other starts, need a person."""
+_ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
+"""The last line of a traceback."""
 
 
-async def learn_by_acting(
-    system: ActorSystem,
-    config: EmbodiedConfig,
-    code: Prepared,
-    directory: RunDirectory,
-    begun: Checkpoint | None = None,
-) -> None:
-    """Train as the configuration says, in a running system.
+class EmbodiedLoop(TrainingLoop[dict[str, float]]):
+    """A run of a policy that acts. Arguments are those of `TrainingLoop`."""
 
-    Args:
-        system: where.
-        config: what.
-        code: of `prepared`.
-        directory: of the run.
-        begun: go on from here; None starts anew.
-
-    Raises:
-        InputError: the simulator cannot be made, or does not fit the policy.
-        RunFailure: a checkpoint cannot be written, the loss is no number, or the simulators die again and again.
-        Exception: whatever the flow or a role raised.
-    """
-    watch = await Watch.start(system)
-    report = Report(
-        config.name,
-        directory,
-        system.hosts,
-        steps=config.steps,
-        log_every=config.log_every,
-        live=config.metrics.live,
-        announced=("evaluation/success_once",) if config.trials.every else (),
-        watch=watch,
-    )
-    roles = await spawn_roles(system, config, code, directory.path / VIDEOS)
-    report.begins({role: group.hosts for role, group in roles.items()})
-    tracking = tracking_of(config, directory, begun, report)
-    settling = settling_of(config, code)
-    async with report, Recorder(directory.path, watch, tracking, system.hosts, settling.ledger) as recorder:
-        run = EmbodiedRun(system, config, code, directory, roles, settling, report, recorder)
-        try:
-            await (run.begin() if begun is None else run.go_on(begun))
-            await run.steps()
-        except (FloatingPointError, EnvironmentLost) as error:
-            raise RunFailure(f"step {run.done + 1}: {error}") from error
-        finally:
-            await run.ahead.close()
-            await run.checkpoints.abandon()
-        if config.trace:
-            await system.trace(directory.trace)
-    await asyncio.to_thread(write_report, directory.path)
-    report.ends(_compared(run.before, run.after), await system.device_memory())
-
-
-def settling_of(config: EmbodiedConfig, code: Prepared) -> Settling:
-    """Where roles are, and what a step is to the planner: environments that are acted in."""
-    return Settling(
-        config.placement,
-        code.placed,
-        CONTROL,
-        flow=code.flow,
-        path=code.path,
-        model=described(config),
-        items=config.env.num_envs,
-        held={},
-    )
-
-
-class EmbodiedRun:
-    """A run under way: what its steps share.
-
-    Args:
-        system, config, code, directory: as for `learn_by_acting`.
-        roles: running.
-        settling: where they are.
-        report: told of every event.
-        recorder: writes down every step.
-    """
+    generates = "policy"
+    headline = "evaluation/success_once"
+    failures = (FloatingPointError, EnvironmentLost)
+    config: EmbodiedConfig
 
     def __init__(
-        self,
-        system: ActorSystem,
-        config: EmbodiedConfig,
-        code: Prepared,
-        directory: RunDirectory,
-        roles: Roles,
-        settling: Settling,
-        report: Report,
-        recorder: Recorder,
+        self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
     ) -> None:
-        self.system, self.config, self.code, self.directory, self.roles = system, config, code, directory, roles
-        self.settling, self.report, self.recorder = settling, report, recorder
-        self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
-        self.ahead = Ahead(config.algorithm.staleness)
-        """What a flow has begun for steps to come."""
-        self.done = 0
-        """Steps taken."""
+        super().__init__(system, config, prepared, directory)
         self.skipped = 0
-        """Of those, how many in a row there was nothing to learn from, up to now."""
-        self.before: dict[str, float] = {}
-        """How trials went before the first step; empty where there are none."""
-        self.after: dict[str, float] = {}
-        """How the newest ones went."""
+        """Steps in a row, up to now, that left nothing to learn from."""
 
-    async def begin(self) -> None:
-        """What comes before the first step of a new run."""
-        warm_up = self.config.imitation
-        if warm_up.path is not None:
-            roles = (self.roles["policy"], self.roles["trainer"])
-            try:
-                found = await imitate(*roles, warm_up.path, steps=warm_up.steps, batch=warm_up.batch, lr=warm_up.lr)
-            except (ValueError, FileNotFoundError) as error:
-                raise InputError(f"imitation.path: {error}") from error
-            self.report.line(
-                f"imitated {found['imitation/decisions']:.0f} decisions: {warm_up.steps} steps, loss "
-                f"{found['imitation/last']:.2f} nats per number"
-            )
-        self.before = self.after = await self._try()
-        if self.before:
-            self.report.evaluated(in_words(self.before))
-            self.recorder.write(0, _named(self.before))
+    @property
+    def staleness(self) -> int:
+        return self.config.algorithm.staleness
 
-    async def go_on(self, begun: Checkpoint) -> None:
-        """Be where a checkpoint was written."""
+    @property
+    def evaluates_every(self) -> int:
+        return self.config.trials.every if self.config.trials.episodes else 0
+
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        if names is None:
+            return await start_roles(self.system, self.config, self.prepared, placed, self.directory.path / VIDEOS)
+        learners = await learners_of(self.config, self.prepared, self.roles)
+        return await spawn_roles(self.system, placed, only(learners, names))  # simulators stay where they are
+
+    async def warm_up(self) -> None:
+        settings = self.config.imitation
+        if settings.path is None:
+            return
+        roles = (self.roles["policy"], self.roles["trainer"])
         try:
-            await self.roles["trainer"].restore(str(begun.path / "state"))
-            await self._restore_environments(begun.path / SIMULATORS)
+            found = await imitate(*roles, settings.path, steps=settings.steps, batch=settings.batch, lr=settings.lr)
         except (ValueError, FileNotFoundError) as error:
-            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
-        await self.roles["policy"].load(self.roles["trainer"].weights())
-        queue: Any = begun.queue
-        self.done, self.before, self.after = begun.step, queue["before"], queue["after"]
-        self.report.resumed(self.done, begun.path)
-        for change in self.directory.changed:
-            self.report.line(f"changed since then: {change}")
+            raise InputError(f"imitation.path: {error}") from error
+        self.report.line(
+            f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
+            f"{found['imitation/last']:.2f} nats per number"
+        )
 
-    async def steps(self) -> None:
-        """The steps that are left."""
+    async def draw(self, index: int) -> EmbodiedStep:
         config = self.config
-        while self.done < config.steps:
-            self.recorder.step_begins()
-            try:
-                returned = await self._step()
-                self.skipped = 0
-            except NothingHappened as error:
-                returned = await self._skip(error)
-            self.done += 1
-            metrics = await self.recorder.step_ends(self.done, returned)
-            last = self.done == config.steps
-            if last or self._tries(self.done):
-                self.after = await self._try()
-                metrics |= _named(self.after)
-            self.recorder.write(self.done, metrics)
-            self.report.stepped(self.done, metrics)
-            self.checkpoints.check()
-            if last or _due(self.done, config.checkpoint.every):
-                told = {"before": self.before, "after": self.after}
-                await self.checkpoints.begin(self.done, await self._filling(), told)
-            if not last:
-                await self._settle(metrics["timing/step"])
-        await self.checkpoints.finish()
+        until = self.quiet_after(index)
+        return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
-    async def _settle(self, seconds: float) -> None:
-        """Move roles if it is time to."""
-
-        async def save(roles: Mapping[str, ActorGroup], aside: Path) -> None:
-            if "trainer" in roles:
-                await roles["trainer"].save(str(aside))
-
-        async def spawn(placed: Placed, moving: Collection[str]) -> Roles:
-            simulators = {"env": self.roles["env"]}
-            return await spawn_learners(self.system, self.config, self.code, placed, simulators, moving)
-
-        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
-            if "trainer" in moving:
-                await roles["trainer"].restore(str(aside / "state"))
-            await roles["policy"].load(roles["trainer"].weights())
-
-        self.roles = await self.settling.after(
-            seconds, self.system, self.roles, self.directory.path,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=spawn, restore=restore,
-        )  # fmt: skip
-
-    async def _step(self) -> Mapping[str, float]:
-        """Call the flow for the next step."""
-        config = self.config
-        following = range(self.done + 1, config.steps)
-        until = next((done for done in following if self._looked_at(done)), config.steps)
-        step = EmbodiedStep(self.done, config.policy.horizon, config.env.slices, config.env.fresh, until, self.ahead)
-        offered = {"step": step, **{role: self.roles[role] for role in ROLES}}
-        flow = self.code.flow
-        parameters = inspect.signature(flow).parameters
-        returned = await flow(**{name: offered[name] for name in parameters if name in offered})
-        if not isinstance(returned, Mapping):
-            raise InputError(f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics")
+    async def call_flow(self, step: Step | EmbodiedStep) -> Mapping[str, float]:
+        try:
+            returned = await super().call_flow(step)
+        except NothingHappened as error:
+            return await self._skip(error)
+        self.skipped = 0
         return returned
 
     async def _skip(self, error: NothingHappened) -> dict[str, float]:
@@ -245,24 +118,38 @@ class EmbodiedRun:
                 f"env.step_timeout={self.config.env.step_timeout:g} s"
             ) from error
         self.report.line(f"step {self.done + 1} is skipped: {error}")
-        await self.ahead.publish(self.roles["policy"])
+        await self.in_flight.publish(self.roles["policy"])
         return {"skipped": 1.0}
 
-    def _looked_at(self, done: int) -> bool:
-        """Whether somebody looks at the policy after so many steps, so that nothing may be under way then."""
-        return self._tries(done) or _due(done, self.config.checkpoint.every)
+    async def evaluate(self) -> dict[str, float] | None:
+        if TRIALS not in self.roles:
+            return None
+        found = await trials(self.roles[TRIALS], self.roles["policy"], self.config.trials.episodes)
+        if self.config.trials.videos:
+            await asyncio.to_thread(_keep_videos, self.directory.path / VIDEOS, self.done)
+        return summary(found)
 
-    def _tries(self, done: int) -> bool:
-        return TRIALS in self.roles and _due(done, self.config.trials.every)
+    def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
+        return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
 
-    async def _filling(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
-        """What writes a checkpoint of this moment into a directory."""
+    def in_words(self, evaluation: dict[str, float]) -> str:
+        return in_words(evaluation)
+
+    def compared(self, before: dict[str, float], after: dict[str, float]) -> Iterator[str]:
+        yield f"{after['episodes']:.0f} trials by the likeliest actions, before and after:"
+        for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
+            if name in before and name in after:
+                style = ".1%" if name.startswith("success") else ".2f"
+                yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
+
+    async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         environments: list[Any] = []
         if not self.config.env.fresh:
             environments = await asyncio.gather(*(env.state() for env in self.roles["env"]))
+        save = await super().saving()
 
         def fill(directory: Path) -> Coroutine[Any, Any, None]:
-            saved = self.roles["trainer"].save(str(directory))  # called at once: of this moment, whatever comes next
+            saved = save(directory)  # called at once: of this moment, whatever comes next
 
             async def written() -> None:
                 await saved
@@ -273,24 +160,18 @@ class EmbodiedRun:
 
         return fill
 
-    async def _restore_environments(self, path: Path) -> None:
-        """Where episodes go on over steps, they go on over a restart too."""
+    async def restore(self, begun: Checkpoint) -> None:
+        await super().restore(begun)
         if self.config.env.fresh:
             return
-        # tensors and plain values only: a checkpoint is a thing that people download
-        saved = await asyncio.to_thread(torch.load, path, weights_only=True)
+        # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download
+        saved = await asyncio.to_thread(torch.load, begun.path / SIMULATORS, weights_only=True)
         if len(saved) != len(self.roles["env"]):
             raise ValueError(f"{len(saved)} hosts simulated, and now {len(self.roles['env'])} do: resume with as many")
         await asyncio.gather(*(env.restore(state) for env, state in zip(self.roles["env"], saved, strict=True)))
 
-    async def _try(self) -> dict[str, float]:
-        """How trials go; their videos are kept under the number of the step."""
-        if TRIALS not in self.roles:
-            return {}
-        found = await trials(self.roles[TRIALS], self.roles["policy"], self.config.trials.episodes)
-        if self.config.trials.videos:
-            await asyncio.to_thread(_keep_videos, self.directory.path / VIDEOS, self.done)
-        return summary(found)
+
+# Trials without training ---------------------------------------------------------------------------------------------
 
 
 async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path | None = None) -> tuple[Episode, ...]:
@@ -304,7 +185,9 @@ async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path |
     Raises:
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
-    roles = await spawn_roles(system, config, None, videos)
+    # a mode or a plan is for training: in trials nobody else is on a device
+    placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
+    roles = await start_roles(system, config, None, placed, videos)
     found = await trials(roles[TRIALS], roles["policy"], config.trials.episodes)
     if videos is not None and config.trials.videos:
         await asyncio.to_thread(_keep_videos, videos, 0)
@@ -321,26 +204,126 @@ def _keep_videos(directory: Path, step: int) -> None:
 
 
 def in_words(found: Mapping[str, float]) -> str:
+    """How trials went, as half a sentence."""
     count = f"{found['episodes']:.0f} episodes"
     if "success_once" in found:
         return f"{found['success_once']:.1%} of {count} solved, mean return {found['reward/mean']:.2f}"
     return f"mean return {found['reward/mean']:.2f} over {count}"
 
 
-def _compared(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
-    """What came of a run, in a table of two columns."""
-    if not before or not after:
-        return
-    yield f"{after['episodes']:.0f} trials by the likeliest actions, before and after:"
-    for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
-        if name in before and name in after:
-            style = ".1%" if name.startswith("success") else ".2f"
-            yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
+# Roles ---------------------------------------------------------------------------------------------------------------
 
 
-def _named(found: Mapping[str, float]) -> dict[str, float]:
-    return {f"evaluation/{name.removeprefix('episodes/')}": value for name, value in found.items()}
+async def start_roles(
+    system: ActorSystem, config: EmbodiedConfig, prepared: Prepared | None, placed: Placed, videos: Path | None
+) -> Roles:
+    """Start the simulators, then the policy that fits them.
+
+    Args:
+        system: where.
+        config: what.
+        prepared: the code that the configuration names; None starts only what trials need.
+        placed: on which hosts and devices.
+        videos: directory in which those of trials are kept; None for none.
+
+    Raises:
+        InputError: the simulator or the policy cannot be made, or they do not fit.
+    """
+    simulators = {}
+    if prepared is not None:
+        simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
+    if config.trials.episodes:
+        hosts = placed.seats["env"].hosts[:1]
+        simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
+    try:
+        roles = await spawn_roles(system, placed, simulators)
+        roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
+        # one decision: a policy that looks at what there is not says so here
+        await roles["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
+        return roles
+    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
+        raise InputError(f"env, policy: {_cause(error)}") from error
 
 
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
+async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
+    """The roles that have a policy, ready to be started: who acts, and who trains.
+
+    Args:
+        config, prepared: as for `start_roles`.
+        simulators: running; the policy is fitted to what they show.
+    """
+    shapes = await next(iter(simulators.values()))[0].shapes()
+    off_policy = config.algorithm.name == SAC
+    kind = config.policy.type or ("soft" if off_policy else "mlp")
+    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    with torch.device("meta"):
+        footprints = control_footprints(build_policy_model(made["policy"]), targets=off_policy)
+    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+    if prepared is None:
+        return {"policy": Role(PolicyActor, made, held["policy"])}
+    settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
+    trainer = SacTrainer if off_policy else PolicyTrainer
+    return {
+        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
+        "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+    }
+
+
+def _cause(error: Exception) -> str:
+    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    words = error.output if isinstance(error, ChildDied) else ()
+    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
+    return told[-1] if told else str(error)
+
+
+def _simulation(config: EmbodiedConfig) -> dict[str, Any]:
+    """What simulators for training and for trials have in common."""
+    names = ("simulator", "options", "max_steps", "ignore_terminations", "step_timeout", "start_timeout")
+    return {name: getattr(config.env, name) for name in names}
+
+
+def _env(config: EmbodiedConfig) -> dict[str, Any]:
+    env = config.env
+    own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+    return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
+
+
+def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, config.trials.episodes))
+    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
+    videos = tuple(range(min(config.trials.videos, count)))
+    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
+    seed = config.seed + (1 << 32)  # other starts than in training
+    return {
+        "options": {**config.env.options, **config.trials.options},
+        "num_envs": count,
+        "workers": workers if config.env.workers else 0,
+        "auto_reset": False,
+        "seed": seed,
+        "recording": kept,
+    }
+
+
+def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    chosen_of_it = config.algorithm
+    return {
+        **_optimizer(config),
+        "algorithm": algorithm,
+        "epochs": chosen_of_it.epochs,
+        "minibatch": chosen_of_it.minibatch,
+        "kl_stop": chosen_of_it.kl_stop,
+        "value_coef": chosen_of_it.value_coef,
+        "group_size": config.env.group_size,
+    }
+
+
+def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
+    settings = _optimizer(config)
+    settings.pop("weight_decay")  # it has none
+    return {**settings, **asdict(config.off_policy)}
+
+
+def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+    """Settings of the optimizer; those that are not set are the trainer's own."""
+    return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

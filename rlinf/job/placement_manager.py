@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.placement import Placing
+from rlinf.job.prepare import Prepared
 from rlinf.metrics.machine import machine
 from rlinf.placement.auto.auto import AutoPlacement
 from rlinf.placement.grammar import PlacementError
@@ -21,7 +22,6 @@ from rlinf.placement.plan import Mode, Plan, RolePlan
 from rlinf.placement.plan_file import save as save_plan
 from rlinf.placement.profiling.ledger import Ledger
 from rlinf.placement.seats import Placed, RoleKind, placed_by
-from rlinf.placement.simulator.simulate import Flow
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 
@@ -30,39 +30,30 @@ PLAN = "plan.yaml"
 Roles = Mapping[str, ActorGroup]
 
 
-class Settling:
+class PlacementManager:
     """The placement of one run.
 
     Args:
         wanted: the section `placement`.
-        placed: where roles are at first.
-        kinds: the roles that there are.
-        flow: one step.
-        path: its dotted path.
-        model: what is trained, and what changes its speed.
-        items: of a step.
-        held: by role, bytes on each of its devices while it is loaded, and while it is parked.
+        prepared: the roles, where they are at first, and the flow.
     """
 
-    def __init__(
-        self,
-        wanted: Placing,
-        placed: Placed,
-        kinds: Sequence[RoleKind],
-        *,
-        flow: Flow,
-        path: str,
-        model: str,
-        items: int,
-        held: Mapping[str, tuple[int, int]],
-    ) -> None:
+    def __init__(self, wanted: Placing, prepared: Prepared) -> None:
+        placed, kinds = prepared.placed, prepared.kinds
         self.placed, self._kinds = placed, kinds
-        about: dict[str, Any] = {"model": model, "machine": machine(), "flow": path, "held": held}
-        self.ledger = Ledger(placed.of_actors, items, count=placed.devices, **about)
+        self.ledger = Ledger(
+            placed.of_actors,
+            prepared.items,
+            count=placed.devices,
+            model=prepared.model,
+            machine=machine(),
+            flow=prepared.path,
+            held=prepared.held,
+        )
         self._auto: AutoPlacement | None = None
         if wanted.mode == "auto" and placed.devices > 1:
             self._auto = AutoPlacement(
-                flow,
+                prepared.flow,
                 placed.devices,
                 placed.memory,
                 explored=_explored(kinds, placed.devices),

@@ -1,294 +1,328 @@
-"""One run, from a checked configuration to a trained model: warm up, evaluate, take the flow's steps, evaluate, save.
+"""Runs on text: a language model answers prompts, and learns from how its answers are judged.
 
-In: a `RunConfig`, and where to go on from if it was begun before. Out: the run directory and a few printed lines. What
-a step does is the flow's business; what surrounds the steps (which prompts, how long they took, when to evaluate and
-to save) is here.
+In: a `RunConfig` and the code that it names. Out: the run, by the training loop; and for whoever only evaluates, the
+problems, the roles and the answers.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
-from rlinf.actors.judge import RewardError
-from rlinf.config.loading import InputError, RunFailure
+import numpy as np
+
+from rlinf.actors.critic import Critic
+from rlinf.actors.judge import Judge, RewardError
+from rlinf.actors.reference import Reference
+from rlinf.actors.rollout import Rollout
+from rlinf.actors.trainer import Trainer
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
-from rlinf.data.datasets.load import Data
+from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
-from rlinf.data.sample import Evaluation
+from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.data.step import Step
 from rlinf.flows.evaluate import evaluate
 from rlinf.flows.sft import sft
-from rlinf.job.algorithm import flow_of
-from rlinf.job.checkpoints import Checkpoints
+from rlinf.job.loop import TrainingLoop
 from rlinf.job.memory import spread_of
-from rlinf.job.placement_manager import Settling
-from rlinf.job.prepare import Prepared, kinds_of
-from rlinf.job.text_data import answers_of, evaluation_of, evaluation_settings, load_problems
-from rlinf.job.text_roles import Roles, follow_warm_up, restore_roles, save_roles, spawn_roles
+from rlinf.job.prepare import Prepared
+from rlinf.job.roles import CRITIC, REFERENCE, Role, Roles, only, spawn_roles
 from rlinf.metrics.alarm import MismatchAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
-from rlinf.metrics.console.report import Report, tracking_of
-from rlinf.metrics.html.report import write_report
-from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.models.language.fsdp import Sharding
 from rlinf.placement.seats import Placed
+from rlinf.rewards.base import OFFERED, Reward
 from rlinf.runtime.streams.stream import Stream
-from rlinf.runtime.system.handles import ActorGroup
-from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
 
 
-async def learn(
-    system: ActorSystem,
-    config: RunConfig,
-    prepared: Prepared,
-    directory: RunDirectory,
-    begun: Checkpoint | None = None,
-) -> None:
-    """Train as the configuration says, in a running system.
+class TextLoop(TrainingLoop[Evaluation]):
+    """A run on text. Arguments are those of `TrainingLoop`."""
 
-    Args:
-        system: where.
-        config: what.
-        prepared: the code that the configuration names.
-        directory: of the run.
-        begun: go on from here; None starts anew.
+    generates = "rollout"
+    headline = "evaluation/accuracy"
+    failures = (FloatingPointError, RewardError)
+    config: RunConfig
 
-    Raises:
-        InputError: the flow returned no metrics.
-        RunFailure: a checkpoint cannot be written, or the loss is no number.
-        Exception: whatever the flow or a role raised.
-    """
-    watch = await Watch.start(system)
-    report = Report(
-        config.name,
-        directory,
-        system.hosts,
-        steps=config.steps,
-        log_every=config.log_every,
-        live=config.metrics.live,
-        announced=("evaluation/accuracy",) if config.evaluation.every else (),
-        watch=watch,
-    )
-    problems = load_problems(config)
-    spread = spread_of(config, prepared.model_config, prepared.placed, prepared.roles)
-    roles = await spawn_roles(
-        system,
-        config,
-        problems,
-        prepared.placed,
-        algorithm=prepared.algorithm,
-        beside=prepared.roles,
-        rescue=str(directory.path),
-        held=prepared.held,
-        sharding=spread.sharding,
-    )
-    report.begins({role: group.hosts for role, group in roles.items()})
-    if spread.words is not None:
-        report.line(f"{config.name}: {spread.words}")
-    tracking = tracking_of(config, directory, begun, report)
-    settling = settling_of(config, prepared)
-    async with report, Recorder(directory.path, watch, tracking, system.hosts, settling.ledger) as recorder:
-        run = Run(system, config, prepared, directory, problems, roles, settling, report, recorder)
-        try:
-            await (run.begin() if begun is None else run.go_on(begun))
-            await run.steps()
-        except (FloatingPointError, RewardError) as error:
-            raise RunFailure(f"step {run.done + 1}: {error}") from error
-        except DataError as error:
-            raise InputError(str(error)) from error
-        finally:
-            await run.checkpoints.abandon()
-        if config.trace:
-            await system.trace(directory.trace)
-    await asyncio.to_thread(write_report, directory.path)
-    before, after = run.before, run.after
-    change = compared(before, after, config.evaluation.temperature) if before and after else ()
-    report.ends(change, await system.device_memory())
+    def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
+        super().__init__(system, config, prepared, directory)
+        self.moving_reference = config.reference.kind == "ema"
+        self.data = load_data_of(config)
+        self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
 
+    @property
+    def evaluates_every(self) -> int:
+        return self.config.evaluation.every
 
-def settling_of(config: RunConfig, prepared: Prepared) -> Settling:
-    """Where roles are, and what a step is to the planner: a stream of prompts."""
-    return Settling(
-        config.placement,
-        prepared.placed,
-        kinds_of(prepared.roles),
-        flow=prepared.flow,
-        path=config.flow or flow_of(prepared.algorithm),
-        model=prepared.model,
-        items=config.algorithm.prompts_per_step,
-        held=prepared.held,
-    )
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
+        if spread.words is not None:
+            self.report.line(f"{self.config.name}: {spread.words}")
+        directory = str(self.directory.path)
+        roles = roles_of(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
+        return await spawn_roles(self.system, placed, only(roles, names))
 
+    async def warm_up(self) -> None:
+        settings, roles = self.config.sft, self.roles
+        if not settings.steps:
+            return
+        worked = Stream.of(self.data.worked_batches(settings.steps, settings.batch_size))
+        self.report.warmed_up(await sft(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems")
+        # critic and reference start from the policy that came of it, unless they have models of their own
+        if CRITIC in roles and self.config.critic.model is None:
+            await roles[CRITIC].load(roles["trainer"].weights())
+        if REFERENCE in roles and self.config.reference.model is None:
+            await roles[REFERENCE].load(roles["trainer"].weights())
+            await roles[REFERENCE][0].save(str(self.directory.path / REFERENCE))
 
-class Run:
-    """A run under way: what its steps share.
-
-    Args:
-        system, config, prepared, directory: as for `learn`.
-        problems: what is learned from.
-        roles: running.
-        settling: where they are.
-        report: told of every event.
-        recorder: writes down every step.
-    """
-
-    def __init__(
-        self,
-        system: ActorSystem,
-        config: RunConfig,
-        prepared: Prepared,
-        directory: RunDirectory,
-        problems: Data,
-        roles: Roles,
-        settling: Settling,
-        report: Report,
-        recorder: Recorder,
-    ) -> None:
-        self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
-        self.problems, self.roles, self.report, self.recorder = problems, roles, report, recorder
-        self.settling = settling
-        self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
-        self.alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
-        self.done = 0
-        """Steps taken."""
-        self.before: Evaluation | None = None
-        """Answers before the first step; None where there is nothing to evaluate on."""
-        self.after: Evaluation | None = None
-        """The newest ones."""
-
-    async def begin(self) -> None:
-        """What comes before the first step of a new run."""
-        config = self.config
-        if config.sft.steps:
-            worked = Stream.of(self.problems.worked_batches(config.sft.steps, config.sft.batch_size))
-            trained = await sft(worked, self.roles["rollout"], self.roles["trainer"], lr=config.sft.lr)
-            self.report.warmed_up(trained, "worked problems")
-            await follow_warm_up(config, self.roles, self.directory.path)
-        self.before = self.after = await self._evaluate()
-        if self.before is not None:
-            self.report.evaluated(in_words(self.before, config.evaluation.temperature))
-            self.recorder.write(0, _named(self.before))
-            self.recorder.samples(0, rows(self.before))
-
-    async def go_on(self, begun: Checkpoint) -> None:
-        """Be where a checkpoint was written."""
-        try:
-            await restore_roles(self.roles, begun.path, begun.run, self.directory.path)
-        except (ValueError, FileNotFoundError) as error:
-            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
-        await self.roles["rollout"].load(self.roles["trainer"].weights())
-        queue: Any = begun.queue
-        self.done = begun.step
-        try:
-            self.problems.load_state_dict(queue["problems"])
-        except DataError as error:
-            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
-        self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
-        self.report.resumed(self.done, begun.path)
-        for change in self.directory.changed:
-            self.report.line(f"changed since then: {change}")
-
-    async def steps(self) -> None:
-        """The steps that are left."""
-        config = self.config
-        while self.done < config.steps:
-            metrics = await self._step()
-            self.done += 1
-            self.recorder.samples(self.done, await self.roles["trainer"].samples(config.metrics.samples))
-            last = self.done == config.steps
-            if last or _due(self.done, config.evaluation.every):
-                self.after = await self._evaluate()
-                if self.after is not None:
-                    metrics |= _named(self.after)
-                    self.recorder.samples(self.done, rows(self.after))
-            self.recorder.write(self.done, metrics)
-            self.report.stepped(self.done, metrics)
-            if (warning := self.alarm.heard(self.done, metrics)) is not None:
-                self.report.line(warning)
-            self.checkpoints.check()
-            if last or _due(self.done, config.checkpoint.every):
-                await self.checkpoints.begin(self.done, self._save, self._queue())
-            if not last:
-                await self._settle(metrics["timing/step"])
-        await self.checkpoints.finish()
-
-    async def _settle(self, seconds: float) -> None:
-        """Move roles if it is time to."""
-        config, run = self.config, self.directory.path
-
-        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
-            return save_roles(roles, aside, config.reference.kind == "ema")
-
-        async def spawn(placed: Placed, moving: Collection[str]) -> Roles:
-            prepared = self.prepared
-            spread = spread_of(config, prepared.model_config, placed, prepared.roles)
-            return await spawn_roles(
-                self.system, config, self.problems, placed,
-                algorithm=prepared.algorithm, beside=prepared.roles, rescue=str(run), held=prepared.held,
-                sharding=spread.sharding, only=moving,
-            )  # fmt: skip
-
-        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
-            await restore_roles({role: roles[role] for role in moving}, aside, run)
-            await roles["rollout"].load(roles["trainer"].weights())
-
-        self.roles = await self.settling.after(
-            seconds, self.system, self.roles, run,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=spawn, restore=restore,
-        )  # fmt: skip
-
-    async def _step(self) -> dict[str, float]:
-        """Metrics of one step of the flow, with how long it took and how fast it was."""
-        config, flow = self.config, self.prepared.flow
-        count = config.algorithm.prompts_per_step
-        step = Step(
-            self.done,
-            Stream.of(await self.problems.train.draw(count)),
+    async def draw(self, index: int) -> Step:
+        config, count = self.config, self.config.algorithm.prompts_per_step
+        assert self.prepared.algorithm is not None  # of every run on text
+        return Step(
+            index,
+            Stream.of(await self.data.train.draw(count)),
             config.algorithm.group_size,
             prompts_per_step=count,
             sampling=self.prepared.algorithm.sampling,
-            draw=self.problems.train.draw,
-            critic_only="critic" in self.roles and self.done < config.critic.head_start,
-            moving_reference="reference" in self.roles and config.reference.kind == "ema",
+            draw=self.data.train.draw,
+            critic_only=CRITIC in self.roles and index < config.critic.head_start,
+            moving_reference=REFERENCE in self.roles and self.moving_reference,
+            until=self.quiet_after(index),
+            in_flight=self.in_flight,
         )
-        self.recorder.step_begins()
-        returned = await flow(**self.prepared.arguments({"step": step, **self.roles}))
-        if not isinstance(returned, Mapping):
-            raise InputError(
-                f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics, a dict of "
-                "numbers by name, such as what trainer.train gives"
-            )
-        return await self.recorder.step_ends(self.done + 1, returned)
 
-    async def _evaluate(self) -> Evaluation | None:
-        if not self.problems.held_out:
+    async def evaluate(self) -> Evaluation | None:
+        if not self.data.held_out:
             return None
-        return await evaluate(
-            Stream.of(self.problems.held_out),
-            self.roles["rollout"],
-            self.roles["judge"],
-            **evaluation_settings(self.config),
+        return await evaluate_on(self.data, self.roles, self.config)
+
+    def numbers(self, evaluation: Evaluation) -> dict[str, float]:
+        return evaluation.metrics
+
+    def in_words(self, evaluation: Evaluation) -> str:
+        return in_words(evaluation, self.config.evaluation.temperature)
+
+    def compared(self, before: Evaluation, after: Evaluation) -> Iterator[str]:
+        return compared(before, after, self.config.evaluation.temperature)
+
+    def answers(self, evaluation: Evaluation) -> list[dict[str, Any]]:
+        return rows(evaluation)
+
+    async def samples(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = await self.roles["trainer"].samples(self.config.metrics.samples)
+        return found
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._alarm.heard(self.done, metrics)) is not None:
+            self.report.line(warning)
+
+    def queue(self) -> dict[str, Any]:
+        before, after = answers_of(self.before), answers_of(self.after)
+        return {"problems": self.data.state_dict(), "before": before, "after": after}
+
+    async def restore(self, begun: Checkpoint) -> None:
+        queue: Any = begun.queue
+        self.data.load_state_dict(queue["problems"])
+        self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
+
+
+# Roles ---------------------------------------------------------------------------------------------------------------
+
+
+def roles_of(
+    config: RunConfig,
+    data: Data,
+    prepared: Prepared | None = None,
+    rescue: str | None = None,
+    sharding: Sharding = "shard",
+) -> dict[str, Role]:
+    """The roles of a run, ready to be started.
+
+    Args:
+        config: what.
+        data: what is answered: its tokenizer, and the columns that a reward may take.
+        prepared: the code that the configuration names; None is for an evaluation, which needs no trainer.
+        rescue: directory for a batch whose loss is no number.
+        sharding: how trainer and critic lie on their processes.
+
+    Raises:
+        InputError: the reward takes a column that there is not.
+    """
+    _check_reward(config, data)
+    shared: dict[str, Any] = {
+        "model": config.model.path or config.model.config,
+        "tokenizer": data.tokenizer_source,
+        "seed": config.seed,
+    }
+    found: dict[str, tuple[type[Any], dict[str, Any]]] = {
+        "rollout": (Rollout, {**shared, **asdict(config.rollout)}),
+        "judge": (Judge, _judge(config, data)),
+    }
+    if prepared is None:
+        return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
+    assert prepared.algorithm is not None  # of every run on text
+    found["trainer"] = (
+        Trainer,
+        {**shared, **_trainer(config, prepared.algorithm), "sharding": sharding, "rescue_dir": rescue},
+    )
+    if CRITIC in prepared.roles:
+        found[CRITIC] = (Critic, {**shared, **_critic(config, prepared.algorithm), "sharding": sharding})
+    for name in (REFERENCE, "teacher"):
+        if name in prepared.roles:
+            found[name] = (Reference, {**shared, **_reference(config, name)})
+    return {name: Role(actor, settings, prepared.held.get(name, (0, 0))) for name, (actor, settings) in found.items()}
+
+
+def _check_reward(config: RunConfig, data: Data) -> None:
+    reward = config.reward
+    if data.columns:  # they are not known yet where rows come one by one
+        try:
+            Reward.of(reward.parts or reward.function, reward.args, make=False).check(
+                {*OFFERED, "messages", *data.columns}
+            )
+        except ValueError as error:
+            raise InputError(f"reward: {error}") from error
+
+
+def _judge(config: RunConfig, data: Data) -> dict[str, Any]:
+    reward = asdict(config.reward)
+    one, parts = reward.pop("function"), reward.pop("parts")
+    return {"reward": parts or one, **reward, "columns": data.columns or None}
+
+
+def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    lora = config.model.lora
+    inside = algorithm.needs_reference and config.reference.kind == "adapters_off"
+    return {
+        **asdict(config.optimizer),
+        **_learning(config, algorithm),
+        "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
+        "lora": asdict(lora) if lora.r else None,
+        "reference": config.reference.kind if inside else None,
+    }
+
+
+def _critic(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    critic = config.critic
+    changed = {} if critic.model is None else {"model": critic.model}
+    common = _learning(config, algorithm)
+    common.pop("logprob_chunk")  # it has no vocabulary
+    return {
+        **common,
+        "betas": config.optimizer.betas,
+        **{name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")},
+        **changed,
+    }
+
+
+def _learning(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    """What trainer and critic have in common: how a batch becomes optimizer steps."""
+    return {
+        **asdict(config.trainer),
+        "algorithm": algorithm,
+        "epochs": config.algorithm.epochs,
+        "minibatches": config.algorithm.minibatches,
+    }
+
+
+def _reference(config: RunConfig, role: str) -> dict[str, Any]:
+    """The reference policy, or the teacher: log-probs by a model that does not learn."""
+    settings = config.reference if role == "reference" else config.teacher
+    moving = role == "reference" and config.reference.kind == "ema"
+    changed = {} if settings.model is None else {"model": settings.model}
+    return {
+        "column": "ref_logprobs" if role == "reference" else "teacher_logprobs",
+        "decay": config.reference.decay if moving else None,
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "logprob_chunk": config.trainer.logprob_chunk,
+        "order": config.trainer.order,
+        "dtype": settings.dtype,
+        **changed,
+    }
+
+
+# Data and evaluations -------------------------------------------------------------------------------------------------
+
+
+def load_data_of(config: RunConfig) -> Data:
+    """What a configuration learns from and is evaluated on, in an order drawn from its seed.
+
+    Raises:
+        InputError: something cannot be read or used.
+    """
+    data, evaluation = config.data, config.evaluation
+    options = {field.name: getattr(data, field.name) for field in fields(PromptOptions)}
+    try:
+        return load_data(
+            config.model.tokenizer or config.model.path,
+            train=data.train,
+            split=data.split,
+            shuffle=data.shuffle,
+            seed=config.seed,
+            task=config.task.name,
+            digits=config.task.digits,
+            evaluation=evaluation.data,
+            evaluation_split=evaluation.split,
+            evaluation_columns=evaluation.columns,
+            problems=evaluation.problems,
+            **options,
         )
+    except DataError as error:
+        raise InputError(str(error)) from error
 
-    def _save(self, directory: Path) -> Any:
-        return save_roles(self.roles, directory, self.config.reference.kind == "ema")
 
-    def _queue(self) -> dict[str, Any]:
-        """What of this run is neither model nor optimizer."""
-        return {
-            "problems": self.problems.state_dict(),
-            "before": answers_of(self.before),
-            "after": answers_of(self.after),
+async def evaluate_on(data: Data, roles: Roles, config: RunConfig) -> Evaluation:
+    """Answer the held-out problems as a configuration says: the same while training and for a saved model."""
+    settings = config.evaluation
+    return await evaluate(
+        Stream.of(data.held_out),
+        roles["rollout"],
+        roles["judge"],
+        n=settings.samples,
+        temperature=settings.temperature,
+        ks=settings.k,
+        top_p=settings.top_p,
+        max_new_tokens=settings.max_new_tokens,
+    )
+
+
+def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    """An evaluation as JSON: its numbers and texts, without token ids."""
+    if evaluation is None:
+        return None
+    answers = [
+        {
+            "id": sample.prompt.id,
+            "prompt": sample.prompt.text,
+            "answer": sample.prompt.answer,
+            "text": sample.text,
+            "reward": sample.reward,
+            "outcome": sample.outcome,
+            "truncated": sample.truncated,
         }
+        for group in evaluation.groups
+        for sample in group.samples
+    ]
+    return {"metrics": evaluation.metrics, "answers": answers}
 
 
-def _named(evaluation: Evaluation) -> dict[str, float]:
-    return {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
-
-
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
+def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
+    """What `answers_of` wrote, with empty token ids."""
+    if saved is None:
+        return None
+    groups: dict[int, list[Sample]] = {}
+    none, nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    for answer in saved["answers"]:
+        prompt = Prompt(answer["id"], none, answer["prompt"], answer["answer"])
+        its_group = groups.setdefault(prompt.id, [])
+        sample = Sample(
+            prompt, len(its_group), none, nothing, none.astype(np.int32), answer["text"], answer["truncated"],
+            reward=answer["reward"], outcome=answer["outcome"],
+        )  # fmt: skip
+        its_group.append(sample)
+    judged = tuple(Group(samples[0].prompt, tuple(samples)) for samples in groups.values())
+    return Evaluation(saved["metrics"]["accuracy"], judged, saved["metrics"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.ahead import Ahead
+from rlinf.data.in_flight import InFlight
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
 from rlinf.flows.embodied_async import embodied_async
@@ -97,13 +97,13 @@ def took(simulating, learning, staleness, until=None):
     async def main():
         async with ActorSystem.local() as system:
             group = await modelled(system, simulating, learning)
-            ahead, count, told = Ahead(staleness), len(simulating), []
+            in_flight, count, told = InFlight(staleness), len(simulating), []
             for index in range(count):
                 end = until(index) if until is not None else count
-                metrics = await embodied_async(EmbodiedStep(index, 1, until=end, ahead=ahead), *group)
+                metrics = await embodied_async(EmbodiedStep(index, 1, until=end, in_flight=in_flight), *group)
                 told.append(metrics["staleness"])
             loaded = await group[1][0].loaded()
-            await ahead.close()
+            await in_flight.close()
             return told, loaded
 
     (told, loaded), seconds = run_virtual(main())
@@ -154,7 +154,7 @@ def test_what_acts_is_never_further_behind_than_allowed_whatever_takes_how_long(
 
 
 def others():
-    return [task for task in asyncio.all_tasks() if task.get_name().startswith("acting for step")]
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("work for step")]
 
 
 @pytest.mark.parametrize("wait", [0.5, 1.5, 2.5])
@@ -162,17 +162,17 @@ def test_a_step_that_is_given_up_leaves_no_acting_behind(wait):
     async def main():
         async with ActorSystem.local() as system:
             group = await modelled(system, [3.0] * 4, [2.0] * 4)
-            ahead = Ahead(1)
-            await embodied_async(EmbodiedStep(0, 1, until=4, ahead=ahead), *group)
-            second = asyncio.create_task(embodied_async(EmbodiedStep(1, 1, until=4, ahead=ahead), *group))
+            in_flight = InFlight(1)
+            await embodied_async(EmbodiedStep(0, 1, until=4, in_flight=in_flight), *group)
+            second = asyncio.create_task(embodied_async(EmbodiedStep(1, 1, until=4, in_flight=in_flight), *group))
             await asyncio.sleep(wait)
             second.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await second
-            await ahead.close()
+            await in_flight.close()
             assert others() == []
             # and the run can go on from there: weights that were published and not loaded yet are loaded now
-            metrics = await embodied_async(EmbodiedStep(1, 1, until=2, ahead=ahead), *group)
+            metrics = await embodied_async(EmbodiedStep(1, 1, until=2, in_flight=in_flight), *group)
             return metrics["staleness"]
 
     assert run_virtual(main())[0] == 0
@@ -182,12 +182,12 @@ def test_when_acting_fails_the_step_that_it_was_for_says_so_and_the_one_before_i
     async def main():
         async with ActorSystem.local() as system:
             group = await modelled(system, [1.0] * 4, [5.0] * 4, env_fails=2)
-            ahead = Ahead(2)
+            in_flight = InFlight(2)
             for index in range(2):
-                await embodied_async(EmbodiedStep(index, 1, until=4, ahead=ahead), *group)
+                await embodied_async(EmbodiedStep(index, 1, until=4, in_flight=in_flight), *group)
             with pytest.raises(RuntimeError, match="no step 2 in this simulator"):
-                await embodied_async(EmbodiedStep(2, 1, until=4, ahead=ahead), *group)
-            await ahead.close()
+                await embodied_async(EmbodiedStep(2, 1, until=4, in_flight=in_flight), *group)
+            await in_flight.close()
             assert others() == []
 
     run_virtual(main())
@@ -197,12 +197,12 @@ def test_when_learning_fails_nothing_goes_on_acting():
     async def main():
         async with ActorSystem.local() as system:
             group = await modelled(system, [9.0] * 4, [1.0] * 4, trainer_fails=1)
-            ahead = Ahead(1)
-            await embodied_async(EmbodiedStep(0, 1, until=4, ahead=ahead), *group)
+            in_flight = InFlight(1)
+            await embodied_async(EmbodiedStep(0, 1, until=4, in_flight=in_flight), *group)
             with pytest.raises(RuntimeError, match="no lesson 1 in this trainer"):
-                await embodied_async(EmbodiedStep(1, 1, until=4, ahead=ahead), *group)
+                await embodied_async(EmbodiedStep(1, 1, until=4, in_flight=in_flight), *group)
             assert len(others()) == 1
-            await ahead.close()
+            await in_flight.close()
             assert others() == []
             return asyncio.get_running_loop().time()
 
@@ -215,12 +215,12 @@ def test_when_learning_fails_nothing_goes_on_acting():
 async def learned(flow, staleness, count=4, until=None, fresh=True):
     async with ActorSystem.local() as system:
         group = await roles(system, env={"slices": 2})
-        ahead = Ahead(staleness)
+        in_flight = InFlight(staleness)
         metrics = [
-            await flow(EmbodiedStep(index, 4, 2, fresh, until=until or count, ahead=ahead), **group)
+            await flow(EmbodiedStep(index, 4, 2, fresh, until=until or count, in_flight=in_flight), **group)
             for index in range(count)
         ]
-        await ahead.close()
+        await in_flight.close()
         acting = await group["policy"][0].version()
         return metrics, await weights_of(group), acting
 

@@ -20,7 +20,7 @@ SMALL = ("log_every=1", "trials.episodes=0", "policy.horizon=5", "env.max_steps=
 async def unlucky(step, env, policy, trainer):
     """Acts ahead, and now and then loses everything."""
     if step.index in LOST:
-        await step.ahead.trajectories(step, lambda step: act(step, env, policy), policy)
+        await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
         raise NothingHappened("all was lost")
     return await embodied_async(step, env, policy, trainer)
 

@@ -1,0 +1,287 @@
+"""The training loop: what surrounds the steps of every run, whether it learns from text or by acting.
+
+In: a checked configuration, the code that it names, and where to go on from if the run was begun before. Out: the run
+directory and a few printed lines. A subclass says what is particular to one kind of run: which roles it starts, what a
+step is given, how the model is evaluated, what a checkpoint keeps besides weights. What a step does is the flow's
+business. Who wakes whom: each step begins when the one before has ended; checkpoints are written meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.text import RunConfig
+from rlinf.data.datasets.rows import DataError
+from rlinf.data.in_flight import InFlight
+from rlinf.data.step import EmbodiedStep, Step
+from rlinf.job.checkpoints import Checkpoints
+from rlinf.job.placement_manager import PlacementManager
+from rlinf.job.prepare import Prepared
+from rlinf.job.roles import Roles, restore_roles, save_roles
+from rlinf.metrics.console.report import Report, tracking_of
+from rlinf.metrics.html.report import write_report
+from rlinf.metrics.recorder import Recorder
+from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.placement.seats import Placed
+from rlinf.runtime.system.handles import ActorGroup
+from rlinf.runtime.system.observer import Watch
+from rlinf.runtime.system.system import ActorSystem
+
+E = TypeVar("E")
+"""The outcome of an evaluation."""
+
+
+class TrainingLoop(Generic[E]):
+    """One run: warm up, evaluate, take the flow's steps, evaluate, save.
+
+    Args:
+        system: where.
+        config: what.
+        prepared: the code that the configuration names.
+        directory: of the run.
+    """
+
+    generates: ClassVar[str]
+    """The role that acts by the weights that the trainer publishes."""
+    headline: ClassVar[str]
+    """The metric of evaluations that has a column in the printed table."""
+    failures: ClassVar[tuple[type[Exception], ...]] = (FloatingPointError,)
+    """Errors that end a run without being a mistake in the code: told with their step, without a traceback."""
+    moving_reference: bool = False
+    """The reference policy changes from step to step, so that checkpoints keep it."""
+
+    def __init__(
+        self, system: ActorSystem, config: RunConfig | EmbodiedConfig, prepared: Prepared, directory: RunDirectory
+    ) -> None:
+        self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
+        self.placement = PlacementManager(config.placement, prepared)
+        self.checkpoints = Checkpoints(directory, config.checkpoint.keep)
+        self.in_flight = InFlight[Any](self.staleness, draw=self.draw)
+        """What flows have begun for steps to come."""
+        self.roles: Roles = {}
+        self.done = 0
+        """Steps taken."""
+        self.before: E | None = None
+        """The evaluation before the first step; None where there is nothing to evaluate on."""
+        self.after: E | None = None
+        """The newest one."""
+
+    # What a kind of run says of itself ---------------------------------------------------------------------------
+
+    @property
+    def staleness(self) -> int:
+        """By how many versions what is learned from may be older than what learns."""
+        return 0
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0 evaluates only before and after."""
+        raise NotImplementedError
+
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        """Start roles.
+
+        Args:
+            placed: where.
+            names: which, of those that can move; None for all.
+        """
+        raise NotImplementedError
+
+    async def warm_up(self) -> None:
+        """Supervised training before the first step."""
+
+    async def draw(self, index: int) -> Step | EmbodiedStep:
+        """What the flow is given for a step; called once for each, in order."""
+        raise NotImplementedError
+
+    async def evaluate(self) -> E | None:
+        """How good the model is now; None where there is nothing to evaluate on."""
+        raise NotImplementedError
+
+    def numbers(self, evaluation: E) -> dict[str, float]:
+        """An evaluation as metrics."""
+        raise NotImplementedError
+
+    def in_words(self, evaluation: E) -> str:
+        """An evaluation as half a sentence."""
+        raise NotImplementedError
+
+    def compared(self, before: E, after: E) -> Iterable[str]:
+        """Lines on what came of the run."""
+        raise NotImplementedError
+
+    def answers(self, evaluation: E) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl that show an evaluation."""
+        return []
+
+    async def samples(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of samples.jsonl that show the step that has just ended."""
+        return []
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """A step is over and told."""
+
+    async def saving(self) -> Callable[[Path], Awaitable[Any]]:
+        """What writes a checkpoint of this moment into a directory: its snapshot is complete once it was called."""
+        return lambda directory: save_roles(self.roles, directory, self.moving_reference)
+
+    def queue(self) -> dict[str, Any]:
+        """What a checkpoint keeps that is neither model nor optimizer, as JSON."""
+        return {"before": self.before, "after": self.after}
+
+    async def restore(self, begun: Checkpoint) -> None:
+        """Take over what a checkpoint has besides the roles' own state: what `saving` and `queue` added.
+
+        Raises:
+            ValueError, FileNotFoundError, DataError: it does not fit.
+        """
+        queue: Any = begun.queue
+        self.before, self.after = queue["before"] or None, queue["after"] or None
+
+    # The run -----------------------------------------------------------------------------------------------------
+
+    async def run(self, begun: Checkpoint | None = None) -> None:
+        """Train from the first step to the last.
+
+        Args:
+            begun: go on from here; None starts anew.
+
+        Raises:
+            InputError: something that the configuration names cannot be used, or the flow returned no metrics.
+            RunFailure: a checkpoint cannot be written, the loss is no number, or one of `failures`.
+            Exception: whatever the flow or a role raised.
+        """
+        config, directory = self.config, self.directory
+        watch = await Watch.start(self.system)
+        self.report = Report(
+            config.name,
+            directory,
+            self.system.hosts,
+            steps=config.steps,
+            log_every=config.log_every,
+            live=config.metrics.live,
+            announced=(self.headline,) if self.evaluates_every else (),
+            watch=watch,
+        )
+        self.roles = await self.spawn(self.prepared.placed)
+        self.report.begins({role: group.hosts for role, group in self.roles.items()})
+        tracking = tracking_of(config, directory, begun, self.report)
+        recorder = Recorder(directory.path, watch, tracking, self.system.hosts, self.placement.ledger)
+        async with self.report, recorder as self.recorder:
+            try:
+                await (self._begin() if begun is None else self._resume(begun))
+                await self._steps()
+            except self.failures as error:
+                raise RunFailure(f"step {self.done + 1}: {error}") from error
+            except DataError as error:
+                raise InputError(str(error)) from error
+            finally:
+                await self.in_flight.close()
+                await self.checkpoints.abandon()
+            if config.trace:
+                await self.system.trace(directory.trace)
+        await asyncio.to_thread(write_report, directory.path)
+        change = self.compared(self.before, self.after) if self.before and self.after else ()
+        self.report.ends(change, await self.system.device_memory())
+
+    async def _begin(self) -> None:
+        """What comes before the first step of a new run."""
+        await self.warm_up()
+        self.before = await self.evaluate()
+        if self.before is not None:
+            self.report.evaluated(self.in_words(self.before))
+            self.recorder.write(0, self._evaluated(self.before))
+
+    async def _resume(self, begun: Checkpoint) -> None:
+        """Go on where a checkpoint was written."""
+        try:
+            await restore_roles(self.roles, begun.path, begun.run, self.directory.path)
+            await self.restore(begun)
+        except (ValueError, FileNotFoundError, DataError) as error:
+            raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
+        await self._publish(self.roles)
+        self.done = begun.step
+        self.report.resumed(self.done, begun.path)
+        for change in self.directory.changed:
+            self.report.line(f"changed since then: {change}")
+
+    async def _steps(self) -> None:
+        """Take the steps that are left."""
+        config = self.config
+        while self.done < config.steps:
+            step = await self.in_flight.step(self.done)
+            self.recorder.step_begins()
+            returned = await self.call_flow(step)
+            self.done += 1
+            metrics = await self.recorder.step_ends(self.done, returned)
+            self.recorder.samples(self.done, await self.samples())
+            last = self.done == config.steps
+            if (last or due(self.done, self.evaluates_every)) and (found := await self.evaluate()) is not None:
+                metrics |= self._evaluated(found)
+            self.recorder.write(self.done, metrics)
+            self.report.stepped(self.done, metrics)
+            self.stepped(metrics)
+            self.checkpoints.check()
+            if last or due(self.done, config.checkpoint.every):
+                await self.checkpoints.begin(self.done, await self.saving(), self.queue())
+            if not last:
+                await self._move(metrics["timing/step"])
+        await self.checkpoints.finish()
+
+    async def call_flow(self, step: Step | EmbodiedStep) -> Mapping[str, float]:
+        """The metrics of one step.
+
+        Raises:
+            InputError: the flow returned none.
+        """
+        flow = self.prepared.flow
+        offered = {"step": step, **{role: self.roles[role] for role in self.prepared.roles}}
+        returned = await flow(**self.prepared.arguments(offered))
+        if not isinstance(returned, Mapping):
+            raise InputError(
+                f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics, a dict of "
+                "numbers by name, such as what trainer.train gives"
+            )
+        return returned
+
+    def quiet_after(self, index: int) -> int:
+        """The first step after this one before which nothing may be in flight: the model is evaluated or saved then, or
+        the run is over."""
+        every = (self.evaluates_every, self.config.checkpoint.every)
+        following = range(index + 1, self.config.steps)
+        return next((done for done in following if any(due(done, each) for each in every)), self.config.steps)
+
+    def _evaluated(self, found: E) -> dict[str, float]:
+        """Take the newest evaluation; its metrics."""
+        self.after = found
+        self.recorder.samples(self.done, self.answers(found))
+        return {f"evaluation/{name}": value for name, value in self.numbers(found).items()}
+
+    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
+        await roles[self.generates].load(roles["trainer"].weights())
+
+    async def _move(self, seconds: float) -> None:
+        """Move roles, if it is time to: they are saved, started elsewhere, and restored."""
+        run = self.directory.path
+
+        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
+            return save_roles(roles, aside, self.moving_reference)
+
+        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
+            await restore_roles({role: roles[role] for role in moving}, aside, run)
+            await self._publish(roles)
+
+        self.roles = await self.placement.after(
+            seconds, self.system, self.roles, run,
+            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=self.spawn, restore=restore,
+        )  # fmt: skip
+
+
+def due(done: int, every: int) -> bool:
+    """Whether something that happens after `every` steps, 0 for never, happens after so many."""
+    return every > 0 and done % every == 0

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlinf.actors.base.base_trainer import at_least_one
 from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.algos.apply import value_loss_of
 from rlinf.data.sample import Group
@@ -89,9 +90,7 @@ class Critic(TextTrainer):
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, an algorithm without a
                 critic, or two ranks on a host.
         """
-        counts = {"epochs": epochs, "minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
-        if wrong := [f"{name}={count}" for name, count in counts.items() if count < 1]:
-            raise ValueError(f"critic: {', '.join(wrong)} must be at least 1")
+        at_least_one("critic", epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens)
         self._spec = algorithm_of(algorithm)
         if self._spec.critic is None:
             raise ValueError(f"critic: algorithm {self._spec.name!r} has none: take 'ppo', or leave the role out")

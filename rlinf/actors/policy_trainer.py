@@ -1,4 +1,4 @@
-"""The trainer of policies that act: turns trajectories into a better policy, on one rank or on many.
+"""The trainer of policies that act: turns trajectories, or demonstrations, into a better policy, on one rank or many.
 
 Consumes the trajectories of a step, produces metrics, versioned weights and checkpoints; unblocked by the last
 trajectory. Every rank has the whole policy and all trajectories, and computes on its share of each minibatch; all of
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
+from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.data.rng import permutation
@@ -23,7 +23,7 @@ from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
-from rlinf.training.embodied.policy_step import PolicyLearner
+from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
@@ -42,16 +42,11 @@ class PolicyTrainer(BaseTrainer):
         path: str | None = None,
         algorithm: Algorithm = "ppo",
         seed: int = 0,
-        lr: float = 3e-4,
-        critic_lr: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        grad_clip: float = 0.5,
-        value_coef: float = 0.5,
         epochs: int = 8,
         minibatch: int = 100,
         kl_stop: float | None = None,
         group_size: int = 1,
+        **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
 
@@ -61,33 +56,23 @@ class PolicyTrainer(BaseTrainer):
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: ppo and its like with a
                 critic, grpo and its like without.
             seed: of the order of decisions.
-            lr, critic_lr, betas, weight_decay, grad_clip, value_coef: see `PolicyLearner`.
             epochs: passes over each step's decisions.
             minibatch: decisions per optimizer step, over all ranks.
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
                 token, is larger; None never stops.
             group_size: neighbouring environments that began their episodes alike.
+            settings: of `PolicySettings`.
 
         Raises:
-            ValueError: a policy or an algorithm that cannot be had, or two ranks on a host.
+            ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
         self._spec = algorithm_of(algorithm)
-        for name, count in (("epochs", epochs), ("minibatch", minibatch)):
-            if count < 1:
-                raise ValueError(f"trainer: {name}={count} must be at least 1")
+        at_least_one("trainer", epochs=epochs, minibatch=minibatch)
+        optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
         self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
         check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
-        self._learner = PolicyLearner(
-            self.policy,
-            mesh=self.mesh,
-            lr=lr,
-            critic_lr=critic_lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            grad_clip=grad_clip,
-            value_coef=value_coef,
-        )
+        self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
         self._kl_stop, self._group_size = kl_stop, group_size
         self._own(self.policy, self._learner.optimizer)

@@ -1,19 +1,18 @@
-"""The trainer that learns from what it remembers: soft actor-critic, REDQ, RLPD.
+"""The trainer of off-policy learning, from a replay buffer: soft actor-critic, REDQ, RLPD.
 
-Consumes experience as it comes, produces metrics, versioned weights and checkpoints; unblocked by its owner's calls.
-Every rank remembers everything, draws the same batches and computes on its share of each, so all take the same steps.
+Consumes trajectories as they come, produces metrics, versioned weights and checkpoints; unblocked by the flow's calls.
+Every rank has all transitions, draws the same batches and computes on its share of each, so all take the same steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlinf.actors.base.base_trainer import HostCopy
+from rlinf.actors.base.base_trainer import HostCopy, at_least_one, settings_of
 from rlinf.actors.policy_trainer import PolicyTrainer
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import read_demonstrations
@@ -21,19 +20,19 @@ from rlinf.data.rng import mix
 from rlinf.models.policy.build import make_policy
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.embodied.behavior_cloning import remembered
-from rlinf.training.embodied.replay_buffer import Replay, Rows
+from rlinf.training.embodied.behavior_cloning import demonstrated_transitions
+from rlinf.training.embodied.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.sac_step import SacLearner, SacSettings
 from rlinf.training.embodied.trajectory import Trajectory, transitions
 from rlinf.training.embodied.trajectory_batch import summary
 from rlinf.weights.train_state import Restored
 
 REPLAY = "replay"
-"""Directory of a checkpoint with what is remembered."""
+"""Directory of a checkpoint with the replay buffer."""
 
 
 class SacTrainer(PolicyTrainer):
-    """Owns the weights of a policy, its critics, and what was lived through."""
+    """Owns the weights of a policy, its critics, and a replay buffer."""
 
     async def setup(  # type: ignore[override]
         self,
@@ -57,7 +56,7 @@ class SacTrainer(PolicyTrainer):
             path: directory of a saved one that is taken instead.
             seed: of batches and of what is drawn in learning.
             batch: transitions per optimizer step, over all ranks.
-            capacity: transitions that are remembered.
+            capacity: transitions in the replay buffer.
             warmup: transitions that are collected before the first step.
             utd: optimizer steps of the critics per transition that came after the warm-up.
             actor_every: steps of the critics for each of the actor.
@@ -69,12 +68,8 @@ class SacTrainer(PolicyTrainer):
             ValueError: a policy or settings that cannot be had, or two ranks on a host.
             FileNotFoundError: the directory holds no demonstrations.
         """
-        known = {field.name for field in fields(SacSettings)}
-        if unknown := sorted({*settings} - known):
-            raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        for name, count in (("batch", batch), ("actor_every", actor_every)):
-            if count < 1:
-                raise ValueError(f"trainer: {name}={count} must be at least 1")
+        soft = settings_of(SacSettings, settings)
+        at_least_one("trainer", batch=batch, actor_every=actor_every)
         if not 0.0 <= demo_share <= 1.0 or utd <= 0.0 or warmup < 0:
             raise ValueError(
                 f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
@@ -86,12 +81,12 @@ class SacTrainer(PolicyTrainer):
                 f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="
                 "rlinf.models.policy.sac.SoftPolicy, or a class derived from it"
             )
-        self._soft = SacLearner(self.policy, SacSettings(**settings), self.mesh)
-        self._own(self._soft.learned, self._soft.optimizer)
-        self._replay = Replay(capacity)
+        self._sac = SacLearner(self.policy, soft, self.mesh)
+        self._own(self._sac.module, self._sac.optimizer)
+        self._replay = ReplayBuffer(capacity)
         self._seed, self._batch, self._warmup, self._utd = seed, batch, warmup, utd
         self._actor_every, self._updates = actor_every, 0
-        self._demos: Replay | None = None
+        self._demos: ReplayBuffer | None = None
         self._from_demos = 0
         if demonstrations is not None:
             self._demos = await self.compute(self._read_demos, Path(demonstrations))
@@ -99,22 +94,22 @@ class SacTrainer(PolicyTrainer):
 
     @endpoint(device=True, joint=True)
     async def remember(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Take experience in, without learning from it yet.
+        """Put trajectories into the replay buffer, without learning from them yet.
 
         Args:
-            trajectories: of all slices of all environments, in any order, all of them `Experience`.
+            trajectories: of all slices of all environments, in any order, with what followed each decision.
 
         Returns:
-            Metrics of what was lived through.
+            Metrics of the trajectories.
 
         Raises:
-            ValueError: there is none, or it does not fit what was remembered before.
+            ValueError: there are none, or they do not fit those before.
         """
         return await self.computed_jointly(self._remember, list(trajectories))
 
     @endpoint(device=True, joint=True)
     async def learn(self) -> dict[str, float]:
-        """Take the optimizer steps that are due for what is remembered; none during the warm-up.
+        """Take the optimizer steps that are due for the transitions so far; none during the warm-up.
 
         Returns:
             Metrics; the weights' version has gone up by one.
@@ -148,22 +143,22 @@ class SacTrainer(PolicyTrainer):
         for _ in range(max(0, due)):
             seed = mix(self._seed, self._updates)
             self._updates += 1
-            parts.append(self._soft.learn(self._drawn(seed), seed, actor=self._updates % self._actor_every == 0))
+            parts.append(self._sac.learn(self._drawn(seed), seed, actor=self._updates % self._actor_every == 0))
         self.version += 1
         found = sum(parts[1:], parts[0]).values() if parts else {}
-        return {**found, "optimizer_steps": float(len(parts)), "alpha": float(self._soft.alpha)}
+        return {**found, "optimizer_steps": float(len(parts)), "alpha": float(self._sac.alpha)}
 
     def _drawn(self, seed: int) -> Rows:
         """A batch, the demonstrations' part last."""
-        lived = self._batch - self._from_demos
-        parts = [self._replay.draw(lived, seed, 0)] if lived else []
+        own = self._batch - self._from_demos
+        parts = [self._replay.draw(own, seed, 0)] if own else []
         if self._demos is not None and self._from_demos:
             parts.append(self._demos.draw(self._from_demos, seed, 1))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _read_demos(self, directory: Path) -> Replay:
-        rows = remembered(self.policy, read_demonstrations(directory.expanduser()), self.device)
-        demos = Replay(len(rows["steps"]))
+    def _read_demos(self, directory: Path) -> ReplayBuffer:
+        rows = demonstrated_transitions(self.policy, read_demonstrations(directory.expanduser()), self.device)
+        demos = ReplayBuffer(len(rows["steps"]))
         demos.add(rows)
         return demos
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from rlinf.actors.base.base_trainer import at_least_one
 from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
@@ -94,7 +95,7 @@ class Trainer(TextTrainer):
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        _check(epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens)
+        at_least_one("trainer", epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens)
         spec = algorithm_of(algorithm)
         if reference not in (None, "adapters_off"):
             raise ValueError(f"{self._role}: reference={reference!r} is neither None nor 'adapters_off'")
@@ -247,9 +248,3 @@ class Trainer(TextTrainer):
         """
         batch = self._batch
         return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
-
-
-def _check(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"trainer: {name}={count} must be at least 1")

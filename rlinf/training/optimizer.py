@@ -113,6 +113,20 @@ def forget_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def share_of(rows: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:
+    """This rank's rows of a minibatch, and whether they count.
+
+    Where there are fewer rows than ranks, a rank without one computes on the first all the same, since it takes part in
+    collectives; its loss must have weight 0.
+
+    Args:
+        rows: of all ranks, [n], at least one.
+        mesh: ranks that each have a copy of the model; None for one.
+    """
+    mine = rows if mesh is None else rows[mesh.get_local_rank() :: mesh.size()]
+    return (mine, True) if len(mine) else (rows[:1], False)
+
+
 def sum_over_ranks(tensor: Tensor, ranks: DeviceMesh | None) -> Tensor:
     """A tensor added up over ranks."""
     if ranks is not None and ranks.size() > 1:

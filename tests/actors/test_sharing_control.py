@@ -53,7 +53,7 @@ class Coach(Parks, PolicyTrainer):
 
 class OffPolicyCoach(Parks, SacTrainer):
     def there(self):
-        return of_module(self._soft.learned, self._soft.optimizer)
+        return of_module(self._sac.module, self._sac.optimizer)
 
 
 class OnDevice(Reach):

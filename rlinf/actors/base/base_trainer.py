@@ -9,6 +9,7 @@ A subclass makes its module and optimizer in `setup` and hands them to `_own`; i
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,29 @@ from rlinf.weights.state_tensors import held
 from rlinf.weights.train_state import STATE, Restored, copy_state, load_state, write_in_thread
 
 R = TypeVar("R")
+S = TypeVar("S")
+
+
+def settings_of(kind: type[S], given: Mapping[str, Any]) -> S:
+    """A dataclass of settings from keyword arguments.
+
+    Raises:
+        ValueError: there is no setting of some name.
+    """
+    known = sorted(inspect.signature(kind).parameters)
+    if unknown := sorted({*given} - {*known}):
+        raise ValueError(f"trainer: there is no setting {unknown[0]!r}; there are {', '.join(known)}")
+    return kind(**given)
+
+
+def at_least_one(role: str, **counts: int) -> None:
+    """Check settings that count something.
+
+    Raises:
+        ValueError: one is less than 1.
+    """
+    if wrong := [f"{name}={count}" for name, count in counts.items() if count < 1]:
+        raise ValueError(f"{role}: {' and '.join(wrong)} must be at least 1")
 
 
 class HostCopy(Protocol):

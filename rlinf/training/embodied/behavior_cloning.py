@@ -1,7 +1,7 @@
-"""Learning from demonstrations: a policy is made to find likely what somebody else did.
+"""Learning from demonstrations: a policy learns to find demonstrated actions likely, or remembers them as transitions.
 
-In: decisions of demonstrations. Out: a changed policy, or transitions in its own terms. Every rank has all of them and
-computes on its share of each batch.
+In: decisions of demonstrations, the same on every rank. Out: a changed policy, or rows for a replay buffer. Each rank
+computes on its share of a batch. Blocking code.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rlinf.data.demonstrations import Decisions, Demonstration, decisions
 from rlinf.data.rng import permutation
 from rlinf.models.policy.base import Policy
 from rlinf.training.embodied.replay_buffer import Rows
-from rlinf.training.optimizer import minimize
+from rlinf.training.optimizer import minimize, share_of
 
-_ROWS = 1024  # decisions that are brought to the device at a time, where nothing is learned from them
+_ROWS = 1024  # decisions on the device at a time where nothing is learned from them: a bound on its memory
 
 
 def imitate(
@@ -33,10 +33,10 @@ def imitate(
     seed: int = 0,
     mesh: DeviceMesh | None = None,
 ) -> dict[str, float]:
-    """Raise the likelihood of demonstrated actions: L = mean of -log pi(a|o). Blocking.
+    """Raise the likelihood of demonstrated actions: L = mean of -log pi(a|o).
 
     Args:
-        policy: changed in place; what it learns otherwise than by gradients, such as the scale of states, comes first.
+        policy: changed in place; what it learns without gradients, such as the scale of states, comes first.
         shown: D decisions.
         device: of the policy.
         steps, batch, lr, fixed: see `PolicyTrainer.imitate`.
@@ -48,20 +48,21 @@ def imitate(
     """
     if steps < 1 or batch < 1:
         raise ValueError(f"imitate: steps={steps} and batch={batch} must be at least 1")
-    ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
     for rows in torch.arange(len(shown)).split(_ROWS):
         part = shown.rows(rows)
         policy.adapt(policy.inputs(_on(part.observation, device), part.instructions))
-    deciding = {id(each) for each in policy.without_critic()}
-    parameters = [each for name, each in policy.named_parameters() if id(each) in deciding and name not in fixed]
+    acting = {id(each) for each in policy.without_critic()}
+    parameters = [each for name, each in policy.named_parameters() if id(each) in acting and name not in fixed]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     per_epoch = -(-len(shown) // batch)
     losses: list[LossSum] = []
     for step in range(steps):
         epoch, number = divmod(step, per_epoch)
         chosen = torch.from_numpy(permutation(len(shown), seed, epoch)).split(batch)[number]
-        share = chosen[rank::ranks]
-        loss = _loss(policy, shown.rows(share if len(share) else chosen[:1]), device, counts=len(share) > 0)
+        share, counts = share_of(chosen, mesh)
+        mine = shown.rows(share)
+        stored = policy.demonstrated(_on(mine.observation, device), mine.actions.to(device), mine.instructions)
+        loss = policy.imitate(stored, mine.valid.to(device) & counts)
         losses.append(minimize(loss, parameters, optimizer, mesh=mesh)[0])
     newest = losses[-per_epoch:]
     return {
@@ -71,11 +72,11 @@ def imitate(
     }
 
 
-def remembered(policy: Policy, demonstrations: Sequence[Demonstration], device: torch.device) -> Rows:
-    """Demonstrations as transitions that a policy lived through, as `transitions.transitions` gives them. Blocking.
+def demonstrated_transitions(policy: Policy, demonstrations: Sequence[Demonstration], device: torch.device) -> Rows:
+    """Demonstrations as rows of a replay buffer, laid out as `trajectory.transitions` gives them.
 
     Args:
-        policy: in whose terms actions are put.
+        policy: whose terms actions and inputs are put in.
         demonstrations: at least one.
         device: of the policy.
     """
@@ -91,12 +92,6 @@ def remembered(policy: Policy, demonstrations: Sequence[Demonstration], device: 
         rows |= {"actions": actions, "rewards": part.rewards, "steps": part.valid.sum(1), "terminated": part.terminated}
         parts.append({name: row.cpu() for name, row in rows.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _loss(policy: Policy, shown: Decisions, device: torch.device, *, counts: bool) -> LossSum:
-    stored = policy.demonstrated(_on(shown.observation, device), shown.actions.to(device), shown.instructions)
-    mask = shown.valid.to(device)
-    return policy.imitate(stored, mask if counts else torch.zeros_like(mask))
 
 
 def _on(observation: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,6 +6,8 @@ share of a minibatch; `training/optimizer.py` adds the gradients up.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,43 +20,45 @@ from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from rlinf.training.optimizer import minimize, sum_over_ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Settings of the optimizer of a policy."""
+
+    lr: float = 3e-4
+    """Learning rate."""
+    critic_lr: float | None = None
+    """Of what only values need; None: `lr`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    grad_clip: float = 0.5
+    """A gradient with a larger global norm is scaled down to it."""
+    value_coef: float = 0.5
+    """Weight of the critic's loss beside the policy's."""
+
+
 class PolicyLearner:
-    """Takes AdamW's steps on a policy, with a bound on the gradient's norm.
+    """Takes AdamW's steps on a policy, in place.
 
     Args:
-        policy: trained in place.
+        policy: on its device.
+        settings: see `PolicySettings`.
         mesh: ranks that each have a copy; None for one.
-        lr: learning rate.
-        critic_lr: of what only values need; None: `lr`.
-        betas: decay of the running means of the gradient and of its square.
-        weight_decay: decoupled weight decay.
-        grad_clip: a gradient with a larger global norm is scaled down to it.
-        value_coef: weight of the critic's loss beside the policy's.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        mesh: DeviceMesh | None = None,
-        lr: float,
-        critic_lr: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        grad_clip: float = 0.5,
-        value_coef: float = 0.5,
-    ):
-        self.policy = policy
-        self._mesh, self._grad_clip, self._value_coef = mesh, grad_clip, value_coef
-        groups = [
-            {"params": [each for each in parameters if each.requires_grad], "lr": rate}
-            for parameters, rate in ((policy.without_critic(), lr), (policy.of_critic(), critic_lr or lr))
-        ]
-        groups = [group for group in groups if group["params"]]
+    def __init__(self, policy: Policy, settings: PolicySettings, mesh: DeviceMesh | None = None):
+        self.policy, self.settings, self._mesh = policy, settings, mesh
+        rates = ((policy.without_critic(), settings.lr), (policy.of_critic(), settings.critic_lr or settings.lr))
+        groups = [{"params": [each for each in part if each.requires_grad], "lr": rate} for part, rate in rates]
         # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
         on_cpu = all(parameter.device.type == "cpu" for parameter in policy.parameters())
         self.optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True if on_cpu else None
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True if on_cpu else None,
         )
 
     def learn(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:
@@ -65,7 +69,8 @@ class PolicyLearner:
             spec: the algorithm.
 
         Returns:
-            What gathered on all ranks, and `loss`, `grad_norm` (before clipping), `lr`.
+            The sums of all ranks, and `loss`, `grad_norm` (before clipping), `lr`; no numbers, and no step, where no
+            decision of any rank counts.
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
@@ -77,9 +82,9 @@ class PolicyLearner:
             return policy_loss.detach(), {}
         loss = policy_loss
         if value_loss is not None and float(weights[1]) > 0:  # each is divided by its own count
-            loss = policy_loss.plus(value_loss, self._value_coef * float(weights[0] / weights[1]))
+            loss = policy_loss.plus(value_loss, self.settings.value_coef * float(weights[0] / weights[1]))
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        gathered, norm = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self._grad_clip)
+        gathered, norm = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 

@@ -1,7 +1,7 @@
-"""What off-policy learning remembers: a ring of transitions. No actor: its owner calls it from its compute thread.
+"""A replay buffer: a ring of transitions in host memory. No actor: its owner calls it from its compute thread.
 
-In: rows as they are lived through, the oldest giving way. Out: rows drawn at random, where what is drawn follows from a
-key alone, so that a resumed run draws what it would have drawn.
+In: new rows, which replace the oldest. Out: rows drawn at random, where what is drawn follows from a key alone, so that
+a resumed run draws what it would have drawn.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Rows = dict[str, Tensor]
 _TENSORS, _ABOUT = "replay.safetensors", "replay.json"
 
 
-class Replay:
-    """A ring of rows in host memory, all of it allocated with the first of them.
+class ReplayBuffer:
+    """A ring of rows; all of its memory is allocated with the first of them.
 
     Args:
         capacity: rows that it holds.
@@ -43,7 +43,7 @@ class Replay:
         return min(self.added, self.capacity)
 
     def add(self, rows: Mapping[str, Tensor]) -> None:
-        """Remember rows; row k of all that ever came has its place at k modulo the capacity.
+        """Add rows; row k of all that ever came is at k modulo the capacity.
 
         Raises:
             ValueError: they have other names or shapes than those before.
@@ -57,8 +57,8 @@ class Replay:
             mine, theirs = self._rows.get(name), rows.get(name)
             if mine is None or theirs is None or mine.shape[1:] != theirs.shape[1:] or len(theirs) != count:
                 raise ValueError(
-                    f"replay: {name!r} is {None if theirs is None else list(theirs.shape)}, but what is remembered of "
-                    f"it is {None if mine is None else list(mine.shape[1:])} in each row; rows must stay alike"
+                    f"replay: {name!r} is {None if theirs is None else list(theirs.shape)}, but the buffer has "
+                    f"{None if mine is None else list(mine.shape[1:])} in each row; rows must stay alike"
                 )
         kept = min(count, self.capacity)
         places = (self.added + torch.arange(count - kept, count)) % self.capacity
@@ -74,10 +74,10 @@ class Replay:
             key: what the draw follows from, whole numbers from 0.
 
         Raises:
-            ValueError: nothing is remembered yet.
+            ValueError: the buffer is empty.
         """
         if not self.added:
-            raise ValueError("replay: nothing is remembered yet, so nothing can be drawn")
+            raise ValueError("replay: it is empty, so nothing can be drawn")
         chosen = torch.from_numpy(np.random.default_rng(key).integers(0, len(self), count))
         return {name: rows[chosen] for name, rows in self._rows.items()}
 
@@ -92,7 +92,7 @@ class Replay:
         write_text(directory / _ABOUT, json.dumps({"capacity": self.capacity, "added": self.added}) + "\n")
 
     def read(self, directory: Path) -> None:
-        """Remember what was written, and nothing else. With the same capacity, draws go on as they would have.
+        """Replace all rows by those that were written. With the same capacity, draws go on as they would have.
 
         Raises:
             FileNotFoundError: the directory holds none.

@@ -1,6 +1,6 @@
-"""Soft actor-critic's optimizer steps: transitions in, a changed policy out. Blocking code, no actor.
+"""Optimizer steps of soft actor-critic: transitions in, a changed policy out. Blocking code, no actor.
 
-What is learned is one module, so that one optimizer and one checkpoint hold all of it: the policy with its critics, the
+All that is trained is one module, so that one optimizer and one checkpoint hold it: the policy with its critics, the
 target critics, which follow them slowly, and the temperature. Each loss changes its own part alone.
 """
 
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlinf.algos.losses import sac as control
+from rlinf.algos.losses import sac as losses
 from rlinf.algos.losses.sac import pessimistic, polyak, soft_target
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.models.policy.base import Stored, at_level
 from rlinf.models.policy.noise import uniforms
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.training.embodied.replay_buffer import Rows
-from rlinf.training.optimizer import minimize
+from rlinf.training.optimizer import minimize, share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SacSettings:
-    """Of soft actor-critic and its relatives."""
+    """Settings of soft actor-critic and its relatives."""
 
     lr: float = 3e-4
     """Learning rate of the actor."""
@@ -58,8 +58,8 @@ class SacSettings:
             raise ValueError(f"soft actor-critic: alpha={self.alpha} must be more than 0; its logarithm is learned")
 
 
-class Learned(nn.Module):
-    """All that soft actor-critic changes."""
+class SacModule(nn.Module):
+    """All that soft actor-critic trains."""
 
     def __init__(self, policy: SoftPolicy, alpha: float):
         super().__init__()
@@ -84,36 +84,30 @@ class SacLearner:
                 f"soft actor-critic: subset={settings.subset} must be between 1 and policy.settings.critics="
                 f"{policy.config.critics}"
             )
-        self.policy, self.settings = policy, settings
-        self.learned = Learned(policy, settings.alpha)
-        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
-        self._ranks, self._rank = (1, 0) if self._mesh is None else (self._mesh.size(), self._mesh.get_local_rank())
-        self._actor, self._critic = policy.without_critic(), policy.of_critic()
+        self.policy, self.settings, self._mesh = policy, settings, mesh
+        self.module = SacModule(policy, settings.alpha)
+        self._actor, self._critic, self._alpha = policy.without_critic(), policy.of_critic(), [self.module.log_alpha]
         numbers = policy.config.chunk * policy.config.action_size
         self._entropy = -float(numbers) if settings.target_entropy is None else settings.target_entropy
-        rates = (settings.lr, settings.critic_lr, settings.alpha_lr)
-        parts = (self._actor, self._critic, [self.learned.log_alpha])
-        groups = [
-            {"params": part, "lr": settings.lr if rate is None else rate}
-            for part, rate in zip(parts, rates, strict=True)
-        ]
+        rates = ((self._actor, settings.lr), (self._critic, settings.critic_lr), (self._alpha, settings.alpha_lr))
+        groups = [{"params": part, "lr": settings.lr if rate is None else rate} for part, rate in rates]
         self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0.0)
 
     @property
     def alpha(self) -> Tensor:
         """The temperature, without gradient."""
-        return self.learned.log_alpha.detach().exp()[0]
+        return self.module.log_alpha.detach().exp()[0]
 
     def learn(self, batch: Rows, seed: int, *, actor: bool = True) -> LossSum:
-        """One step of the critics, and, where asked for, of the actor and the temperature.
+        """One step of the critics and, if asked for, of the actor and the temperature.
 
         Every rank calls it with the same batch, and computes on its share; what is drawn depends on the seed and on the
         place in the batch alone.
 
         Args:
-            batch: of `transitions.transitions`, B rows.
+            batch: of `trajectory.transitions`, B rows.
             seed: of what is drawn.
-            actor: step them too.
+            actor: step actor and temperature too.
 
         Returns:
             A sum that has the metrics of all losses and all ranks.
@@ -121,19 +115,19 @@ class SacLearner:
         Raises:
             FloatingPointError: a loss or its gradient is not finite; that step was not taken.
         """
-        size, device = len(batch["steps"]), self.learned.log_alpha.device
+        size, device = len(batch["steps"]), self.module.log_alpha.device
         generator = torch.Generator().manual_seed(seed)
         noise = uniforms(generator, size, 2 * self.policy.randomness, torch.device("cpu"))
-        share = torch.arange(self._rank, size, self._ranks)
-        counts = len(share) > 0
-        share = share if counts else torch.zeros(1, dtype=torch.int64)
+        share, counts = share_of(torch.arange(size), self._mesh)
         mine = {name: rows[share].to(device) for name, rows in batch.items()}
-        now, ahead = noise[share].to(device).chunk(2, 1)
+        now, after = noise[share].to(device).chunk(2, 1)
         mask = torch.full((len(share),), counts, device=device)
-        gathered = self._step(control.critics(self._judged(mine), self.target(mine, ahead, generator), mask), "critic")
-        self._follow()
+        seen = _inputs(mine, "seen.")
+        values = self.policy.critic(self.policy.judged(seen, mine["actions"]))
+        gathered = self._step(losses.critics(values, self.target(mine, after, generator), mask), self._critic)
+        self._move_targets()
         if actor:
-            gathered = gathered.watching(self._actor_step(_seen(mine, "seen."), now, mask).metrics)
+            gathered = gathered.watching(self._actor_step(seen, now, mask).metrics)
         return gathered
 
     @torch.no_grad()
@@ -145,13 +139,13 @@ class SacLearner:
         A chunk whose episode was cut before its last action is discounted by the actions that were done.
 
         Args:
-            batch: of `transitions.transitions`, B rows.
+            batch: of `trajectory.transitions`, B rows.
             noise: of the actions that would follow, in [0, 1), float64 [B, C x A].
             generator: of the critics drawn.
         """
-        following = _seen(batch, "following.")
+        following = _inputs(batch, "following.")
         drawn = self.policy.draw(following, noise)
-        values = self.learned.target(self.policy.judged(following, drawn.made))
+        values = self.module.target(self.policy.judged(following, drawn.made))
         gamma, rewards = self.settings.gamma, batch["rewards"]
         discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device)
         return soft_target(
@@ -164,31 +158,25 @@ class SacLearner:
             steps=batch["steps"],
         )
 
-    def _judged(self, batch: Rows) -> Tensor:
-        found: Tensor = self.policy.critic(self.policy.judged(_seen(batch, "seen."), batch["actions"]))
-        return found
-
     def _actor_step(self, seen: Stored, noise: Tensor, mask: Tensor) -> LossSum:
         drawn = self.policy.draw(seen, noise)
         logprobs = at_level(drawn.logprobs, "chunk")
         values = self.policy.critic(self.policy.judged(seen, drawn.made))
         value = pessimistic(values) if self.settings.subset is None else values.mean(0)
-        gathered = self._step(control.actor(logprobs, value, mask, alpha=self.alpha), "actor")
+        gathered = self._step(losses.actor(logprobs, value, mask, alpha=self.alpha), self._actor)
         if self.settings.alpha_lr == 0.0:
             return gathered
-        loss = control.temperature(self.learned.log_alpha[0], logprobs, mask, target_entropy=self._entropy)
-        return gathered.watching(self._step(loss, "alpha").metrics)
+        loss = losses.temperature(self.module.log_alpha[0], logprobs, mask, target_entropy=self._entropy)
+        return gathered.watching(self._step(loss, self._alpha).metrics)
 
-    def _step(self, loss: LossSum, part: str) -> LossSum:
-        parameters = {"actor": self._actor, "critic": self._critic, "alpha": [self.learned.log_alpha]}[part]
-        gathered, _ = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
-        return gathered
+    def _step(self, loss: LossSum, parameters: list[nn.Parameter]) -> LossSum:
+        return minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)[0]
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        for target, source in zip(self.learned.target.parameters(), self._critic, strict=True):
+    def _move_targets(self) -> None:
+        for target, source in zip(self.module.target.parameters(), self._critic, strict=True):
             target.copy_(polyak(target, source, tau=self.settings.tau))
 
 
-def _seen(rows: Rows, prefix: str) -> Stored:
+def _inputs(rows: Rows, prefix: str) -> Stored:
     return {name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)}

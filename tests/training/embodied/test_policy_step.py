@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.policy_step import PolicyLearner
+from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from tests.actors.programs.control import MLP
 
@@ -53,7 +53,7 @@ def gradient_of(policy, learner):
 def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
     """What ranks do, one after the other: sums over shares, one division by the count of all."""
     policy, lesson = made(seed)
-    learner = PolicyLearner(policy, lr=1e-3, grad_clip=1e9)
+    learner = PolicyLearner(policy, PolicySettings(lr=1e-3, grad_clip=1e9))
     sums, counts = None, None
     owners = torch.tensor(owner)
     for rank in range(3):
@@ -78,7 +78,7 @@ def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
 
 def test_what_does_not_count_may_be_anything():
     policy, lesson = made()
-    learner = PolicyLearner(policy, lr=0.0, grad_clip=1e9)
+    learner = PolicyLearner(policy, PolicySettings(lr=0.0, grad_clip=1e9))
     seen = gradient_of(policy, learner)
     learner.learn(lesson, PPO)
     noise = {
@@ -92,7 +92,7 @@ def test_what_does_not_count_may_be_anything():
 
 def test_a_minibatch_in_which_nothing_counts_takes_no_step():
     policy, lesson = made()
-    learner = PolicyLearner(policy, lr=0.1, weight_decay=0.1)
+    learner = PolicyLearner(policy, PolicySettings(lr=0.1, weight_decay=0.1))
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     gathered, numbers = learner.learn(lesson.silent(), PPO)
     assert numbers == {}
@@ -102,7 +102,7 @@ def test_a_minibatch_in_which_nothing_counts_takes_no_step():
 
 def test_a_gradient_is_scaled_down_to_its_bound_and_its_length_is_told_before():
     policy, lesson = made()
-    learner = PolicyLearner(policy, lr=0.0, grad_clip=0.01)
+    learner = PolicyLearner(policy, PolicySettings(lr=0.0, grad_clip=0.01))
     seen = gradient_of(policy, learner)
     _, numbers = learner.learn(lesson, PPO)
     assert numbers["grad_norm"] > 0.1
@@ -112,7 +112,7 @@ def test_a_gradient_is_scaled_down_to_its_bound_and_its_length_is_told_before():
 
 def test_the_critic_has_a_learning_rate_of_its_own():
     policy, lesson = made()
-    learner = PolicyLearner(policy, lr=1e-9, critic_lr=0.1)
+    learner = PolicyLearner(policy, PolicySettings(lr=1e-9, critic_lr=0.1))
     before = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
     learner.learn(lesson, PPO)
     for name, parameter in policy.named_parameters():
@@ -123,7 +123,7 @@ def test_the_critic_has_a_learning_rate_of_its_own():
 @pytest.mark.parametrize("place", ["advantages", "returns"])
 def test_a_loss_that_is_no_number_takes_no_step(place):
     policy, lesson = made()
-    learner = PolicyLearner(policy, lr=0.1)
+    learner = PolicyLearner(policy, PolicySettings(lr=0.1))
     learner.learn(lesson, PPO)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     broken = getattr(lesson, place).clone()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.embodied.replay_buffer import Replay
+from rlinf.training.embodied.replay_buffer import ReplayBuffer
 
 
 def rows(first, count):
@@ -21,7 +21,7 @@ def kept(replay):
 
 @given(capacity=st.integers(1, 7), counts=st.lists(st.integers(0, 20), min_size=1, max_size=6))
 def test_the_newest_rows_are_kept_whatever_portions_they_come_in(capacity, counts):
-    replay, added = Replay(capacity), 0
+    replay, added = ReplayBuffer(capacity), 0
     for count in counts:
         replay.add(rows(added, count))
         added += count
@@ -34,7 +34,7 @@ def test_the_newest_rows_are_kept_whatever_portions_they_come_in(capacity, count
 
 
 def test_a_draw_follows_from_its_key():
-    replay = Replay(100)
+    replay = ReplayBuffer(100)
     replay.add(rows(0, 100))
     first, again, other = (replay.draw(64, 3, key)["age"] for key in (1, 1, 2))
     assert torch.equal(first, again)
@@ -42,7 +42,7 @@ def test_a_draw_follows_from_its_key():
 
 
 def test_draws_are_even():
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(rows(0, 4))
     counts = torch.bincount(replay.draw(40_000, 0)["age"]) / 40_000
     torch.testing.assert_close(counts, torch.full((4,), 0.25), rtol=0.0, atol=0.01)
@@ -50,7 +50,7 @@ def test_draws_are_even():
 
 @pytest.mark.parametrize("count", [0, 3, 5, 13])
 def test_what_was_written_draws_and_grows_as_it_would_have(tmp_path, count):
-    replay, again = Replay(5), Replay(5)
+    replay, again = ReplayBuffer(5), ReplayBuffer(5)
     replay.add(rows(0, count))
     replay.write(tmp_path)
     again.read(tmp_path)
@@ -62,7 +62,7 @@ def test_what_was_written_draws_and_grows_as_it_would_have(tmp_path, count):
 
 
 def test_another_capacity_keeps_the_newest(tmp_path):
-    replay, smaller = Replay(6), Replay(4)
+    replay, smaller = ReplayBuffer(6), ReplayBuffer(4)
     replay.add(rows(0, 9))
     replay.write(tmp_path)
     smaller.read(tmp_path)
@@ -70,7 +70,7 @@ def test_another_capacity_keeps_the_newest(tmp_path):
 
 
 def test_rows_that_differ_from_those_before_are_named():
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(rows(0, 1))
     with pytest.raises(ValueError, match=r"'state' is \[1, 3\]"):
         replay.add({"age": torch.zeros(1, dtype=torch.int64), "state": torch.zeros(1, 3)})
@@ -79,7 +79,7 @@ def test_rows_that_differ_from_those_before_are_named():
 
 
 def test_nothing_can_be_drawn_from_nothing(tmp_path):
-    with pytest.raises(ValueError, match="nothing is remembered"):
-        Replay(4).draw(1, 0)
+    with pytest.raises(ValueError, match="it is empty"):
+        ReplayBuffer(4).draw(1, 0)
     with pytest.raises(FileNotFoundError, match=r"replay\.json"):
-        Replay(4).read(tmp_path)
+        ReplayBuffer(4).read(tmp_path)

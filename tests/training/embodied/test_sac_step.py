@@ -37,7 +37,7 @@ def constant(ensemble, *values):
 
 def test_the_target_of_hand_made_transitions_is_the_one_worked_out_by_hand():
     made = learner({"chunk": 2}, gamma=0.5, alpha=0.1)
-    constant(made.learned.target, 5.0, 3.0)
+    constant(made.module.target, 5.0, 3.0)
     for parameter in made.policy.actor.parameters():
         parameter.data.zero_()
     made.policy.actor[-1].bias.data[2:] = math.atanh(3 / 7)  # a standard deviation of 1: -5 + 7/2 (3/7 + 1) = 0
@@ -61,7 +61,7 @@ def test_the_target_of_hand_made_transitions_is_the_one_worked_out_by_hand():
 
 def test_a_subset_of_critics_is_drawn_for_the_target():
     made = learner({"critics": 3}, subset=2, gamma=1.0, alpha=1e-9)
-    constant(made.learned.target, 1.0, 2.0, 3.0)
+    constant(made.module.target, 1.0, 2.0, 3.0)
     batch = {**transition(), "rewards": torch.zeros(1, 1)}
     found = {
         round(float(made.target(batch, torch.rand(1, 1).double(), torch.Generator().manual_seed(seed))), 4)
@@ -72,19 +72,19 @@ def test_a_subset_of_critics_is_drawn_for_the_target():
 
 def test_a_part_that_is_not_asked_for_stays_as_it_is():
     made = learner(lr=1e-2)
-    before = {name: tensor.clone() for name, tensor in made.learned.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
     made.learn(transition(8), seed=0, actor=False)
-    after = made.learned.state_dict()
+    after = made.module.state_dict()
     changed = {".".join(name.split(".")[:2]) for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {"policy.critic", "target.weights", "target.offsets"}
 
 
 def test_targets_follow_by_their_share_of_the_way():
     made = learner(tau=0.25, critic_lr=1e-2)
-    before = [parameter.clone() for parameter in made.learned.target.parameters()]
+    before = [parameter.clone() for parameter in made.module.target.parameters()]
     made.learn(transition(8), seed=0, actor=False)
     sources = made.policy.critic.parameters()
-    for old, new, source in zip(before, made.learned.target.parameters(), sources, strict=True):
+    for old, new, source in zip(before, made.module.target.parameters(), sources, strict=True):
         torch.testing.assert_close(new, 0.75 * old + 0.25 * source)
 
 
@@ -93,7 +93,7 @@ def test_steps_repeat_bit_for_bit():
         made = learner({"critics": 3}, subset=2)
         for seed in range(5):
             made.learn(transition(16, seed=seed), seed=seed)
-        return made.learned.state_dict()
+        return made.module.state_dict()
 
     first, again = run(), run()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
@@ -123,10 +123,10 @@ def test_a_temperature_that_is_not_learned_stays():
 
 def test_a_loss_that_is_no_number_changes_nothing():
     made = learner()
-    before = {name: tensor.clone() for name, tensor in made.learned.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
     with pytest.raises(FloatingPointError, match="not both finite"):
         made.learn({**transition(4), "rewards": torch.full((4, 1), math.inf)}, seed=0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in made.learned.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import at_least_one
 from rlinf.actors.base.text_trainer import Place, TextTrainer
 from rlinf.algos.apply import value_loss_of
+from rlinf.config.schema import settings as settings_of
+from rlinf.config.text import CriticSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
 from rlinf.models.language.build import Build, place
-from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.value_building import build_values
 from rlinf.models.language.value_model import HEAD, ValueModel
@@ -53,18 +53,7 @@ class Critic(TextTrainer):
         tokenizer: TokenizerSource,
         algorithm: Algorithm = "ppo",
         seed: int = 0,
-        lr: float = 1e-5,
-        warmup_steps: int = 0,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        grad_clip: float = 1.0,
-        epochs: int = 1,
-        minibatches: int = 1,
-        micro_batch_tokens: int = 2048,
-        order: Literal["prompt", "arrival"] = "prompt",
-        dtype: str = "float32",
-        sharding: Sharding = "shard",
-        gradient_checkpointing: bool = False,
+        **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
@@ -75,42 +64,26 @@ class Critic(TextTrainer):
             algorithm: a recipe's name, `{"name": "ppo", "overrides": {...}}`, or a spec: says what returns are, and the
                 loss. The trainer's.
             seed: of a new model's weights, and of the order of minibatches.
-            lr, warmup_steps, betas, weight_decay, grad_clip: see `Learner`; the learning rate stays after warm-up.
-            epochs: passes over each batch of groups.
-            minibatches: optimizer steps in each pass, each on a part of the groups.
-            micro_batch_tokens: tokens (prompts included) that a rank computes at once; a longer sample stands alone.
-            order: "prompt" values groups in the order of their prompts' ids, so that a run can be repeated bit for bit;
-                "arrival" as they come.
-            dtype: to compute in, "float32" or "bfloat16"; weights, gradients' sums, the optimizer and the head are
-                float32.
-            sharding: how model and optimizer lie on the ranks, see `Trainer.setup`.
-            gradient_checkpointing: keep only the input of each layer and compute the rest twice.
+            given: any of `config.text.CriticSettings`, such as lr=1e-4, which has all keys with their meaning. The head
+                is float32 whatever `dtype` says.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, an algorithm without a
                 critic, or two ranks on a host.
         """
-        at_least_one("critic", epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens)
+        settings = settings_of(CriticSettings, given, self._role)
         self._spec = algorithm_of(algorithm)
         if self._spec.critic is None:
             raise ValueError(f"critic: algorithm {self._spec.name!r} has none: take 'ppo', or leave the role out")
-        self._budget, self._seed = micro_batch_tokens, seed
-        self._epochs, self._minibatches = epochs, minibatches
+        self._budget, self._seed = settings.micro_batch_tokens, seed
+        self._epochs, self._minibatches = settings.epochs, settings.minibatches
 
         def build(place: Place) -> ValueModel:
-            return build_values(
-                Build(model, seed, None, place.dtype, place.device, place.mesh, gradient_checkpointing, 1),
-                self._tokenizer,
-            )
+            where = (place.dtype, place.device, place.mesh)
+            made = Build(model, seed, None, *where, settings.gradient_checkpointing, 1)
+            return build_values(made, self._tokenizer)
 
-        optimizer = {
-            "lr": lr,
-            "warmup_steps": warmup_steps,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "grad_clip": grad_clip,
-        }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=optimizer, sharding=sharding)
+        await self._make(build, tokenizer=tokenizer, settings=settings)
 
     # Predicting --------------------------------------------------------------------------------------------------
 

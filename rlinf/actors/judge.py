@@ -8,12 +8,13 @@ sample's `outcome` and `remark` tell. A reward that cannot work at all ends the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from rlinf.config.schema import settings as settings_of
+from rlinf.config.text import RewardConfig
 from rlinf.data.sample import Group, Outcome, Sample
 from rlinf.rewards.base import OFFERED, ON_REQUEST, Reward, RewardSource
-from rlinf.rewards.exact import exact
 from rlinf.rewards.pool import RewardPool
 from rlinf.rewards.scorer import Arguments, Scorer, Verdict
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -35,35 +36,32 @@ class Judge(Actor):
     async def setup(  # type: ignore[override]
         self,
         *,
-        reward: RewardSource = exact,
-        args: Mapping[str, Any] | None = None,
-        timeout: float = 10.0,  # noqa: ASYNC109  # of each sample, not of setup
-        workers: int | None = None,
-        isolate: Literal["auto", "always", "never"] = "auto",
+        reward: RewardSource | None = None,
         columns: Iterable[str] | None = None,
+        **given: Any,
     ) -> None:
         """Find the reward function and start its child processes.
 
         Args:
             reward: `reward(response, answer, **row) -> float | Score`, plain or async, or its dotted path; or several
-                by name, each a function or a mapping with `function`, `weight` and `args`, which are summed.
-            args: further arguments of a single function.
-            timeout: seconds for one sample.
-            workers: child processes; None for half of this machine's cores, from 2 to 8.
-            isolate: run the function in child processes. "auto" leaves out functions that are marked `trusted`. In this
-                process, plain functions have no deadline.
+                by name, each a function or a mapping with `function`, `weight` and `args`, which are summed. None takes
+                what `function` and `parts` of the settings say.
             columns: of the data set, to see at once whether the function's arguments are there.
+            given: any of `config.text.RewardConfig`, such as timeout=60.0. Functions that are marked `trusted` run in
+                this process unless isolate="always"; in this process, plain functions have no deadline.
 
         Raises:
             ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
                 sent to a child process.
             ChildDied: a child cannot be started; the text has what it printed.
         """
+        settings = settings_of(RewardConfig, given, self._cell.name)
+        reward, args, isolate = reward or settings.parts or settings.function, settings.args, settings.isolate
         isolated = isolate == "always" or (isolate == "auto" and not Reward.of(reward, args, make=False).trusted)
         self._reward = Reward.of(reward, args, make=not isolated)
         if columns is not None:
             self._reward.check({*OFFERED, "messages", *columns})
-        self._timeout = timeout
+        self._timeout = settings.timeout
         self._failed_in_a_row: list[Verdict] = []
         self._pool: RewardPool | None = None
         if isolated:
@@ -72,8 +70,8 @@ class Judge(Actor):
                 args,
                 is_async=self._reward.is_async,
                 name=f"reward of {self._cell.name}",
-                workers=workers or max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)),
-                timeout=timeout,
+                workers=settings.workers or max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)),
+                timeout=settings.timeout,
             )
             await self._pool.start()
         else:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.actors.base.model_actor import ModelActor
+from rlinf.config.schema import settings as settings_of
+from rlinf.config.text import ForwardConfig
 from rlinf.data.packing import Row, cut, pack
 from rlinf.data.safetensors_io import make_room, write_tensors
 from rlinf.data.sample import Group
@@ -52,9 +54,7 @@ class Reference(ModelActor, Receiver):
         column: str = "ref_logprobs",
         decay: float | None = None,
         micro_batch_tokens: int = 8192,
-        order: Literal["prompt", "arrival"] = "prompt",
-        dtype: str = "float32",
-        logprob_chunk: int = 1024,
+        **given: Any,
     ) -> None:
         """Make the model.
 
@@ -66,26 +66,22 @@ class Reference(ModelActor, Receiver):
             decay: how much of the weights stays as it is when they `follow` others, in (0, 1); None: they follow none.
             micro_batch_tokens: tokens (prompts included) computed at once, and groups held beyond those that are being
                 computed; a longer sample stands alone.
-            order: the trainer's. "prompt" computes each group by itself, so that a run can be repeated bit for bit: the
-                last bits of a log-prob depend on what is computed beside it. "arrival" computes together whatever has
-                come, which is faster where answers are short.
-            dtype: of the weights and to compute in, "float32" or "bfloat16". With `decay` they are kept in float32
-                besides, since bfloat16 rounds small moves away.
-            logprob_chunk: response tokens whose logits exist at a time.
+            given: any other of `config.text.ForwardConfig`, such as dtype="bfloat16". With order "prompt" each group is
+                computed by itself, since the last bits of a log-prob depend on what is computed beside it; "arrival"
+                computes together whatever has come, which is faster where answers are short. With `decay` weights are
+                kept in float32 besides those in `dtype`, since bfloat16 rounds small moves away.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, or a setting out of range.
         """
         if decay is not None and not 0 < decay < 1:
             raise ValueError(f"reference: decay={decay} must be between 0 and 1, or None for weights that stay")
-        if micro_batch_tokens < 1 or logprob_chunk < 1:
-            raise ValueError(f"reference: {micro_batch_tokens=} and {logprob_chunk=} must be at least 1")
-        if order not in ("prompt", "arrival"):
-            raise ValueError(f"reference: order={order!r} is neither 'prompt' nor 'arrival'")
-        computes_in = dtype_of(dtype)
-        self._column, self._decay, self._budget, self._alone = column, decay, micro_batch_tokens, order == "prompt"
+        settings = settings_of(ForwardConfig, {"micro_batch_tokens": micro_batch_tokens, **given}, "reference")
+        computes_in = dtype_of(settings.dtype)
+        self._column, self._decay = column, decay
+        self._budget, self._alone = settings.micro_batch_tokens, settings.order == "prompt"
         read = await self.compute(load_tokenizer, tokenizer)
-        self.policy = await self.compute(_policy, model, read, seed, computes_in, self.device, logprob_chunk)
+        self.policy = await self.compute(_policy, model, read, seed, computes_in, self.device, settings.logprob_chunk)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
         if decay is not None and computes_in != torch.float32:

@@ -16,17 +16,17 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import at_least_one
 from rlinf.actors.base.text_trainer import Place, TextTrainer
+from rlinf.config.schema import settings as settings_of
+from rlinf.config.text import TrainerSettings
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.models.language.build import Build, build_policy
-from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.learner import Learner, Schedule
+from rlinf.training.learner import Learner
 from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue, show_samples
 from rlinf.training.text.commands import Forward, ForwardBackward
@@ -48,24 +48,9 @@ class Trainer(TextTrainer):
         algorithm: Algorithm = "grpo",
         reference: Literal["adapters_off"] | None = None,
         seed: int = 0,
-        lr: float = 1e-6,
-        warmup_steps: int = 0,
-        schedule: Schedule = "constant",
-        total_steps: int | None = None,
-        min_lr_ratio: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        grad_clip: float = 1.0,
-        epochs: int = 1,
-        minibatches: int = 1,
-        micro_batch_tokens: int = 2048,
-        order: Literal["prompt", "arrival"] = "prompt",
-        dtype: str = "float32",
-        sharding: Sharding = "shard",
-        gradient_checkpointing: bool = False,
         lora: Mapping[str, Any] | None = None,
-        logprob_chunk: int = 1024,
         rescue_dir: str | None = None,
+        **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
@@ -77,25 +62,14 @@ class Trainer(TextTrainer):
             reference: who says what a reference policy thinks of each token, if the algorithm asks for that: None for a
                 role of its own (`ref_logprobs` of the samples), "adapters_off" for this model without its adapters.
             seed: of a new model's weights, of adapters, and of the order of minibatches.
-            lr, warmup_steps, schedule, total_steps, min_lr_ratio, betas, weight_decay, grad_clip: see `Learner`.
-            epochs: passes over each batch of groups.
-            minibatches: optimizer steps in each pass, each on a part of the groups; with more than one, training begins
-                when the whole batch has come.
-            micro_batch_tokens: tokens (prompts included) that a rank computes at once; a longer sample stands alone.
-            order: "prompt" computes on groups in the order of their prompts' ids, so that a run can be repeated bit for
-                bit; "arrival" as they come, which waits for nobody when one answer takes long.
-            dtype: to compute in, "float32" or "bfloat16"; weights, gradients' sums and the optimizer are float32.
-            sharding: how model and optimizer lie on the ranks: "shard" spreads one copy over all of them, "replicate"
-                gives each rank a copy, "hybrid" each machine. What is learned does not depend on it.
-            gradient_checkpointing: keep only the input of each layer and compute the rest twice.
             lora: `{"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}` trains adapters; None all weights.
-            logprob_chunk: response tokens whose logits exist at a time.
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
+            given: any of `config.text.TrainerSettings`, such as lr=1e-4, which has all keys with their meaning.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        at_least_one("trainer", epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens)
+        settings = settings_of(TrainerSettings, given, self._role)
         spec = algorithm_of(algorithm)
         if reference not in (None, "adapters_off"):
             raise ValueError(f"{self._role}: reference={reference!r} is neither None nor 'adapters_off'")
@@ -106,24 +80,13 @@ class Trainer(TextTrainer):
             )
 
         def build(place: Place) -> PolicyModel:
-            made = Build(
-                model, seed, lora, place.dtype, place.device, place.mesh, gradient_checkpointing, logprob_chunk
-            )
+            where = (place.dtype, place.device, place.mesh)
+            made = Build(model, seed, lora, *where, settings.gradient_checkpointing, settings.logprob_chunk)
             return build_policy(made, self._tokenizer)
 
-        learner = {
-            "lr": lr,
-            "warmup_steps": warmup_steps,
-            "schedule": schedule,
-            "total_steps": total_steps,
-            "min_lr_ratio": min_lr_ratio,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "grad_clip": grad_clip,
-        }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=learner, sharding=sharding)
-        self._spec, self._adapters_off, self._minibatches = spec, reference is not None, minibatches
-        self._epochs, self._budget, self._seed = epochs, micro_batch_tokens, seed
+        await self._make(build, tokenizer=tokenizer, settings=settings)
+        self._spec, self._adapters_off, self._minibatches = spec, reference is not None, settings.minibatches
+        self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir = rescue_dir
         self._batch: BatchSchedule | None = None
 

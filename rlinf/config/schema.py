@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
 _CLOSE_ENOUGH = 0.6  # difflib's own cutoff: below it a suggestion is more often wrong than right
 _LIMITS = {
     "low": (lambda value, limit: value >= limit, "at least"),
@@ -69,9 +70,11 @@ class Leaf:
         return get_origin(self.type) is dict or self.type is Any
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is within the limits; each element of a list must be."""
+        """Whether a value of the right type is within the limits, as each element of a list must be, or a choice."""
         if value is None:
             return True
+        if get_origin(self.type) is Literal:
+            return value in get_args(self.type)
         values = value if isinstance(value, list | tuple) else [value]
         return all(_LIMITS[name][0](each, limit) for each in values for name, limit in self.limits.items())
 
@@ -90,6 +93,35 @@ def number(default: Any, **limits: float) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
+    """A section from keyword arguments; what is not given has its default.
+
+    So a role takes the keys of a section as arguments of its `setup`, documented and limited in one place:
+
+        async def setup(self, *, model: str, **given: Any) -> None:
+            settings_of_mine = settings(TrainerConfig, given, "trainer")
+
+    Args:
+        schema: the section.
+        given: values by name.
+        who: whose settings these are, for the errors.
+
+    Raises:
+        ValueError: with every name that there is not, and every value that cannot be.
+    """
+    known = {leaf.key: leaf for leaf in leaves(schema)}
+    problems = []
+    for key, value in given.items():
+        if key not in known:
+            near = nearest(key, known)
+            problems.append(f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {[*known]}"))
+        elif not known[key].allows(value):
+            problems.append(f"{key}={value!r}: expected {known[key].expectation}")
+    if problems:
+        raise ValueError(f"{who}: {'; '.join(problems)}")
+    return schema(**given)
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:

@@ -5,7 +5,7 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from rlinf.config.common import CommonConfig
@@ -253,13 +253,24 @@ class RolloutConfig:
 
 
 @dataclass
-class TrainerConfig:
-    """How gradients are computed; nothing here changes what is learned."""
+class ForwardConfig:
+    """How a model is run over answers; nothing here changes what comes of it, up to rounding."""
 
     micro_batch_tokens: int = number(2048, low=1)
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
+    order: Literal["prompt", "arrival"] = "prompt"
+    """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
+    groups as they finish, which is faster where a few answers are much longer than the others."""
+    logprob_chunk: int = number(1024, low=1)
+    """Tokens whose logits over the vocabulary are in memory at once."""
+
+
+@dataclass
+class TrainerConfig(ForwardConfig):
+    """How gradients are computed; nothing here changes what is learned."""
+
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them
     (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each
@@ -267,11 +278,37 @@ class TrainerConfig:
     fits into the devices' memory, and says which."""
     gradient_checkpointing: bool = False
     """Compute activations again on the way back: less memory, about a third more time."""
-    order: Literal["prompt", "arrival"] = "prompt"
-    """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
-    groups as they finish, which is faster where a few answers are much longer than the others."""
-    logprob_chunk: int = number(1024, low=1)
-    """Tokens whose logits over the vocabulary are in memory at once."""
+
+
+@dataclass
+class TrainerSettings(OptimizerConfig, TrainerConfig):
+    """How a trainer learns: what it takes by keyword beside model, tokenizer and algorithm."""
+
+    lr: float = number(OptimizerConfig.lr, low=0)
+    """Learning rate after warm-up; 0 keeps all weights as they are."""
+    sharding: Literal["shard", "replicate", "hybrid"] = "shard"
+    """How model and optimizer lie on the ranks; see `TrainerConfig`, whose `auto` a run replaces by what it chose."""
+    epochs: int = number(AlgorithmConfig.epochs, low=1)
+    """Passes over each batch of groups."""
+    minibatches: int = number(AlgorithmConfig.minibatches, low=1)
+    """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
+    batch has come."""
+    total_steps: int | None = number(None, low=1)
+    """Optimizer steps of the whole run, at the end of which a linear or cosine schedule has come down."""
+
+    @property
+    def learner(self) -> dict[str, Any]:
+        """Those of the optimizer and its schedule, as `Learner` takes them."""
+        names = (*(each.name for each in fields(OptimizerConfig)), "total_steps")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class CriticSettings(TrainerSettings):
+    """How a critic learns: what it takes by keyword beside model, tokenizer and algorithm."""
+
+    lr: float = number(CriticConfig.lr, low=0)
+    """Learning rate after warm-up; 0 keeps all weights as they are."""
 
 
 @dataclass

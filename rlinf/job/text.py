@@ -160,7 +160,7 @@ def roles_of(
     }
     found: dict[str, tuple[type[Any], dict[str, Any]]] = {
         "rollout": (Rollout, {**shared, **asdict(config.rollout)}),
-        "judge": (Judge, _judge(config, data)),
+        "judge": (Judge, {**asdict(config.reward), "columns": data.columns or None}),
     }
     if prepared is None:
         return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
@@ -188,17 +188,10 @@ def _check_reward(config: RunConfig, data: Data) -> None:
             raise InputError(f"reward: {error}") from error
 
 
-def _judge(config: RunConfig, data: Data) -> dict[str, Any]:
-    reward = asdict(config.reward)
-    one, parts = reward.pop("function"), reward.pop("parts")
-    return {"reward": parts or one, **reward, "columns": data.columns or None}
-
-
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     lora = config.model.lora
     inside = algorithm.needs_reference and config.reference.kind == "adapters_off"
     return {
-        **asdict(config.optimizer),
         **_learning(config, algorithm),
         "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
         "lora": asdict(lora) if lora.r else None,
@@ -208,25 +201,16 @@ def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
 
 def _critic(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     critic = config.critic
+    own = {name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")}
+    constant = {"schedule": "constant", "min_lr_ratio": 0.0}
     changed = {} if critic.model is None else {"model": critic.model}
-    common = _learning(config, algorithm)
-    common.pop("logprob_chunk")  # it has no vocabulary
-    return {
-        **common,
-        "betas": config.optimizer.betas,
-        **{name: getattr(critic, name) for name in ("lr", "warmup_steps", "grad_clip", "weight_decay")},
-        **changed,
-    }
+    return {**_learning(config, algorithm), **own, **constant, **changed}
 
 
 def _learning(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     """What trainer and critic have in common: how a batch becomes optimizer steps."""
-    return {
-        **asdict(config.trainer),
-        "algorithm": algorithm,
-        "epochs": config.algorithm.epochs,
-        "minibatches": config.algorithm.minibatches,
-    }
+    passes = {"epochs": config.algorithm.epochs, "minibatches": config.algorithm.minibatches}
+    return {**asdict(config.optimizer), **asdict(config.trainer), **passes, "algorithm": algorithm}
 
 
 def _reference(config: RunConfig, role: str) -> dict[str, Any]:

@@ -323,8 +323,8 @@ async def test_input_that_fails_or_is_cancelled_leaves_nothing_behind(critic):
     [
         ({"algorithm": "grpo"}, "algorithm 'grpo' has none: take 'ppo'"),
         ({"algorithm": "pop"}, "ppo"),
-        ({"epochs": 0, "minibatches": 0}, "epochs=0, minibatches=0 must be at least 1"),
-        ({"order": "random"}, "neither 'prompt' nor 'arrival'"),
+        ({"epochs": 0, "minibatches": 0}, "epochs=0: expected.* at least 1; minibatches=0: expected"),
+        ({"order": "random"}, "order='random': expected one of prompt, arrival"),
         ({"dtype": "float16"}, "float16"),
     ],
 )

@@ -282,7 +282,7 @@ async def test_bfloat16_is_close(system):
     ("setting", "text"),
     [
         ({"decay": 1.0}, "decay=1.0 must be between 0 and 1"),
-        ({"order": "any"}, "order='any' is neither"),
+        ({"order": "any"}, "order='any': expected one of prompt, arrival"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0"),
     ],

@@ -354,10 +354,11 @@ async def test_a_loss_that_is_no_number_stops_with_the_batch_saved(trainer, tmp_
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"dtype": "float16"}, "dtype='float16' is none of"),
-        ({"order": "random"}, "order='random' is neither"),
-        ({"epochs": 0}, "epochs=0 must be at least 1"),
+        ({"dtype": "float16"}, "dtype='float16': expected one of float32, bfloat16"),
+        ({"order": "random"}, "order='random': expected one of prompt, arrival"),
+        ({"epochs": 0}, "trainer: epochs=0: expected.*at least 1"),
         ({"lora": {"r": 8}}, "needs exactly the keys"),
+        ({"learning_rate": 1.0, "epoch": 2}, "learning_rate: unknown setting.*epoch: .*did you mean epochs?"),
         ({"schedule": "cosine"}, "needs total_steps"),
     ],
 )

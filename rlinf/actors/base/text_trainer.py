@@ -6,9 +6,9 @@ tokens, weights, checkpoints. The ranks carry commands out together and answer a
 A subclass says what is learned:
 
     class Critic(TextTrainer):
-        async def setup(self, *, model, tokenizer, lr=1e-5, dtype="float32", ...):
+        async def setup(self, *, model, tokenizer, **given):
             def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
-            await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner={"lr": lr, ...})
+            await self._make(build, tokenizer=tokenizer, settings=settings_of(TrainerSettings, given, "critic"))
 
         def _learn(self, learner, command, *, again=False): # blocking: command.packed() -> learner.add(LossSum)
             ...
@@ -32,7 +32,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
 from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.config.text import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
@@ -93,35 +94,27 @@ class TextTrainer(BaseTrainer):
         build: Callable[[Place], nn.Module],
         *,
         tokenizer: TokenizerSource,
-        dtype: str,
-        order: Literal["prompt", "arrival"],
-        learner: Mapping[str, Any],
-        sharding: Sharding = "shard",
+        settings: TrainerSettings,
     ) -> None:
         """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
 
         Args:
             build: makes the module; blocking, and a collective where there is a mesh.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
-            dtype: to compute in, "float32" or "bfloat16".
-            order: "prompt" works on groups in the order of their prompts' ids, "arrival" as they come.
-            learner: settings of `Learner`.
-            sharding: how the model lies on the ranks, see `Sharding`.
+            settings: how it lies on the ranks, and how it learns.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        if order not in ("prompt", "arrival"):
-            raise ValueError(f"{self._role}: order={order!r} is neither 'prompt' nor 'arrival'")
-        computes_in = dtype_of(dtype)
+        computes_in = dtype_of(settings.dtype)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         await self._open_mesh()
-        self._layout = await self._laid_out(sharding, computes_in != torch.float32)
+        self._layout = await self._laid_out(settings.sharding, computes_in != torch.float32)
         self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
-        self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
+        self._learner = self._at_work = Learner(self.module, layout=self._layout, **settings.learner)
         self._coming_again: list[ForwardBackward] = []
         self._own(self.model, self._learner.optimizer, self._learner.schedule)
-        self._in_order = InOrder() if order == "prompt" else None
+        self._in_order = InOrder() if settings.order == "prompt" else None
 
     async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
         """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""

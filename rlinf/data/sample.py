@@ -142,10 +142,12 @@ class Sample:
     share a reward weigh 1/3 each where the task shall count once."""
 
     def __post_init__(self) -> None:
-        if self.loss_mask is not None:
-            _check_mask(f"prompt {self.prompt.id}, sample {self.index}", self.loss_mask, self.response_ids)
+        if self.loss_mask is None and self.weight == 1.0:
+            return
+        where = f"prompt {self.prompt.id}, sample {self.index}"
+        _check_mask(where, self.loss_mask, self.response_ids)
         if not self.weight > 0:
-            raise ValueError(f"prompt {self.prompt.id}, sample {self.index}: weight={self.weight} must be more than 0")
+            raise ValueError(f"{where}: weight={self.weight} must be more than 0")
 
     @staticmethod
     def of_segments(prompt: Prompt, index: int, segments: Sequence[Segment], **more: Any) -> Sample:

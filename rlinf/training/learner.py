@@ -96,7 +96,7 @@ class Learner:
             spec: the algorithm.
             version: of the weights being trained, before the update.
             compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
-            kept: columns beside those of `batch`, float32 [response tokens] each; our log-probs join them if the
+            kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the
                 algorithm needs those before the update and nobody said them yet.
         """
         kept = {} if kept is None else kept

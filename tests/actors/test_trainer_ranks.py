@@ -84,7 +84,7 @@ def test_every_number_of_ranks_learns_the_same_and_says_the_same(results, world,
 @pytest.mark.parametrize("name", toys.ALGORITHMS)
 def test_every_algorithm_has_the_gradient_of_one_process_that_goes_sample_by_sample(results, world, name):
     plain = build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval()
-    toys.sample_by_sample(plain, toys.ALGORITHMS[name], toys.told(toys.groups(7))).backward()
+    toys.sample_by_sample(plain, toys.ALGORITHMS[name], toys.conversations(toys.told(toys.groups(7)))).backward()
     expected, found = toys.gradients(plain), results[world]["algorithms"][name]["gradient"]
     assert sum(float(gradient.abs().sum()) for gradient in expected.values()) > 0.1
     assert toys.furthest(found, expected) < 1e-5
@@ -113,6 +113,9 @@ def assert_told(groups, plain):
     for group in groups:
         for sample, expected in zip(group.samples, toys.logprobs_of(plain, group), strict=True):
             told = sample.per_token["proximal_logprobs"]
+            if sample.loss_mask is not None:
+                assert np.isnan(told[~sample.loss_mask]).all(), "nothing is said of what was only read"
+                told, expected = told[sample.loss_mask], expected[sample.loss_mask]
             assert np.isnan(told).all() if sample.reward is None else np.abs(told - expected).max(initial=0) < 1e-5
 
 

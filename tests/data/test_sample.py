@@ -117,3 +117,9 @@ def test_a_mask_that_is_none_is_refused(mask):
         Sample(Prompt(0, np.arange(3)), 0, np.arange(2), np.zeros(2), np.zeros(2), "", False, loss_mask=mask)
     with pytest.raises(ValueError, match="an example: loss_mask"):
         Example(np.arange(3), np.arange(2), mask)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_sample_that_counts_as_less_than_nothing_is_refused(weight):
+    with pytest.raises(ValueError, match=r"weight=.* must be more than 0"):
+        Sample(Prompt(0, np.arange(3)), 0, np.arange(1), np.zeros(1), np.zeros(1), "", False, weight=weight)

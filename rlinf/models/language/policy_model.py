@@ -1,7 +1,7 @@
 """A Hugging Face model as the trainer sees it: packed tokens in, log-probs of the responses out.
 
-In: a `Packed` micro-batch. Out: log-prob and entropy of every response token. Between lie the model's own layers, over
-all tokens in one row without padding, and the output embedding, over response tokens alone and in chunks.
+In: a `Packed` micro-batch. Out: log-prob and entropy of every learned token. Between lie the model's own layers, over
+all tokens in one row without padding, and the output embedding, over learned tokens alone and in chunks.
 
 It is a module so that both happen inside one `forward`, the only place where the weights of a model spread over ranks
 are whole. Whether a model can be run like this is not guessed from its name: its own forward must agree.
@@ -57,14 +57,14 @@ class PolicyModel(nn.Module):
                 module.training = True  # asked for by checkpointing; its parts stay in evaluation mode
 
     def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every response token, under softmax(logits / temperature).
+        """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
             batch: the sequences.
             entropy_slope: entropies are differentiable, too.
 
         Returns:
-            Log-probs, differentiable, and entropies; nats, float32 [response tokens].
+            Log-probs, differentiable, and entropies; nats, float32 [learned].
         """
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits")
@@ -83,7 +83,7 @@ class PolicyModel(nn.Module):
         )
 
     def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
-        """What `part` of the model gives where response tokens are predicted, [response tokens, ...]."""
+        """What `part` of the model gives where learned tokens are predicted, [learned, ...]."""
         if batch.images:
             raise ValueError(
                 f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "

@@ -1,4 +1,4 @@
-"""A Hugging Face model as the critic sees it: packed tokens in, a value before each response token out.
+"""A Hugging Face model as the critic sees it: packed tokens in, a value before each learned token out.
 
 In: a `Packed` micro-batch. Out: what the rest of an answer is expected to earn, as seen from the place that predicts
 each of its tokens, so before that token is known. The layers are those of a policy, run in the same way; in place of
@@ -46,10 +46,10 @@ class ValueModel(PolicyModel):
         return cast(nn.Linear, self.model.score)
 
     def forward(self, batch: Packed) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # it has no entropy
-        """The value before each response token.
+        """The value before each learned token.
 
         Returns:
-            Values, float32 [response tokens], and the hidden states that they are read from, [response tokens, width];
+            Values, float32 [learned], and the hidden states that they are read from, [learned, width];
             both differentiable.
         """
         hidden = self._kept(self.model.base_model, batch, "last_hidden_state")

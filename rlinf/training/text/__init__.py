@@ -1,4 +1,4 @@
-"""From judged answers to gradients of a language model.
+"""From judged answers to the gradient of a language model: rows with advantages, micro-batches, passes, commands.
 
-Packed rows, log-prob passes, schedules of micro-batches; how often and with which losses is `algos`' to say.
+What a reward, an advantage or a loss is belongs in `algos`; the model in `models`; no actor is imported here.
 """

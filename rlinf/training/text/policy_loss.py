@@ -1,6 +1,6 @@
 """The loss of a packed micro-batch under an algorithm: which log-probs stand for which policy.
 
-In: what the model says of the response tokens, and what was known of them. Out: a `LossSum`.
+In: log-probs and entropies of the learned tokens, and their columns. Out: a `LossSum`.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ STILL: dict[str, Any] = {
 async def by_algorithm(system: rlinf.ActorSystem) -> dict[str, Any]:
     """The gradient of every algorithm; and what those that ask for log-probs before the update are told."""
     trainer = await system.spawn(Apprentice, name="algorithms", **STILL)
-    batch, found = toys.told(toys.groups(7)), {}
+    batch, found = toys.conversations(toys.told(toys.groups(7))), {}
     for name, algorithm in toys.ALGORITHMS.items():
         await trainer.become(algorithm)
         metrics = await trainer.train(Stream.of(batch[::-1]))

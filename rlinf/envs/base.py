@@ -8,10 +8,11 @@ videos; `pool.py` runs it in child processes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,3 +169,96 @@ class Simulator(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give everything back; the simulator is not used again."""
+
+
+class ReplayedSimulator(Simulator):
+    """Keeps of each environment its observation, the seed of its episode and the actions since.
+
+    A saved state is that seed and those actions, to be restored by doing them again: exact wherever an episode follows
+    from them, and without help from the simulation. `_track` is called once the specs are known.
+    """
+
+    def _track(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self._rows: list[dict[str, np.ndarray]] = [
+            {name: torch.zeros(spec.shape, dtype=spec.dtype).numpy() for name, spec in self.observation_spec.items()}
+            for _ in range(num_envs)
+        ]
+        self._seeds = [0] * num_envs
+        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+
+    def save(self) -> list[State]:
+        size = self.action_spec.size
+        return [
+            {"seed": seed, "actions": torch.from_numpy(np.array(history, np.float32).reshape(-1, size))}
+            for seed, history in zip(self._seeds, self._history, strict=True)
+        ]
+
+    def _stacked(self, envs: Iterable[int]) -> Observation:
+        return {
+            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
+        }
+
+
+class Moved(NamedTuple):
+    """What one step of a single environment did."""
+
+    row: dict[str, np.ndarray]
+    """Its observation after the step, one row."""
+    reward: float
+    """Of the step."""
+    terminated: bool
+    """The task ended."""
+    truncated: bool
+    """The simulation stopped for a reason outside the task."""
+    success: bool | None
+    """Whether the task is solved; None where that is not said."""
+
+
+class SerialSimulator(ReplayedSimulator):
+    """N simulations in one process, stepped one after the other. An adapter fills in `_begin` and `_move`."""
+
+    @abstractmethod
+    def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
+        """Begin an episode in one environment; its first observation, one row."""
+
+    @abstractmethod
+    def _move(self, env: int, action: np.ndarray) -> Moved:
+        """Do one action, float32 [A], in one environment."""
+
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
+            self._restart(env, seed)
+        return self._stacked(env_ids.tolist())
+
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        reward = np.zeros(self.num_envs, np.float32)
+        terminated, truncated, solved = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
+        tells, numbers = False, actions.numpy()
+        for env in active.nonzero().flatten().tolist():
+            _, reward[env], terminated[env], truncated[env], success = self._advance(env, numbers[env])
+            if success is not None:
+                tells, solved[env] = True, success
+        return Transition(
+            observation=self._stacked(range(self.num_envs)),
+            reward=torch.from_numpy(reward),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            success=torch.from_numpy(solved) if tells else None,
+        )
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        for env, state in zip(env_ids.tolist(), states, strict=True):
+            self._restart(env, state["seed"])
+            for action in state["actions"].numpy():
+                self._advance(env, action)
+
+    def _restart(self, env: int, seed: int) -> None:
+        self._rows[env] = self._begin(env, seed)
+        self._seeds[env], self._history[env] = seed, []
+
+    def _advance(self, env: int, action: np.ndarray) -> Moved:
+        moved = self._move(env, action)
+        self._rows[env] = moved.row
+        self._history[env].append(action.copy())
+        return moved

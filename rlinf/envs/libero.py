@@ -4,8 +4,6 @@ In and out: what `Simulator` says; "rgb" has the camera before the table and the
 gripper is. Nothing of LIBERO is imported before a simulator is made. Its pins exclude ours, so its parts are installed
 one by one (`INSTALL`), and its meshes come apart from its package; what is missing is said with the command, and the
 question that LIBERO asks on the terminal when it is first imported never comes up.
-
-States are saved as the seed of the episode and the actions since, and restored by doing them again.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Observation, Simulator, State, Transition
+from rlinf.envs.base import ActionSpec, ArraySpec, CannotSimulate, Moved, SerialSimulator
 
 MAX_STEPS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """The suites, and steps of an episode as in OpenVLA's evaluation: a little more than the longest demonstration."""
@@ -52,7 +50,7 @@ class MissingLibero(CannotSimulate):
     """LIBERO or its meshes are not on this machine; the text names the commands that bring them."""
 
 
-class Libero(Simulator):
+class Libero(SerialSimulator):
     """Environments of one of LIBERO's suites.
 
     The seed of an episode chooses the task, and which of the task's starts: seed modulo the number of tasks, and the
@@ -82,7 +80,6 @@ class Libero(Simulator):
             raise ValueError(f"tasks={self._tasks} must be numbers from 0 to {count - 1}, the tasks of {suite}")
         self._folder = Path(get_libero_path("bddl_files"))
         self._size = image_size
-        self.num_envs = num_envs
         self.max_steps = MAX_STEPS[suite]
         self.observation_spec = {
             "state": ArraySpec((_STATE,), torch.float32),
@@ -91,30 +88,7 @@ class Libero(Simulator):
         self.action_spec = ActionSpec(-torch.ones(_ACTION), torch.ones(_ACTION))
         self._envs: list[Any] = [None] * num_envs
         self._chosen = [self._tasks[0]] * num_envs
-        self._rows: list[dict[str, np.ndarray]] = [
-            {"state": np.zeros(_STATE, np.float32), "rgb": np.zeros(self.observation_spec["rgb"].shape, np.uint8)}
-            for _ in range(num_envs)
-        ]
-        self._seeds = [0] * num_envs
-        self._history: list[list[Tensor]] = [[] for _ in range(num_envs)]
-
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
-            self._begin(env, seed)
-        return self._stacked(env_ids.tolist())
-
-    def step(self, actions: Tensor, active: Tensor) -> Transition:
-        reward = torch.zeros(self.num_envs)
-        solved = torch.zeros(self.num_envs, dtype=torch.bool)
-        for env in active.nonzero().flatten().tolist():
-            reward[env], solved[env] = self._move(env, actions[env])
-        return Transition(
-            observation=self._stacked(range(self.num_envs)),
-            reward=reward,
-            terminated=solved.clone(),  # LIBERO's tasks end when they are solved and in no other way
-            truncated=torch.zeros_like(solved),
-            success=solved,
-        )
+        self._track(num_envs)
 
     def instructions(self) -> list[str]:
         return [str(self._suite.get_task(task).language) for task in self._chosen]
@@ -122,25 +96,12 @@ class Libero(Simulator):
     def render(self, env_ids: Tensor) -> Tensor:
         return torch.from_numpy(np.stack([self._rows[env]["rgb"][..., :3] for env in env_ids.tolist()]))
 
-    def save(self) -> list[State]:
-        none = torch.empty(0, _ACTION)
-        return [
-            {"seed": seed, "actions": torch.stack(history) if history else none}
-            for seed, history in zip(self._seeds, self._history, strict=True)
-        ]
-
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        for env, state in zip(env_ids.tolist(), states, strict=True):
-            self._begin(env, state["seed"])
-            for action in state["actions"]:
-                self._move(env, action)
-
     def close(self) -> None:
         for env in self._envs:
             if env is not None:
                 env.close()
 
-    def _begin(self, env: int, seed: int) -> None:
+    def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
         task = self._tasks[seed % len(self._tasks)]
         if self._envs[env] is None or task != self._chosen[env]:
             self._build(env, task)
@@ -151,9 +112,7 @@ class Libero(Simulator):
         simulation.set_init_state(starts[seed // len(self._tasks) % len(starts)])
         for _ in range(_SETTLING):
             observed, *_ = simulation.step(_STILL)
-        self._rows[env] = _read(observed)
-        self._seeds[env] = seed
-        self._history[env] = []
+        return _read(observed)
 
     def _build(self, env: int, task: int) -> None:
         from libero.libero.envs import OffScreenRenderEnv
@@ -169,16 +128,10 @@ class Libero(Simulator):
         )
         self._chosen[env] = task
 
-    def _move(self, env: int, action: Tensor) -> tuple[float, bool]:
-        observed, reward, solved, _ = self._envs[env].step(action.numpy())
-        self._rows[env] = _read(observed)
-        self._history[env].append(action.clone())
-        return float(reward), bool(solved)
-
-    def _stacked(self, envs: Sequence[int]) -> Observation:
-        return {
-            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
-        }
+    def _move(self, env: int, action: np.ndarray) -> Moved:
+        observed, reward, solved, _ = self._envs[env].step(action)
+        # LIBERO's tasks end when they are solved and in no other way
+        return Moved(_read(observed), float(reward), bool(solved), False, bool(solved))
 
 
 def _prepare() -> None:

@@ -2,9 +2,6 @@
 
 In and out: what `Simulator` says. `spaces.py` tells what becomes of observations and actions. gymnasium's own time
 limit is taken off, and its number of steps becomes `max_steps`, so that whoever owns the simulator may change it.
-
-States are saved as the seed of the episode and the actions since, and restored by doing them again: that is exact for
-every environment whose episodes follow from their seed, and needs no help from it.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import Observation, Simulator, State, Transition
+from rlinf.envs.base import Moved, SerialSimulator
 from rlinf.envs.gymnasium.spaces import actions_of, observations_of
 
 SUCCESS = ("success", "is_success")
 """Names under which `info` says that the task is solved: Meta-World's and ManiSkill's, gymnasium-robotics'."""
 
 
-class Gymnasium(Simulator):
+class Gymnasium(SerialSimulator):
     """Environments that `gymnasium.make` makes.
 
     Args:
@@ -60,41 +57,11 @@ class Gymnasium(Simulator):
             for wrapper in found:
                 env = wrapper(env)
             self._envs.append(env)
-        self.num_envs = num_envs
         self.max_steps = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
         self.observation_spec, self._read = observations_of(self._envs[0].observation_space, id)
         self.action_spec, self._write = actions_of(self._envs[0].action_space, id)
         self._success = SUCCESS if success is None else (success,)
-        self._rows: list[dict[str, np.ndarray]] = [
-            {name: np.zeros(spec.shape, _NUMPY[spec.dtype]) for name, spec in self.observation_spec.items()}
-            for _ in range(num_envs)
-        ]
-        self._seeds = [0] * num_envs
-        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
-
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
-            self._begin(env, seed)
-        return self._stacked(env_ids.tolist())
-
-    def step(self, actions: Tensor, active: Tensor) -> Transition:
-        reward = np.zeros(self.num_envs, np.float32)
-        terminated, truncated, solved = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
-        tells = False
-        numbers = actions.numpy()
-        for env in active.nonzero().flatten().tolist():
-            reward[env], terminated[env], truncated[env], info = self._move(env, numbers[env])
-            for name in self._success:
-                if name in info:
-                    tells = True
-                    solved[env] = bool(info[name])
-        return Transition(
-            observation=self._stacked(range(self.num_envs)),
-            reward=torch.from_numpy(reward),
-            terminated=torch.from_numpy(terminated),
-            truncated=torch.from_numpy(truncated),
-            success=torch.from_numpy(solved) if tells else None,
-        )
+        self._track(num_envs)
 
     def render(self, env_ids: Tensor) -> Tensor:
         if self._envs[0].render_mode is None:
@@ -102,40 +69,17 @@ class Gymnasium(Simulator):
         pictures: list[Any] = [self._envs[env].render() for env in env_ids.tolist()]
         return torch.from_numpy(np.stack(pictures))
 
-    def save(self) -> list[State]:
-        size = self.action_spec.size
-        return [
-            {"seed": seed, "actions": torch.from_numpy(np.array(history, np.float32).reshape(-1, size))}
-            for seed, history in zip(self._seeds, self._history, strict=True)
-        ]
-
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        for env, state in zip(env_ids.tolist(), states, strict=True):
-            self._begin(env, state["seed"])
-            for action in state["actions"].numpy():
-                self._move(env, action)
-
     def close(self) -> None:
         for env in self._envs:
             env.close()
 
-    def _begin(self, env: int, seed: int) -> None:
-        observed, _ = self._envs[env].reset(seed=seed)
-        self._rows[env] = self._read(observed)
-        self._seeds[env] = seed
-        self._history[env] = []
+    def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
+        return self._read(self._envs[env].reset(seed=seed)[0])
 
-    def _move(self, env: int, action: np.ndarray) -> tuple[float, bool, bool, dict[str, Any]]:
+    def _move(self, env: int, action: np.ndarray) -> Moved:
         observed, reward, terminated, truncated, info = self._envs[env].step(self._write(action))
-        self._rows[env] = self._read(observed)
-        self._history[env].append(action.copy())
-        return float(reward), terminated, truncated, info
-
-    def _stacked(self, envs: Sequence[int]) -> Observation:
-        return {
-            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
-        }
-
-
-_NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
-"""numpy's name of each type that `spaces.py` gives."""
+        success = None
+        for name in self._success:
+            if name in info:
+                success = bool(info[name])
+        return Moved(self._read(observed), float(reward), terminated, truncated, success)

@@ -24,12 +24,12 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import Observation, Simulator, State, Transition
+from rlinf.envs.base import Observation, ReplayedSimulator, State, Transition
 from rlinf.envs.gymnasium.single import SUCCESS
 from rlinf.envs.gymnasium.spaces import actions_of, observations_of
 
 
-class GymnasiumVector(Simulator):
+class GymnasiumVector(ReplayedSimulator):
     """The environments of one vector environment.
 
     Args:
@@ -72,14 +72,11 @@ class GymnasiumVector(Simulator):
             self.max_steps = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
         else:
             self._envs = (resolve(env) if isinstance(env, str) else env)(num_envs=num_envs, **settings)
-        self.num_envs = num_envs
         self.observation_spec, self._read = observations_of(self._envs.single_observation_space, self._name)
         self.action_spec, self._write = actions_of(self._envs.single_action_space, self._name)
         self._success = SUCCESS if success is None else (success,)
-        self._seeds = [0] * num_envs
-        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self._track(num_envs)
         self._over = np.zeros(num_envs, np.bool_)  # the episode has ended, and no other was begun
-        self._rows: list[dict[str, np.ndarray]] = []
         self._see_that_it_fits()
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
@@ -103,13 +100,6 @@ class GymnasiumVector(Simulator):
             raise NotImplementedError("these environments were made without pictures: set pictures=True")
         pictures: Any = self._envs.render()
         return torch.from_numpy(np.stack([pictures[env] for env in env_ids.tolist()]))
-
-    def save(self) -> list[State]:
-        size = self.action_spec.size
-        return [
-            {"seed": seed, "actions": torch.from_numpy(np.array(history, np.float32).reshape(-1, size))}
-            for seed, history in zip(self._seeds, self._history, strict=True)
-        ]
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
         wanted = self.save()
@@ -169,14 +159,8 @@ class GymnasiumVector(Simulator):
 
     def _look(self, observed: Any, envs: Iterable[int]) -> None:
         seen = list(iterate(self._envs.observation_space, observed))
-        self._rows = self._rows or [self._read(row) for row in seen]
         for env in envs:
             self._rows[env] = self._read(seen[env])
-
-    def _stacked(self, envs: Iterable[int]) -> Observation:
-        return {
-            name: torch.from_numpy(np.stack([self._rows[env][name] for env in envs])) for name in self.observation_spec
-        }
 
     def _see_that_it_fits(self) -> None:
         """Refuse a vector environment with which no episode would follow from its seed."""

@@ -5,24 +5,23 @@ In and out: what `Simulator` says. Nobody is woken: `pool.py` puts such simulato
 An episode follows from its seed and its actions bit for bit, which ManiSkill alone does not give: PhysX solves contacts
 in an order that remembers earlier episodes, and bodies keep how long they have lain still. After another history, one
 episode in ten that had contacts was seen to end differently. So every reset moves the bodies into a new physics scene
-(0.3 ms; building all anew would take 20). And a state is saved as the seed of its episode and the actions since,
-to be restored by doing them again.
+(0.3 ms; building all anew would take 20).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.envs.base import Observation, Simulator, State, Transition
+from rlinf.envs.base import Moved, SerialSimulator
 from rlinf.envs.maniskill import tasks as maniskill_tasks
 from rlinf.envs.maniskill.tasks import Task
 
 
-class ManiSkill(Simulator):
+class ManiSkill(SerialSimulator):
     """Environments of ManiSkill 3, simulated on the CPU.
 
     Args:
@@ -42,38 +41,9 @@ class ManiSkill(Simulator):
             self._envs = [maniskill_tasks.make(self._task, 1, "physx_cpu") for _ in range(num_envs)]
             self._bodies = [_bodies(env) for env in self._envs]
             self.observation_spec = maniskill_tasks.observation_spec(self._envs[0])
-        self.num_envs = num_envs
         self.action_spec = maniskill_tasks.action_spec(self._envs[0], self._task.id)
         self.max_steps = maniskill_tasks.find(self._task.id).max_episode_steps
-        self._rows: list[Observation] = [
-            {name: torch.zeros(1, *spec.shape, dtype=spec.dtype) for name, spec in self.observation_spec.items()}
-            for _ in range(num_envs)
-        ]
-        self._reward = [torch.zeros(1) for _ in range(num_envs)]
-        self._ended = [torch.zeros(1, dtype=torch.bool) for _ in range(num_envs)]
-        self._solved: list[Tensor | None] = [None] * num_envs
-        self._seeds = [0] * num_envs
-        self._history: list[list[Tensor]] = [[] for _ in range(num_envs)]
-
-    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
-            self._begin(env, seed)
-        return self._stacked(env_ids.tolist())
-
-    def step(self, actions: Tensor, active: Tensor) -> Transition:
-        moving = active.nonzero().flatten().tolist()
-        for env in moving:
-            self._move(env, actions[env : env + 1])
-        never = torch.zeros(1, dtype=torch.bool)
-        solved = [never if told is None else told for told in self._solved]
-        tells = any(self._solved[env] is not None for env in moving)
-        return Transition(
-            observation=self._stacked(range(self.num_envs)),
-            reward=torch.cat(self._reward),
-            terminated=torch.cat(self._ended),
-            truncated=torch.zeros(self.num_envs, dtype=torch.bool),
-            success=torch.cat(solved) if tells else None,
-        )
+        self._track(num_envs)
 
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:
@@ -82,53 +52,29 @@ class ManiSkill(Simulator):
             drawn = [self._envs[env].render_rgb_array() for env in env_ids.tolist()]
         return torch.cat(drawn)
 
-    def save(self) -> list[State]:
-        none = torch.empty(0, self.action_spec.size)
-        return [
-            {"seed": seed, "actions": torch.cat([none, *history])}
-            for seed, history in zip(self._seeds, self._history, strict=True)
-        ]
-
-    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        for env, state in zip(env_ids.tolist(), states, strict=True):
-            self._begin(env, state["seed"])
-            for action in state["actions"].split(1):
-                self._move(env, action)
-
     def close(self) -> None:
         for env in self._envs:
             env.close()
 
     @torch.inference_mode()
-    def _begin(self, env: int, seed: int) -> None:
+    def _begin(self, env: int, seed: int) -> dict[str, np.ndarray]:
         simulation = self._envs[env]
         if simulation.reconfiguration_freq == 0:
             _renew(simulation)
             for body in self._bodies[env]:
                 body.put_to_sleep()  # a body wakes with its full time until it may sleep again
                 body.wake_up()
-        observed, _ = simulation.reset(seed=seed)
-        self._rows[env] = maniskill_tasks.read(observed)
-        self._seeds[env] = seed
-        self._history[env] = []
+        return _row(simulation.reset(seed=seed)[0])
 
     @torch.inference_mode()  # a tenth faster: ManiSkill does hundreds of tiny operations in a step
-    def _move(self, env: int, action: Tensor) -> None:
-        observed, reward, terminated, _, told = self._envs[env].step(action)
-        self._rows[env] = maniskill_tasks.read(observed)
-        self._reward[env] = reward.reshape(1).float()
-        self._ended[env] = terminated.reshape(1)
-        self._solved[env] = _success(told)
-        self._history[env].append(action.clone())
-
-    def _stacked(self, envs: Sequence[int]) -> Observation:
-        # Outside of inference mode, so that what is handed out can be trained on.
-        return {name: torch.cat([self._rows[env][name] for env in envs]) for name in self.observation_spec}
+    def _move(self, env: int, action: np.ndarray) -> Moved:
+        observed, reward, terminated, _, said = self._envs[env].step(torch.from_numpy(action)[None])
+        success = bool(said["success"]) if "success" in said else None
+        return Moved(_row(observed), float(reward), bool(terminated), False, success)
 
 
-def _success(told: Mapping[str, Any]) -> Tensor | None:
-    """Whether the task is solved, bool [1]; None if the task does not say."""
-    return told["success"].reshape(-1).bool() if "success" in told else None
+def _row(observed: Any) -> dict[str, np.ndarray]:
+    return {name: array[0].numpy() for name, array in maniskill_tasks.read(observed).items()}
 
 
 def _bodies(env: Any) -> list[Any]:

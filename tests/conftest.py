@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ class _TorchRandom:
     setstate = staticmethod(torch.set_rng_state)
 
 
+RUNTIME = Path(__file__).parent / "runtime"
 _TORCH_RANDOM = _TorchRandom()  # hypothesis holds it weakly
 register_random(_TORCH_RANDOM)
 
@@ -31,6 +33,17 @@ _SHARED = {
 settings.register_profile("suite", derandomize=True, **_SHARED)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, **_SHARED)
 settings.load_profile("suite")  # `--hypothesis-profile` replaces it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `pytest -n 2 --dist loadgroup`: one worker runs what starts several processes, and the runtime's tests, which
+    watch the clock, one after the other; the others share the rest, a file at a time."""
+    if not hasattr(config, "workerinput"):
+        return  # one process runs all of them
+    busy = {item.path for item in items if item.get_closest_marker("torchrun") or RUNTIME in item.path.parents}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("processes" if item.path in busy else str(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Small commands around a run.
+"""`python -m rlinf`: commands around a run.
 
     python -m rlinf config [--embodied]             every key of a configuration
     python -m rlinf evaluate --model DIR --config FILE [--output FILE] [key=value ...]

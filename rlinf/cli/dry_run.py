@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: the resolved configuration, where each role would be, and whether it fits.
+"""Describes a run without starting it: the resolved configuration, where each role would run, and whether it fits.
 
 In: a checked configuration and the number of processes. Out: YAML that loads as the same configuration, with the rest
 as comments below. Code that the configuration names is imported; no process is started and no device is touched.

@@ -1,4 +1,4 @@
-"""Evaluating a saved model: the same engine, prompts and rewards as in training, without a trainer.
+"""Evaluates a saved model: the same engine, prompts and rewards as in training, without a trainer.
 
 In: a configuration whose `model.path` is the model. Out: a table, and every answer as a line of JSON.
 """

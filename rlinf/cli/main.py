@@ -1,4 +1,4 @@
-"""The front door: a command line in, a training run or one clear message out.
+"""The command line of `launch.py`: starts a training run, or prints one message that says what is wrong.
 
 `torchrun --nproc-per-node N launch.py --config FILE key=value` starts it in N processes, `python launch.py ...` in one.
 Every process reads the configuration before torch is imported, so that help and mistakes are answered at once. Rank 0

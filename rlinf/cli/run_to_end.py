@@ -1,7 +1,7 @@
-"""A program on all processes of a job: its end told in one message where the fault is not the code's.
+"""Runs a program on all processes of a job; what is not a bug ends it with one message.
 
-In: what rank 0 runs, and a configuration's section `system`. Out: its end; errors that the front doors print as they
-are. Whoever is lost or stuck is the runtime's to find.
+In: what rank 0 runs, and a configuration's section `system`. Out: nothing, or errors that the commands print as they
+are. The runtime finds lost and stuck processes.
 """
 
 from __future__ import annotations

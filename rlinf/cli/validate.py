@@ -1,4 +1,4 @@
-"""Reading a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with every mistake in it.
+"""Reads a configuration: `load_config(path, overrides)` gives a `RunConfig`, or one error with every mistake in it.
 
 The keys themselves are in `text.py`. Here is what types and limits of single keys cannot say.
 """
@@ -14,17 +14,12 @@ from rlinf.config.common import common_mistakes
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
-from rlinf.config.placement import PlacementConfig
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.engines import ENGINES
-from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, place
+from rlinf.placement.seats import CONTROL, TEXT, mistakes_in
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
 
-ROLES = ("rollout", "trainer", "judge")
-"""Keys of `placement` that name hosts."""
-BESIDE_THE_TRAINER = ("critic", "reference", "teacher")
-"""Further ones, of roles that only some algorithms have; they share the trainer's hosts unless they name some."""
 _FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -41,12 +36,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), hosts: i
         InputError: if the file cannot be read as YAML at all.
     """
     return load(RunConfig, path, overrides, lambda config: _mistakes(config, hosts))
-
-
-def roles_to_hosts(placement: PlacementConfig, hosts: int, roles: Sequence[str] = ROLES) -> dict[str, list[int]]:
-    """Where each role runs."""
-    placed = place(placement, [kind for kind in TEXT if kind.name in roles], hosts)
-    return {role: list(placed.seats[role].hosts) for role in roles}
 
 
 def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]:

@@ -13,8 +13,6 @@ from rlinf.config.placement import EmbodiedPlacementConfig
 from rlinf.config.schema import number
 from rlinf.config.text import CheckpointConfig, TrackingConfig
 
-ROLES = ("env", "policy", "trainer")
-"""Keys of `placement`."""
 SAC = "sac"
 """The algorithm that learns off-policy."""
 

@@ -1,4 +1,4 @@
-"""Learning by acting: a policy and environments feed each other, and the policy learns from what came of it."""
+"""On-policy learning of a policy that acts: act in every environment, then learn from the trajectories."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlinf.flows.parts.interact import interactions
 async def embodied(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
     """One step: every slice of environments is acted on for `step.horizon` decisions; then the policy learns.
 
-    Slices are coroutines side by side: while one is simulated, actions for another are decided. Whether the algorithm
-    is PPO or GRPO the trainer knows, and where each role runs the placement.
+    Slices are coroutines side by side: while one is simulated, actions for another are computed. The trainer knows
+    whether the algorithm is PPO or GRPO, and the placement where each role runs.
 
     Args:
         step: how long, in how many slices.

@@ -1,4 +1,4 @@
-"""Learning by acting, where acting for the next step begins before learning from this one has ended."""
+"""Asynchronous learning of a policy that acts: acting for the next step begins while this one is learned from."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from rlinf.flows.parts.interact import act
 
 
 async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
-    """One step of `flows.embodied`, with what acts a bounded number of versions behind what learns.
+    """One step of `flows.embodied`, acted by weights that are a bounded number of versions old.
 
-    A step so takes as long as the longer of acting and learning, instead of both, where policy and trainer are on
-    different devices. The algorithm must bear actions of an older policy: PPO and GRPO weigh them by how likely they
-    have become.
+    Where policy and trainer are on different devices, a step takes as long as the longer of acting and learning,
+    instead of both. The algorithm must correct for actions of an older policy, as PPO and GRPO do by importance ratios.
 
     Args:
         step: how long, in how many slices; `step.in_flight` has what was begun, and the bound.
         env, policy, trainer: the roles.
 
     Returns:
-        The trainer's metrics; `staleness/mean` says how many versions old the weights were that acted.
+        The trainer's metrics; `staleness/mean` says how many versions old the acting weights were.
     """
     trajectories = await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
     metrics: dict[str, float] = await trainer.train(trajectories)

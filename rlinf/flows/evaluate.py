@@ -1,4 +1,4 @@
-"""How good the model is now: answers to problems it never trained on."""
+"""Evaluation of a language model: answers to held-out problems, scored by the reward function."""
 
 from __future__ import annotations
 

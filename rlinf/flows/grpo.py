@@ -1,5 +1,5 @@
-"""GRPO (arXiv:2402.03300) and all else that needs no critic: sample a group of answers per prompt, and learn from those
-better than their group. Which of them it is (DAPO, GSPO, RLOO, distillation …), the trainer's algorithm says."""
+"""GRPO (arXiv:2402.03300) and every other algorithm on text without a critic: sample a group of answers per prompt, and
+learn from how each compares with its group. The trainer's algorithm decides which one it is (DAPO, GSPO, RLOO …)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ async def grpo(
     Args:
         step: prompts, group size, and whether more prompts are drawn in place of those that teach nothing.
         rollout, judge, trainer: the roles.
-        reference: the policy from which not to stray, where it has a model of its own.
-        teacher: the policy to come close to, where the algorithm distils one.
+        reference: the reference policy of a KL penalty, where it has a model of its own.
+        teacher: the policy whose log-probs are learned, where the algorithm distils one.
 
     Returns:
         The trainer's metrics, and those of dynamic sampling.

@@ -1,4 +1,4 @@
-"""Supervised learning from demonstrations, before a policy learns by acting."""
+"""Behavior cloning: supervised learning from demonstrations, as a warm-up of a policy that acts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 async def imitate(
     policy: Any, trainer: Any, path: str | Path, *, steps: int, batch: int = 64, lr: float = 1e-3
 ) -> dict[str, float]:
-    """Bring a policy to act as in demonstrations.
+    """Train a policy to act as in demonstrations.
 
     Args:
         policy, trainer: the roles.

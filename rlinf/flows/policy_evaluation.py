@@ -1,4 +1,4 @@
-"""How good a policy is now: whole episodes by its likeliest actions, or by drawn ones, as in training."""
+"""Evaluation of a policy that acts: whole episodes by its likeliest actions, or by sampled ones, as in training."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rlinf.envs.episodes import Episode
 
 
 async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True) -> tuple[Episode, ...]:
-    """Act in environments that begin no new episode by themselves, until enough episodes have ended.
+    """Act in environments without automatic resets until enough episodes have ended.
 
     Args:
         env: simulations with one slice each and without automatic resets; their starts are the same each time.
         policy: the role.
         episodes: how many, at least 1.
-        greedy: take the likeliest actions; otherwise draw them.
+        greedy: take the likeliest actions; otherwise sample them.
 
     Returns:
-        So many, in the order of their rounds and environments; those that were lost with their simulator are left out.
+        The episodes, in the order of their rounds and environments, without those that were lost with their simulator.
     """
 
     async def play(rank: int, epoch: int) -> list[Episode]:

@@ -1,4 +1,4 @@
-"""PPO (arXiv:1707.06347) for text: a critic says what to expect at every token, and both learn from what came."""
+"""PPO (arXiv:1707.06347) for text: a critic predicts the return at every token; policy and critic learn together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlinf.flows.parts.dynamic_sampling import filled
 async def ppo(
     step: Step, rollout: Any, judge: Any, critic: Any, trainer: Any, reference: Any = None
 ) -> dict[str, float]:
-    """One step: groups are scored and valued while others are still being generated; then policy and critic learn, at
-    the same time where they have devices of their own.
+    """One step: groups are scored and get values while others are still being generated; then policy and critic learn,
+    at the same time where they have devices of their own.
 
     Args:
         step: prompts, group size, and whether only the critic learns yet.
         rollout, judge, critic, trainer: the roles.
-        reference: the policy from which not to stray, where it has a model of its own.
+        reference: the reference policy of a KL penalty, where it has a model of its own.
 
     Returns:
         The metrics of critic and trainer, and those of dynamic sampling.

@@ -1,4 +1,4 @@
-"""Off-policy learning by acting: the policy learns from what is remembered while environments are acted on."""
+"""Off-policy learning of a policy that acts: it learns from the replay buffer while environments are acted in."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlinf.flows.parts.interact import interactions
 async def sac(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
     """One step: act for `step.horizon` decisions in every environment, and meanwhile learn from the steps before.
 
-    Off-policy learning does not mind whose actions it learns from, so nobody waits for the newest: the weights that act
-    are one step behind. `flows.embodied` with the same trainer learns after acting instead.
+    Off-policy learning works with actions of any policy, so nothing waits for the newest weights: those that act are
+    one step behind. `flows.embodied` with the same trainer learns after acting instead.
 
     Args:
         step: how long, in how many slices.

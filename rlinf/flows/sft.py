@@ -1,4 +1,4 @@
-"""Supervised training on worked examples: what a model should know before it learns by trying."""
+"""Supervised training on worked examples, as a warm-up before reinforcement learning."""
 
 from __future__ import annotations
 

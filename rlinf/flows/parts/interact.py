@@ -1,4 +1,4 @@
-"""Acting in environments: every slice is a coroutine of its own, side by side with the others."""
+"""Acting in environments: each slice is a coroutine, side by side with the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[Any, Any, Any]]:
-    """One coroutine per slice of environments, to be gathered: while one is simulated, another is decided for.
+    """One coroutine per slice of environments, to be gathered: while one is simulated, another gets its actions.
 
     Args:
         step: how long, in how many slices.
         env, policy: the roles.
 
     Returns:
-        Coroutines that come to the promise of a trajectory.
+        Coroutines, each of which returns the promise of a trajectory.
     """
 
     async def interact(rank: int, number: int) -> Any:
@@ -34,6 +34,7 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
 
 
 async def act(step: EmbodiedStep, env: Any, policy: Any) -> list[Any]:
-    """The trajectories of a step, once all are complete: the next episodes, and other weights, would mix with them."""
+    """The trajectories of a step, once all are complete, so that the next episodes and other weights do not mix with
+    them."""
     trajectories = await asyncio.gather(*interactions(step, env, policy))
     return list(await asyncio.gather(*trajectories))

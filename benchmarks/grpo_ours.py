@@ -52,7 +52,8 @@ def result_of(directory: Path, output: str) -> Result:
     found = Result.heard(output)
     peaks = dict(map(int, line.split()[1:]) for line in output.splitlines() if line.startswith("peak "))
     placement = yaml.safe_load((directory / "resolved.yaml").read_text())["placement"]
-    trainers = placement["trainer"] if len(peaks) > 1 else [0]  # one process has every role
+    first, _, last = str(placement["trainer"]).partition("-")
+    trainers = range(int(first), int(last or first) + 1) if len(peaks) > 1 else [0]  # one process has every role
     found.peak = max(peaks[rank] for rank in trainers)
     found.outside = outside(json.loads((directory / "trace.json").read_text()), found.seconds)
     return found

@@ -151,22 +151,6 @@ def override(spec: AlgorithmSpec, changes: Mapping[str, Any], *, resolve: Resolv
     return dataclasses.replace(spec, **changed)
 
 
-def settings(spec: AlgorithmSpec) -> dict[str, Any]:
-    """Every field of a spec by its dotted key, as `override` takes them: what a run records, and what --help lists."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if not dataclasses.is_dataclass(value):
-            found[field.name] = value
-            continue
-        names = {kind: name for name, kind in _CHOICES.get(field.name, {}).items()}
-        if field.name in _CHOICES:
-            found[f"{field.name}.name"] = names.get(type(value), f"{type(value).__module__}.{type(value).__qualname__}")
-        for inner in dataclasses.fields(value):
-            found[f"{field.name}.{inner.name}"] = getattr(value, inner.name)
-    return found
-
-
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested mappings, merged with those that are nested already."""
     nested: dict[str, Any] = {}

@@ -37,8 +37,6 @@ class Node:
     """From 0, in the order of the cluster."""
     devices: tuple[Device, ...]
     """Accelerators and other hardware on it; a machine that only has cores has none."""
-    cores: int | None = None
-    """CPU cores; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +122,6 @@ class Cluster:
     def devices(self) -> tuple[Device, ...]:
         """All devices, in order of their numbers."""
         return tuple(device for node in self.nodes for device in node.devices)
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Number of devices by kind."""
-        counts: dict[str, int] = {}
-        for device in self.devices:
-            counts[device.kind] = counts.get(device.kind, 0) + 1
-        return counts
 
     def resources(self, labels: Sequence[str] = ()) -> tuple[Resource, ...]:
         """Return what resource ranks 0, 1, 2, … stand for.

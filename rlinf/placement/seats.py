@@ -279,8 +279,9 @@ def _by_hand(wanted: Placing, kinds: Sequence[RoleKind], cluster: Cluster | None
     assigned: dict[str, Assignment] = {}
     if cluster is not None:
         assigned = assign(given, cluster)
-    else:
-        _read(given)
+    else:  # one process for all of them: that they can be read is enough
+        texts = {role: value.get("placement") if isinstance(value, Mapping) else value for role, value in given.items()}
+        assign(texts, Cluster.declared([{KIND: _ANY}]))
     seats: dict[str, Seat] = {}
     for kind in sorted(kinds, key=lambda kind: kind.like is not None):  # whoever sits like another, after that one
         if kind.name in assigned:
@@ -290,24 +291,6 @@ def _by_hand(wanted: Placing, kinds: Sequence[RoleKind], cluster: Cluster | None
         else:
             seats[kind.name] = Seat((0,), (frozenset([0]) if kind.on_devices else frozenset(),))
     return seats
-
-
-def _read(given: Mapping[str, Any]) -> None:
-    """See that placements can be read, where there is only one process for all of them."""
-    problems: list[str] = []
-    for role, value in given.items():
-        text = value.get("placement") if isinstance(value, Mapping) else value
-        if isinstance(text, bool) or not isinstance(text, (str, int)):
-            problems.append(
-                f"placement.{role}: {value!r} is neither a placement string nor a rank: write for example 0-3"
-            )
-            continue
-        try:
-            parse(str(text), _ANY, key=f"placement.{role}")
-        except PlacementError as error:
-            problems += error.complaints
-    if problems:
-        raise PlacementError(problems)
 
 
 def _seat_of(assignment: Assignment, kind: RoleKind, cluster: Cluster | None) -> Seat:

@@ -1,11 +1,12 @@
 """Recipes as data: names, changes, and errors that name the nearest."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 
 from rlinf.algos import recipes, spec
-from rlinf.algos.parts import Cispo, Clipped, Kl, Overlong, Sapo
+from rlinf.algos.parts import ADVANTAGES, LOSSES, Cispo, Clipped, Kl, Overlong, Sapo
 from rlinf.algos.recipes import NAMES
 
 ASKED_FOR = (
@@ -13,17 +14,35 @@ ASKED_FOR = (
 )
 
 
+PARTS = {"advantage": ADVANTAGES, "loss": LOSSES}
+
+
+def settings(recipe):
+    """Every field of a spec by its dotted key, as `override` takes them."""
+    found = {}
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if not dataclasses.is_dataclass(value):
+            found[field.name] = value
+            continue
+        if field.name in PARTS:
+            names = {kind: name for name, kind in PARTS[field.name].items()}
+            found[f"{field.name}.name"] = names.get(type(value))
+        found |= {f"{field.name}.{inner.name}": getattr(value, inner.name) for inner in dataclasses.fields(value)}
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_comes_by_its_name_and_back_from_its_settings(name):
     recipe = recipes.get(name)
     assert recipe.name == name
-    keys = {key: value for key, value in spec.settings(recipe).items() if key != "name"}
+    keys = {key: value for key, value in settings(recipe).items() if key != "name"}
     assert recipes.get(name, keys) == recipe
     assert spec.override(recipes.get("gspo"), _whole(recipe)) == recipes.get("gspo", _whole(recipe))
 
 
 def _whole(recipe):
-    return {key: value for key, value in spec.settings(recipe).items() if key.startswith("loss.")}
+    return {key: value for key, value in settings(recipe).items() if key.startswith("loss.")}
 
 
 def test_the_names_that_were_asked_for_are_there():
@@ -81,8 +100,8 @@ def test_a_users_own_function_or_class_stands_in_by_itself_or_by_its_path():
     assert recipes.get("grpo", {"loss": my_loss, "advantage": MyAdvantage()}) == found
     tuned = recipes.get("grpo", {"advantage": {"name": "my.Advantage", "slope": 2}}, resolve=mine.__getitem__)
     assert tuned.advantage == MyAdvantage(2.0)
-    assert spec.settings(tuned)["advantage.slope"] == 2.0
-    assert spec.settings(found)["loss"] is my_loss
+    assert settings(tuned)["advantage.slope"] == 2.0
+    assert settings(found)["loss"] is my_loss
 
 
 def test_what_a_trainer_has_to_provide_is_told():

@@ -26,18 +26,6 @@ class Estimate:
     """The best guess."""
     error: float
     """Half the width of the bar: one standard deviation of the measurements, and all that the laws disagree."""
-    measured: bool = False
-    """There are measurements at this very place."""
-
-    @property
-    def low(self) -> float:
-        """Lower end of the bar, at least 0."""
-        return max(0.0, self.seconds - self.error)
-
-    @property
-    def high(self) -> float:
-        """Upper end of the bar."""
-        return self.seconds + self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +73,7 @@ def interpolate(
     if not points:
         raise OutOfRange("nothing was measured")
     if exact := points.get((batch, devices)):
-        return Estimate(exact.seconds, exact.spread, measured=True)
+        return Estimate(exact.seconds, exact.spread)
     columns: dict[int, dict[int, Point]] = {}
     for (items, count), point in points.items():
         columns.setdefault(count, {})[items] = point

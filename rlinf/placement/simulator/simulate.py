@@ -80,11 +80,6 @@ class Rehearsal:
     peak_bytes: int
     """The most that a device held."""
 
-    @property
-    def switches(self) -> int:
-        """Loadings and parkings in the step."""
-        return len(self.moves)
-
 
 @dataclass(frozen=True, slots=True)
 class Cast:

@@ -74,7 +74,7 @@ def flow_shop(periods, chunks):
 def test_roles_in_turns_take_the_sum_of_their_times(items):
     found = rehearse(grpo, turns(2, items), chain((30.0, 4.0, 16.0), (2, 2, 2)), items=items)
     assert found.seconds == pytest.approx(50.0)
-    assert found.switches == 0
+    assert found.moves == ()
 
 
 @pytest.mark.parametrize("seconds", [(40.0, 8.0, 24.0), (8.0, 40.0, 24.0), (24.0, 8.0, 40.0)])
@@ -133,7 +133,7 @@ def test_roles_that_do_not_fit_together_are_parked_and_no_device_holds_too_much(
     found = rehearse(grpo, plan, work, items=8, devices_per_rank=per_rank)
     # rollout begins with the trainer loaded, the trainer with the rollout loaded: each is parked and the other loaded
     assert found.seconds == pytest.approx(2 * (2.0 + 3.0) + 30.0 + 4.0 + 16.0)
-    assert found.switches == 4 * (1 if per_rank is None else 2)
+    assert len(found.moves) == 4 * (1 if per_rank is None else 2)
     assert found.peak_bytes == 65
 
 
@@ -142,7 +142,7 @@ def test_roles_that_fit_together_stay_loaded():
     stages = tuple(stage(name, 10.0, [1], **option) for name in ("rollout", "judge", "trainer"))
     work = Workload(stages, CHAIN, {"gpu": 1}, {"gpu": 110})
     found = rehearse(grpo, turns(1, 4), work, items=4)
-    assert (found.seconds, found.switches, found.peak_bytes) == (pytest.approx(30.0), 0, 105)
+    assert (found.seconds, len(found.moves), found.peak_bytes) == (pytest.approx(30.0), 0, 105)
 
 
 def test_weights_take_longer_to_devices_of_their_own():

@@ -41,9 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     watch the clock, one after the other; the others share the rest, a file at a time."""
     if not hasattr(config, "workerinput"):
         return  # one process runs all of them
-    busy = {item.path for item in items if item.get_closest_marker("torchrun") or RUNTIME in item.path.parents}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("processes" if item.path in busy else str(item.path)))
+        alone = item.get_closest_marker("torchrun") or RUNTIME in item.path.parents
+        item.add_marker(pytest.mark.xdist_group("processes" if alone else str(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -19,3 +19,10 @@ def test_forty_processes_join_share_a_stream_and_end(zygote):
     assert [ranks.complained(rank) for rank in range(HOSTS)] == [""] * HOSTS
     assert ranks.printed(0) == "all as expected\n"
     assert shared_memory() <= before
+
+
+def test_twenty_four_processes_start_call_each_other_and_stop(zygote):
+    ranks = zygote.run("all_pairs.py", 24)
+    assert ranks.codes(120.0) == [0] * 24, ranks.everything()
+    assert [ranks.complained(rank) for rank in range(24)] == [""] * 24
+    assert ranks.printed(0).startswith("576 calls answered\n")

@@ -14,7 +14,6 @@ from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights.publish import gathered, pack_model, publish
-from tests.runtime.programs.jobs import torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = {
@@ -132,8 +131,8 @@ def test_buckets_go_through_shared_memory_without_a_copy():
 @pytest.mark.torchrun
 @pytest.mark.parametrize(("program", "processes"), [("remote.py", 2), ("relayed.py", 4), ("sharded.py", 3)])
 def test_over_processes_weights_arrive_whole_and_states_are_restored_on_any_number_of_them(
-    program, processes, tmp_path
+    program, processes, zygote, tmp_path
 ):
-    with torchrun(PROGRAMS / program, processes, tmp_path) as job:
-        output, complaints = job.communicate(timeout=110)
-        assert (job.returncode, output) == (0, "all as expected\n"), complaints
+    ranks = zygote.run(PROGRAMS / program, processes, tmp_path)
+    assert ranks.codes(110.0) == [0] * processes, ranks.everything()
+    assert "".join(map(ranks.printed, range(processes))) == "all as expected\n"

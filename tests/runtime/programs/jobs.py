@@ -198,10 +198,15 @@ def torchrun(program, processes, *arguments, **more):
 
 
 def free_port():
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on right now, and that the kernel gives to nobody else: below its own range, and
+    another one for each call of this process."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+_PORTS = itertools.cycle(range(10_000 + os.getpid() * 97 % 20_000, 32_000))
 
 
 def descendants(pid):
@@ -240,9 +245,9 @@ def listening(pids):
 
 def shared_memory():
     """What lies under /dev/shm although no living process has it open: other jobs of this machine are not ours."""
-    held = set()
+    there, held = set(os.listdir("/dev/shm")), set()  # listed first: what somebody else makes meanwhile is not in it
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             held.update(line.rpartition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines())
             held.update(os.readlink(fd).removeprefix("/dev/shm/") for fd in (process / "fd").iterdir())
-    return set(os.listdir("/dev/shm")) - held
+    return (there - held) & set(os.listdir("/dev/shm"))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from rlinf.cli.validate import is_embodied, load_config, load_embodied
 from rlinf.config.docs import as_markdown, as_text
 from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import look_in_working_directory
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.runtime.base.errors import HostLost
@@ -84,8 +85,7 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    if os.getcwd() not in sys.path:  # a reward may lie in the directory from which this is started
-        sys.path.append(os.getcwd())
+    look_in_working_directory()
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     if is_embodied(options.config):
         _evaluate_embodied(options, hosts)

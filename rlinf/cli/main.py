@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rlinf.cli.run_to_end import run_to_end
-from rlinf.cli.validate import is_embodied, load_config, load_embodied
+from rlinf.cli.validate import is_embodied, load_any
 from rlinf.config.docs import as_text
 from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.importing import look_in_working_directory
 from rlinf.config.loading import InputError, RunFailure, dump
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
@@ -117,12 +118,10 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def _serve(request: Request, rank: int, hosts: int) -> int:
-    embodied = is_embodied(request.config)
     if request.help:
-        return _say(_USAGE + "\n" + as_text(EmbodiedConfig if embodied else RunConfig), rank)
-    if os.getcwd() not in sys.path:  # a flow may lie in the directory from which the run is started
-        sys.path.append(os.getcwd())
-    config = (load_embodied if embodied else load_config)(request.config, request.overrides, hosts)
+        return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
+    look_in_working_directory()
+    config = load_any(request.config, request.overrides, hosts)
     if request.dry_run:
         if rank == 0:
             from rlinf.cli.dry_run import describe  # torch comes with it: it looks at the model and the algorithm

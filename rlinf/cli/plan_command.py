@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.importing import look_in_working_directory, mistake_in, resolve
 from rlinf.placement.auto.choose import FINALISTS, Chosen, Row, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import GB
@@ -41,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: what follows `plan` on the command line.
     """
     options = _parser().parse_args(arguments)
-    if os.getcwd() not in sys.path:  # a flow may lie in the directory from which this is started
-        sys.path.append(os.getcwd())
+    look_in_working_directory()
     try:
         _run(options)
     except (PlanError, PlacementError) as error:

@@ -103,6 +103,13 @@ def _is_local(path: str) -> bool:
     return path.startswith((".", "/", "~"))
 
 
+def load_any(
+    path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None
+) -> RunConfig | EmbodiedConfig:
+    """Read a configuration of either kind; see `load_config`."""
+    return (load_embodied if is_embodied(path) else load_config)(path, overrides, hosts)
+
+
 def is_embodied(path: str | Path | None) -> bool:
     """Whether a file is a configuration of this kind; one that cannot be read is not."""
     if path is None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,12 @@ MOVED = {
     "rlinf.models.vla": "rlinf.models.policy.vla.model",
 }
 """Modules whose old dotted paths stand in configurations and checkpoints, and where they are now."""
+
+
+def look_in_working_directory() -> None:
+    """Let dotted paths name modules in the directory from which a command is started."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def resolve(path: str) -> Any:

@@ -91,9 +91,14 @@ class InFlight(Generic[T]):
         """How many times weights were published."""
 
     async def step(self, index: int) -> Any:
-        """What a step is given: as it was drawn when its work began early, or drawn now."""
+        """What a step is given: as it was drawn when its work began early, or drawn now.
+
+        Raises:
+            ValueError: there is no `draw`.
+        """
         if (work := self._works.get(index)) is None:
-            assert self._draw is not None  # whoever draws steps by themselves does not ask for them here
+            if self._draw is None:
+                raise ValueError(f"InFlight.step({index}): nothing says what a step is given; make it with `draw`")
             return await self._draw(index)
         if work.task is None:
             del self._works[index]

@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on.
+"""Writes checkpoints while training goes on.
 
 Consumes a call that fills a directory, begun when a step is over. Produces a whole checkpoint under its name, or none.
 Who wakes whom: the end of the filling wakes the task that gives the name; at most one checkpoint is under way, and the

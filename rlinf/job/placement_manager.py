@@ -1,4 +1,4 @@
-"""Where the roles of a running job are, what their steps cost, and when they move.
+"""Decides where the roles of a running job are, and moves them when another placement would be faster.
 
 In: the seconds of every step. Out: roles that have moved, lines for whoever watches, `profile.json` and `plan.yaml` in
 the run's directory. Who wakes whom: nobody; the run waits while roles move.
@@ -107,7 +107,7 @@ class PlacementManager:
 
 
 def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
-    """What to measure besides everybody on all devices: shares, if there are enough devices for them."""
+    """What to measure besides all roles on all devices: roles on devices of their own, if there are enough."""
     names = [kind.name for kind in kinds if kind.on_devices]
     modes: tuple[Mode, ...] = ("disaggregated", "hybrid")
     for mode in modes:
@@ -120,8 +120,8 @@ def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
 
 
 ASIDE = "checkpoints/.moving.partial"
-"""Directory, in that of the run, through which what roles have learned passes; what a killed run leaves of it goes with
-the other halves of checkpoints when the run is gone on with."""
+"""Directory, in that of the run, into which moving roles are saved. If a run is killed meanwhile, it is removed with
+other unfinished checkpoints when the run is resumed."""
 
 
 def moved(before: Placed, after: Placed) -> frozenset[str]:
@@ -152,10 +152,9 @@ async def relocate(
         roles: all of them, at rest: between two steps, with no checkpoint under way.
         moving: names of those that are spawned anew.
         directory: of the run, which all hosts can read.
-        save: has some roles write what they have into a directory.
-        spawn: starts roles where they are to be.
-        restore: of all roles has some, which are as new, take what was written, and weights be published to whoever
-            needs them.
+        save: has some roles write their state into a directory.
+        spawn: starts roles in their new places.
+        restore: given all roles, has the new ones read that state, and weights published to whoever needs them.
 
     Returns:
         All roles, in the same order.

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.cli.validate import is_embodied, load_config, load_embodied
+from rlinf.cli.validate import load_any, load_config
 from rlinf.config.docs import as_markdown, as_text
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
@@ -254,7 +254,7 @@ def test_every_key_is_in_the_help_and_the_page_is_current():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configs_of_the_repository_load(path):
-    assert (load_embodied if is_embodied(path) else load_config)(path).name
+    assert load_any(path).name
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -149,3 +150,8 @@ def test_the_work_of_a_step_begins_while_the_one_before_is_learned_from():
     load = 0.25
     assert seconds(0) == 5 * (3.0 + 2.0 + load)
     assert seconds(1) == 5 * 3.0 + 2.0 + 4 * load  # before three of the works, and at the end
+
+
+async def test_steps_come_from_whoever_draws_them():
+    with pytest.raises(ValueError, match="make it with `draw`"):
+        await InFlight(1).step(0)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rlinf.cli.main import _main_of, _make_directory
-from rlinf.cli.validate import is_embodied, load_config, load_embodied
+from rlinf.cli.validate import load_any
 from rlinf.runtime.system.torchrun import run
 
 
@@ -18,7 +18,7 @@ def read(path, hosts):
     """What each line asks for, ready to run: planning must not be done in a running event loop."""
     for line in Path(path).read_text().splitlines():
         file, *overrides = json.loads(line)
-        config = (load_embodied if is_embodied(file) else load_config)(file, overrides, hosts)
+        config = load_any(file, overrides, hosts)
         yield config, _main_of(config, hosts)[1]
 
 

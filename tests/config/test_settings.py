@@ -1,0 +1,39 @@
+"""Settings by keyword: a section's keys as arguments of a role, with its defaults, limits and choices."""
+
+from dataclasses import asdict
+
+import pytest
+
+from rlinf.config.schema import settings
+from rlinf.config.text import CriticConfig, CriticSettings, OptimizerConfig, TrainerConfig, TrainerSettings
+
+
+def test_what_is_not_given_is_as_in_a_configuration():
+    taken = asdict(settings(TrainerSettings, {"lr": 0.5}, "trainer"))
+    assert taken.items() >= {**asdict(OptimizerConfig()), **asdict(TrainerConfig()), "lr": 0.5}.items()
+    critic, configured = settings(CriticSettings, {}, "critic"), CriticConfig()
+    for name in ("lr", "warmup_steps", "grad_clip", "weight_decay"):
+        assert getattr(critic, name) == getattr(configured, name)
+
+
+def test_the_learner_gets_what_the_optimizer_has_and_when_it_ends():
+    found = settings(TrainerSettings, {"total_steps": 7, "epochs": 3}, "trainer").learner
+    assert found == {**asdict(OptimizerConfig()), "total_steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"warmup": 3}, "warmup: unknown setting; did you mean warmup_steps?"),
+        ({"xyzzy": 3}, "xyzzy: unknown setting; take "),
+        ({"epochs": 0}, "epochs=0: expected a whole number (int), at least 1"),
+        ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0): expected"),
+        ({"order": "random"}, "order='random': expected one of prompt, arrival"),
+    ],
+)
+def test_what_cannot_be_is_named_with_what_can(given, said):
+    with pytest.raises(ValueError) as caught:
+        settings(TrainerSettings, {**given, "minibatches": -1}, "trainer")
+    assert str(caught.value).startswith("trainer: ")
+    assert said in str(caught.value)
+    assert "minibatches=-1: expected" in str(caught.value), "every mistake at once"

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.engine`: tokens per second of the engine in this process, beside transformers and a bare loop.
+"""`python -m benchmarks.engine`: tokens per second of the transformers engine, beside `generate` and a bare loop.
+
+"own forward" is the same engine without `llama_forward.py`, whose gain that shows.
 
 One thread. Contestants take turns, A B C A B C …, in one process, because the machine's speed drifts; a ratio is taken
 within a round, and shown are medians over the rounds with their quartiles in brackets. A row that misses its bar says
@@ -69,21 +71,31 @@ def cases() -> list[Case]:
             equal,
             {
                 "rlinf": ours(equal, 64),
+                "own forward": ours(equal, 64, lean=False),
                 "generate, dynamic cache": generate(equal),
                 "generate, static cache": generate(equal, cache_implementation="static"),
                 "by hand": by_hand(equal),
             },
-            {"generate": 1.3, "by hand": 0.85},
+            {"own forward": 1.2, "generate": 1.3, "by hand": 0.85},
         ),
         Case(
             "64 ragged, 4-28 + 1-127 tokens",
             ragged,
-            {"rlinf": ours(ragged, 64), "generate, one padded batch": generate(ragged)},
-            {"generate": 2.0},
+            {
+                "rlinf": ours(ragged, 64),
+                "own forward": ours(ragged, 64, lean=False),
+                "generate, one padded batch": generate(ragged),
+            },
+            {"own forward": 1.2, "generate": 2.0},
         ),
     ]
     found += [
-        Case(f"quickstart, 512 answers, {rows} rows", quick, {"rlinf": ours(quick, rows)}) for rows in (128, 256, 512)
+        Case(
+            f"quickstart, 512 answers, {rows} rows",
+            quick,
+            {"rlinf": ours(quick, rows), "own forward": ours(quick, rows, lean=False)},
+        )
+        for rows in (128, 256, 512)
     ]
     return found
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlinf.engines.base import Request, Sampling
+from rlinf.engines.transformers import engine as transformers_engine
 from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.engines.transformers.model_forward import ModelForward
 
 SIZES = {
     "1M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 512},
@@ -57,9 +61,10 @@ def model(size: str) -> PreTrainedModel:
     return built
 
 
-def ours(work: Work, max_rows: int) -> Callable[[], None]:
-    """Our engine, warm, with so many rows."""
-    engine = TransformersEngine(model(work.size), max_rows=max_rows)
+def ours(work: Work, max_rows: int, *, lean: bool = True) -> Callable[[], None]:
+    """Our engine, warm, with so many rows; not `lean`, it decodes by the model's own forward."""
+    with contextlib.nullcontext() if lean else mock.patch.object(transformers_engine, "fastest", ModelForward):
+        engine = TransformersEngine(model(work.size), max_rows=max_rows)
     requests = [
         Request(number, prompt, Sampling(length), number)
         for number, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))

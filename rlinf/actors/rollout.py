@@ -141,7 +141,7 @@ class Rollout(Receiver, TailMigration):
         """
         if n < 1:
             raise ValueError(f"generate: n={n} must be at least 1")
-        rules = _overridden(self._sampling, temperature, max_new_tokens, sampling)
+        rules = _overridden(self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling)
         call = Generation(self._engine, self._ids)
         key = self._key(prompts) if self._rescale else None
 
@@ -219,20 +219,14 @@ class Rollout(Receiver, TailMigration):
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
 
 
-def _overridden(
-    own: Sampling, temperature: float | None, max_new_tokens: int | None, others: dict[str, Any]
-) -> Sampling:
-    """The actor's settings with those of a call in their place."""
-    known = ("top_p", "top_k", "min_p", "min_new_tokens", "stop")
-    if unknown := sorted(others.keys() - set(known)):
+def _overridden(own: Sampling, **changes: Any) -> Sampling:
+    """The actor's settings with those of a call, as far as they are not None, in their place."""
+    known = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
+    if unknown := sorted(changes.keys() - set(known)):
         raise TypeError(f"generate: there is no setting {', '.join(unknown)}; those of a call are {', '.join(known)}")
-    settings = {name: value for name, value in others.items() if value is not None}
+    settings = {name: value for name, value in changes.items() if value is not None}
     if "stop" in settings:
         settings["stop_texts"] = tuple(settings.pop("stop"))
-    if temperature is not None:
-        settings["temperature"] = temperature
-    if max_new_tokens is not None:
-        settings["max_new_tokens"] = max_new_tokens
     return replace(own, **settings)
 
 

@@ -37,11 +37,12 @@ class Scripted:
 
     def __init__(self):
         self.version = 0
-        self.reads, self.steps, self.moves, self.widths = [], [], [], []
+        self.reads, self.steps, self.moves, self.widths, self.images = [], [], [], [], []
         self.failing = False
 
     def read(self, ids, real, images=()):
         self.reads.append(tuple(ids.shape))
+        self.images.append(list(images))
         positions = positions_of(ids, real)
         real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         keys, values = ids[:, None, :, None].float(), positions[:, None, :, None].float()

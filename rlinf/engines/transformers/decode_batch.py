@@ -15,17 +15,16 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.sample import ImageRef, PrefixKey
+from rlinf.data.sample import PrefixKey
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, Request, StepStats
 from rlinf.engines.transformers.kv_cache import Band, Layers
-from rlinf.engines.transformers.model_forward import pad_left, rectangles
+from rlinf.engines.transformers.model_forward import ModelForward, pad_left, rectangles
 from rlinf.engines.transformers.sampling import Rules, choose
 from rlinf.engines.transformers.slots import Decode, Slots
 
@@ -38,29 +37,6 @@ _BALLAST = 1 / 8
 cheaper. Newcomers take the places of those that are left."""
 _ALIKE = 128
 """Rows no longer than this share a band whatever their lengths: attention over so few columns costs next to nothing."""
-
-
-class Forward(Protocol):
-    """A model, as the batch sees it; `ModelForward` says more."""
-
-    layers: int
-    device: torch.device
-    version: int
-    reads_images: bool
-
-    def read(
-        self, ids: Tensor, real: Tensor | None, images: Sequence[Sequence[ImageRef]] = ()
-    ) -> tuple[Tensor, Layers]: ...
-
-    def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor: ...
-
-    def check(self, weights: Weights) -> None: ...
-
-    def load(self, weights: Weights) -> None: ...
-
-    def park(self) -> None: ...
-
-    def unpark(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +64,7 @@ class Batch:
         decode: turns tokens into text, for stop texts.
     """
 
-    def __init__(self, forward: Forward, max_rows: int, decode: Decode | None = None):
+    def __init__(self, forward: ModelForward, max_rows: int, decode: Decode | None = None):
         self.forward = forward
         self.max_rows = max_rows
         self.finished: deque[tuple[Request, Completion]] = deque()

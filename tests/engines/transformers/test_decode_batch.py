@@ -3,17 +3,19 @@
 import asyncio
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf.data.sample import ImageRef
 from rlinf.engines.base import Sampling
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.engines.transformers import kv_cache as cache
 from rlinf.engines.transformers import model_forward as rectangles
-from tests.engines.scripted import VOCABULARY, answers, ragged, request, right, scripted
+from tests.engines.scripted import VOCABULARY, Scripted, answers, ragged, request, right, scripted
 
 
 @pytest.fixture
@@ -91,6 +93,16 @@ async def test_equal_prompts_are_read_once():
     engine, forward = scripted(max_rows=16)
     await answers(engine, requests)
     assert forward.reads == [(3, 3)]
+
+
+async def test_equal_prompts_with_different_pictures_are_read_apart(monkeypatch):
+    monkeypatch.setattr(Scripted, "reads_images", True)
+    shown = [(), (ImageRef("cat"),), (ImageRef("dog"),), (ImageRef("cat", "elsewhere.png"),), ()]
+    requests = [replace(request(i, [4, 5], Sampling(3)), images=images) for i, images in enumerate(shown)]
+    engine, forward = scripted(max_rows=16)
+    right(requests, await answers(engine, requests))
+    assert forward.reads == [(3, 2)]
+    assert forward.images == [[(), shown[1], shown[2]]]
 
 
 async def test_a_reading_serves_several_newcomers():

@@ -1,0 +1,369 @@
+"""What every engine must do, whatever is behind it. An engine of one's own is added to `ENGINES` and passes."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.data.offload import bytes_of
+from rlinf.data.rng import uniforms
+from rlinf.data.sample import ImageRef
+from rlinf.data.weights import Weights
+from rlinf.engines.base import PartialAnswer, Request, Sampling
+from rlinf.engines.make import EngineSetup, make
+from tests.engines.test_transformers import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
+
+ENGINES = {"transformers": "transformers", "process": "tests.engines.scripted_process.build"}
+ALPHABET = "abcdefghijklmnopqrstuvw"
+TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(ALPHABET[token] for token in tokens))
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+async def started():
+    """Makes engines as a rollout does, of one model unless a seed is given; all are closed."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(kind, seed=0, args=None, **settings):
+            build = contextlib.nullcontext
+            setup = EngineSetup(f"engine-{kind}", {}, lambda: build(tiny(seed=seed)), **settings)
+            engine = await make(ENGINES[kind], setup, args)
+            stack.push_async_callback(engine.close)
+            return engine
+
+        yield start
+
+
+@torch.no_grad()
+def expected(asked, model=None, skip=0):
+    """The answer to a request by reading the whole text again for every token: tokens, log-probs and why it ended."""
+    model, sampling = model or tiny(), asked.sampling
+    tokens, logprobs = [], []
+    while True:
+        text = torch.tensor([[*asked.prompt_ids.tolist(), *tokens]])
+        logits = model(text).logits[0, -1].double() / (sampling.temperature or 1.0)
+        cumulative = logits.softmax(-1).cumsum(-1)
+        uniform = float(uniforms(torch.tensor(asked.seed), torch.tensor(len(tokens))))
+        token = int((cumulative > uniform * cumulative[-1]).nonzero()[0]) if sampling.temperature else logits.argmax()
+        tokens.append(int(token))
+        logprobs.append(float(logits.log_softmax(-1)[token]))
+        if int(token) in sampling.stop_ids and len(tokens) >= sampling.min_new_tokens:
+            return tokens, logprobs, "stop"
+        if len(tokens) == sampling.max_new_tokens:
+            return tokens, logprobs, "length"
+
+
+def right(requests, found, model=None):
+    """Every request got its answer, to the token, with its log-probs."""
+    assert sorted(found) == sorted(asked.id for asked in requests)
+    for asked in requests:
+        tokens, logprobs, finish = expected(asked, model)
+        completion = found[asked.id]
+        assert (completion.response_ids.tolist(), completion.finish) == (tokens, finish)
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-5)
+        assert len(completion.versions) == len(tokens)
+
+
+async def rest(running):
+    return {completion.id: completion async for completion in running}
+
+
+async def begun(engine, *long):
+    """A call that has yielded one short answer, so that the long ones have tokens too; nobody reads it now."""
+    running = engine.generate([request(99, [1, 2], Sampling(3)), *long])
+    assert (await anext(running)).id == 99
+    return running
+
+
+async def ticks():
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_answers_and_logprobs_are_those_of_the_model_reading_the_whole_text(kind, temperature, started):
+    requests = ragged(12, Sampling(9, temperature, stop_ids=(0, 1)))
+    found = await answers(await started(kind), requests)
+    right(requests, found)
+    assert {completion.finish for completion in found.values()} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("settings", [{"max_rows": 1}, {"max_rows": 3}, {"max_tokens": 25}])
+async def test_a_seed_gives_the_same_answer_in_any_company(kind, settings, started):
+    requests = ragged(9, Sampling(6, stop_ids=(0,)))
+    right(requests, await answers(await started(kind, **settings), requests[::-1]))
+
+
+async def test_requests_may_still_be_coming_and_calls_may_overlap(kind, started):
+    async def coming(requests):
+        for asked in requests:
+            await asyncio.sleep(0)
+            yield asked
+
+    engine = await started(kind, max_rows=4)
+    one, two = (ragged(6, Sampling(5), seed=seed) for seed in (1, 2))
+    two = [replace(asked, id=asked.id + 100) for asked in two]
+    found = await asyncio.gather(answers(engine, coming(one)), answers(engine, two))
+    right(one, found[0])
+    right(two, found[1])
+    assert await answers(engine, []) == {}
+
+
+async def test_an_answer_ends_by_its_own_rules(kind, started):
+    free = request(0, [4, 5], Sampling(30))
+    whole, _, _ = expected(free)
+    stop, text = whole[4], "".join(ALPHABET[token] for token in whole[5:7])
+    requests = [
+        free,
+        request(1, [4, 5], Sampling(30, stop_ids=(stop,)), seed=0),
+        request(2, [4, 5], Sampling(30, stop_ids=(stop,), min_new_tokens=12), seed=0),
+        request(3, [4, 5], Sampling(30, stop_texts=(text, "zz")), seed=0),
+        request(4, [4, 5], Sampling(1), seed=0),
+    ]
+    found = await answers(await started(kind, tokenizer=TOKENIZER), requests)
+    right([asked for asked in requests if asked.id != 3], {i: one for i, one in found.items() if i != 3})
+    assert found[3].finish == "text"
+    assert TOKENIZER.decode(found[3].response_ids).endswith(text)
+    assert found[3].response_ids.tolist() == whole[: len(found[3].response_ids)]
+
+
+REFUSED = {
+    "empty prompt": request(3, [], Sampling(5)),
+    "stop texts .* no tokenizer": request(3, [1], Sampling(5, stop_texts=("x",))),
+    "begun with 5 tokens": replace(
+        request(3, [1], Sampling(5)), partial=PartialAnswer(np.zeros(5, int), np.zeros(5), np.zeros(5, int))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+async def test_what_cannot_be_answered_is_refused_by_its_number(kind, text, started):
+    engine = await started(kind)
+    with pytest.raises(ValueError, match=rf"request 3 has .*{text}|request 3 has {text}"):
+        await answers(engine, [REFUSED[text]])
+    right([request(0, [1], Sampling(3))], await answers(engine, [request(0, [1], Sampling(3))]))
+
+
+async def test_longer_texts_than_an_engine_takes_are_refused(started):
+    engine = await started("process", args={"max_length": 10})
+    right([request(1, [1] * 5, Sampling(5))], await answers(engine, [request(1, [1] * 5, Sampling(5))]))
+    with pytest.raises(ValueError, match=r"request 2 may come to 11 tokens.*ScriptedProcess takes 10"):
+        await answers(engine, [request(2, [1] * 5, Sampling(6))])
+
+
+async def test_aborted_answers_keep_their_tokens(kind, started):
+    engine = await started(kind, max_rows=3)
+    long = [request(i, [i], Sampling(400)) for i in range(2)]
+    running = await begun(engine, *long, request(2, [2], Sampling(40)))
+    await engine.abort([0, 77])
+    found = await anext(running)
+    assert (found.id, found.finish) == (0, "abort")
+    count = len(found.response_ids)
+    assert 0 < count == len(found.logprobs) == len(found.versions) < 400
+    tokens, logprobs, _ = expected(replace(long[0], sampling=Sampling(count)))
+    assert found.response_ids.tolist() == tokens
+    np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-5)
+    assert (await anext(running)).id == 2
+    await engine.abort()
+    (last,) = (await rest(running)).values()
+    assert (last.id, last.finish) == (1, "abort")
+
+
+async def test_aborting_everything_reads_no_further_requests(kind, started):
+    engine = await started(kind, max_rows=4)
+    taken = []
+
+    async def endless():
+        for number in range(10**9):
+            taken.append(number)
+            yield request(number, [number % VOCABULARY], Sampling(2 if number == 0 else 500))
+
+    running = engine.generate(endless())
+    first = await anext(running)
+    await engine.abort()
+    found = await rest(running)
+    assert sorted([first.id, *found]) == taken
+    assert {completion.finish for completion in found.values()} == {"abort"}
+    assert len(taken) <= 6
+
+
+async def test_paused_nothing_moves_and_nothing_is_lost(kind, started):
+    engine = await started(kind)
+    long = request(0, [3], Sampling(60))
+    running = await begun(engine, long)
+    call = asyncio.create_task(rest(running))
+    await ticks()
+    await engine.pause()
+    (before,) = await engine.partial([0])
+    await ticks()
+    (after,) = await engine.partial([0])
+    assert before.partial.response_ids.tolist() == after.partial.response_ids.tolist()
+    assert not call.done()
+    await engine.resume()
+    right([long], await call)
+
+
+async def test_new_weights_are_used_by_all_that_comes_after(kind, started):
+    engine = await started(kind)
+    long = request(0, [3], Sampling(60))
+    running = await begun(engine, long)
+    await engine.load(packed(tiny(seed=1), 4))
+    assert engine.version == 4
+    found = (await rest(running))[0]
+    switched = found.versions.tolist().index(4)
+    assert found.versions.tolist() == [0] * switched + [4] * (60 - switched)
+    old = teacher_forced(tiny(), [3], found.response_ids[:switched].tolist())
+    np.testing.assert_allclose(found.logprobs[:switched], old, atol=2e-5)
+    requests = ragged(5, Sampling(8))
+    after = await answers(engine, requests)
+    right(requests, after, tiny(seed=1))
+    assert {version for one in after.values() for version in one.versions.tolist()} == {4}
+
+
+async def test_weights_that_do_not_fit_change_nothing(kind, started):
+    engine = await started(kind)
+    named = dict(tiny(seed=1).named_parameters())
+    name = "model.norm.weight"
+    wrong = {
+        f"missing {name}": {key: tensor for key, tensor in named.items() if key != name},
+        "unknown extra": {**named, "extra": torch.zeros(1)},
+        rf"{name} is \[5\] where the model has \[32\]": {**named, name: torch.zeros(5)},
+    }
+    for text, tensors in wrong.items():
+        weights = Weights.pack(tensors.items(), 9)
+        for refuse in (engine.check, engine.load):
+            with pytest.raises(ValueError, match=text):
+                await refuse(weights)
+    assert engine.version == 0
+    requests = ragged(3, Sampling(5))
+    right(requests, await answers(engine, requests))
+
+
+async def held(kind, engine):
+    """Bytes of weights where the engine computes."""
+    return bytes_of(engine._forward._held()) if kind == "transformers" else await engine.worker.call("held")
+
+
+@pytest.mark.parametrize("load", [False, True])
+async def test_asleep_it_holds_nothing_and_goes_on_when_it_wakes(kind, load, started):
+    engine = await started(kind)
+    long = request(0, [3], Sampling(60))
+    running = await begun(engine, long)
+    before = await held(kind, engine)
+    await engine.sleep()
+    assert await held(kind, engine) == 0 < before
+    call = asyncio.create_task(rest(running))
+    if load:
+        await engine.load(packed(tiny(seed=1), 2))
+    await ticks()
+    assert not call.done()
+    await engine.wake()
+    found = await call
+    if load:
+        assert set(found[0].versions.tolist()) == {0, 2}
+        requests = ragged(3, Sampling(5))
+        right(requests, await answers(engine, requests), tiny(seed=1))
+    else:
+        right([long], found)
+    assert await held(kind, engine) >= before
+
+
+async def test_who_leaves_takes_its_requests_along(kind, started):
+    engine = await started(kind, max_rows=3)
+    running = await begun(engine, *(request(i, [i], Sampling(5000)) for i in range(2)))
+    staying = [request(i, [4, i], Sampling(30)) for i in range(10, 13)]
+    other = asyncio.create_task(answers(engine, staying))
+    doomed = asyncio.create_task(answers(engine, [request(20, [5], Sampling(5000))]))
+    await ticks()
+    await running.aclose()
+    doomed.cancel()
+    await asyncio.gather(doomed, return_exceptions=True)
+    assert doomed.cancelled()
+    right(staying, await other)
+    assert await engine.partial([0, 1, 20]) == []
+
+
+async def test_what_fails_names_its_requests_and_the_engine_goes_on(kind, started):
+    engine = await started(kind)
+    with pytest.raises(IndexError) as caught:
+        await answers(engine, [request(5, [VOCABULARY + 9], Sampling(4)), request(6, [1], Sampling(4))])
+    assert any("requests 5, 6" in note for note in caught.value.__notes__)
+
+    async def broken():
+        yield request(0, [1], Sampling(5))
+        raise OSError("the file is gone")
+
+    requests = ragged(4, Sampling(6))
+    outcomes = await asyncio.gather(answers(engine, broken()), answers(engine, requests), return_exceptions=True)
+    assert str(outcomes[0]) == "the file is gone"
+    right(requests, outcomes[1])
+
+
+@pytest.mark.parametrize("other", ENGINES)
+async def test_another_engine_continues_what_was_taken_out(kind, other, started):
+    engine, target = await started(kind, max_rows=3), await started(other)
+    long = [request(i, [3, i], Sampling(25, temperature=1.3)) for i in range(3)]
+    running = await begun(engine, *long)
+    kept = await engine.partial(range(4))
+    out = await engine.take_out([0, 1, 50])
+    left, taken = await asyncio.gather(rest(running), answers(target, out))
+    assert sorted(left) == [2]
+    right(long, {**left, **taken})
+    assert any(one.partial is not None for one in out)
+    texts = {one.id: one.partial and one.partial.response_ids.tolist() for one in kept}
+    assert {one.id: one.partial and one.partial.response_ids.tolist() for one in out} == {
+        number: text for number, text in texts.items() if number != 2
+    }
+
+
+async def test_pictures_are_read_or_refused_and_tell_equal_prompts_apart(kind, started):
+    engine = await started(kind)
+    one, two = (ImageRef(digest, f"{digest}.png") for digest in ("cat", "dog"))
+    shown = [(one,), (one,), (two,), ()]
+    requests = [Request(i, np.array([7, 8]), Sampling(1), i, images=images) for i, images in enumerate(shown)]
+    if not engine.reads_images:
+        with pytest.raises(ValueError, match="request 0 has 1 images"):
+            await answers(engine, requests)
+        return
+    found = await answers(engine, requests)
+    assert engine.passes == 3  # the two that look at one picture are read once
+    logprobs = {i: (found[i].response_ids.tolist(), found[i].logprobs.tolist()) for i in found}
+    again = await answers(engine, [replace(requests[2], seed=0), replace(requests[3], seed=0)])
+    assert again[2].logprobs[0] != again[3].logprobs[0] != logprobs[0][1][0] != again[2].logprobs[0]
+
+
+async def test_a_process_that_dies_is_replaced_and_nobody_notices(started):
+    engine = await started("process")
+    await engine.load(packed(tiny(seed=1), 3))
+    requests = [request(i, [i, 2], Sampling(40)) for i in range(4)]
+    running = await begun(engine, *requests)
+    engine.worker._life.kill()
+    right(requests, await rest(running), tiny(seed=1))
+    assert engine.worker.restarts == 1
+
+
+async def test_closed_no_process_is_left(started):
+    engine = await started("process")
+    assert engine.worker.pid is not None
+    await engine.close()
+    assert engine.worker.pid is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "error", "text"),
+    [
+        ("transformers", {"speed": 9}, ValueError, r"rollout.engine_args: .*speed.*build\(setup, "),
+        ("tests.engines.scripted_process.Call", {}, TypeError, "gave Call, which is no rlinf.engines.base.Engine"),
+    ],
+)
+async def test_engines_that_cannot_be_made_say_why(engine, args, error, text):
+    with pytest.raises(error, match=text):
+        await make(engine, EngineSetup("it", {}, contextlib.nullcontext), args)

@@ -17,8 +17,7 @@ from torch import Tensor
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, EnvOutput, Episode
-from rlinf.envs.observations import placed
+from rlinf.envs.episodes import Chunk, EnvOutput, Episode, with_rows
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
@@ -164,7 +163,7 @@ class PolicyActor(ModelActor, Receiver):
         """The policy's inputs after each chunk, before environments began other episodes."""
         # instructions of an episode are those of the one that follows it, in all simulators so far
         found = [
-            self._policy.inputs(placed(chunk.observation, chunk.ended, chunk.final), chunk.instructions)
+            self._policy.inputs(with_rows(chunk.observation, chunk.ended, chunk.final), chunk.instructions)
             for chunk in chunks
         ]
         return {name: _stacked([each[name] for each in found]) for name in found[0]}

@@ -9,7 +9,9 @@ they are replaced (`load`), or move towards others (`follow`), on all ranks or o
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
 from rlinf.weights.receive import DEADLINE, Receiver
 from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import write_in_thread
 
 FILE = "reference.safetensors"
 """In the directory that `save` writes."""
@@ -88,7 +91,6 @@ class Reference(ModelActor, Receiver):
             exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
-        self._writer = InThreads()
 
     @endpoint(device=True)
     async def logprobs(self, groups: Iterable[Group] | AsyncIterable[Group]) -> AsyncIterator[Group]:
@@ -171,7 +173,7 @@ class Reference(ModelActor, Receiver):
             version, weights = self.version, await self.on_model(_copies, self._exact)
             if (lease := lease_here()) is not None:
                 lease.give()  # the writing needs no device
-            await self._writer(_write, Path(path), weights, version)
+            await write_in_thread(partial(_write, Path(path), weights, version))
         return str(path)
 
     @endpoint(device=True, joint=True)
@@ -308,6 +310,6 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
-def _write(directory: Path, weights: Mapping[str, Tensor], version: int) -> None:
+def _write(directory: Path, weights: Mapping[str, Tensor], version: int, stop: threading.Event) -> None:
     make_room(directory, sum(tensor.nbytes for tensor in weights.values()))
-    write_tensors(directory / FILE, weights, {"version": str(version)})
+    write_tensors(directory / FILE, weights, {"version": str(version)}, stop)

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from rlinf.data.rng import mix
-from rlinf.envs import observations
 from rlinf.envs.base import Observation, Simulator, Transition
-from rlinf.envs.episodes import Chunk, Episode, Start
+from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
 
 
@@ -102,7 +101,7 @@ class Environment:
         self._tells_success = False
         self._running = torch.ones(self.num_envs, dtype=torch.bool, device=device)
         self._observation = self._begin(self._everyone)
-        wrong = observations.mistake(self._observation, self.simulator.observation_spec, self.num_envs)
+        wrong = mistake_in(self._observation, self.simulator.observation_spec, self.num_envs)
         if wrong is not None:
             raise ValueError(f"{type(self.simulator).__name__}.reset() returned a wrong observation: {wrong}")
         return Start(self._observation, self._episode.clone(), self._instructions())
@@ -208,9 +207,7 @@ class Environment:
     def _account(self, moved: Transition, active: Tensor) -> tuple[Tensor, Tensor]:
         """Enter one step of the active environments; says where it ended the task and where it was cut off."""
         self._observation = (
-            dict(moved.observation)
-            if bool(active.all())
-            else observations.where(active, moved.observation, self._observation)
+            dict(moved.observation) if bool(active.all()) else rows_where(active, moved.observation, self._observation)
         )
         self._steps += active
         self._total += torch.where(active, moved.reward, 0.0)
@@ -228,7 +225,7 @@ class Environment:
         """What remains to do after the last action: end episodes and begin others."""
         over = (terminated | truncated).any(1)
         ended = over.nonzero().squeeze(1).cpu()
-        final = observations.take(self._observation, ended)
+        final = rows_of(self._observation, ended)
         episode = self._episode.clone()
         episodes: tuple[Episode, ...] = ()
         if len(ended):
@@ -284,7 +281,7 @@ class Environment:
         for counter in (self._steps, self._total, self._once, self._solved):
             counter[rows] = 0
         self._running[rows] = True
-        self._observation = observations.placed(self._observation, ended, self._begin(ended))
+        self._observation = with_rows(self._observation, ended, self._begin(ended))
 
     def _instructions(self) -> tuple[str, ...] | None:
         texts = self.simulator.instructions()

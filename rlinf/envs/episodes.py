@@ -1,20 +1,19 @@
 """What an environment says: how episodes begin, what a chunk of actions did, and how finished episodes went.
 
-In: the results of single steps. Out: `Start`, `Chunk`, `Episode`, `EnvOutput`; and chunks of several environments set
-one below the other, as if they were one environment.
+In: the results of single steps. Out: `Start`, `Chunk`, `Episode`, `EnvOutput`; chunks of several environments as one,
+and rows of observations chosen, replaced and checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rlinf.envs.base import Observation
-from rlinf.envs.observations import joined
+from rlinf.envs.base import ArraySpec, Observation
 
 
 class NothingHappened(ValueError):
@@ -122,7 +121,7 @@ class EnvOutput:
 def joined_starts(parts: Sequence[Start]) -> Start:
     """Starts of several environments as those of one, in their order."""
     return Start(
-        joined([part.observation for part in parts]),
+        _joined([part.observation for part in parts]),
         torch.cat([part.episode for part in parts]),
         _texts([part.instructions for part in parts]),
     )
@@ -145,9 +144,9 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
         terminated=rows("terminated"),
         truncated=rows("truncated"),
         valid=rows("valid"),
-        observation=joined([part.observation for part in parts]),
+        observation=_joined([part.observation for part in parts]),
         ended=torch.cat(ended),
-        final=joined([part.final for part in parts]),
+        final=_joined([part.final for part in parts]),
         episode=rows("episode"),
         next_episode=rows("next_episode"),
         running=rows("running"),
@@ -187,3 +186,38 @@ def lost_chunk(start: Start, episode: Tensor, running: Tensor, actions: int) -> 
 
 def _texts(parts: Sequence[tuple[str, ...] | None]) -> tuple[str, ...] | None:
     return None if parts[0] is None else tuple(text for part in parts for text in part or ())
+
+
+def rows_of(observation: Observation, rows: Tensor) -> Observation:
+    """The rows named by `rows`, int64 [n], as a copy."""
+    return {name: array[rows.to(array.device)] for name, array in observation.items()}
+
+
+def with_rows(observation: Observation, rows: Tensor, new: Observation) -> Observation:
+    """A copy of `observation` whose `rows`, int64 [n], are those of `new`."""
+    result = {}
+    for name, array in observation.items():
+        result[name] = array.clone()
+        result[name][rows.to(array.device)] = new[name]
+    return result
+
+
+def rows_where(mask: Tensor, new: Observation, old: Observation) -> Observation:
+    """Rows of `new` where `mask`, bool [N], is true, and of `old` elsewhere."""
+    return {name: torch.where(mask.view(-1, *(1,) * (new[name].ndim - 1)), new[name], old[name]) for name in old}
+
+
+def _joined(parts: Sequence[Observation]) -> Observation:
+    """The rows of all parts, one below the other."""
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def mistake_in(observation: Observation, spec: Mapping[str, ArraySpec], rows: int) -> str | None:
+    """How an observation differs from its specification, for the adapter's author; None if it does not."""
+    if observation.keys() != spec.keys():
+        return f"it has {sorted(observation)}, and observation_spec {sorted(spec)}"
+    for name, array in observation.items():
+        wanted = (rows, *spec[name].shape)
+        if tuple(array.shape) != wanted or array.dtype != spec[name].dtype:
+            return f"{name!r} is {array.dtype} {list(array.shape)} instead of {spec[name].dtype} {list(wanted)}"
+    return None

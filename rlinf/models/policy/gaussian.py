@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.validation import one_of
 from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored
-from rlinf.models.policy.layers import perceptron
+from rlinf.models.policy.layers import RunningNorm, perceptron
 from rlinf.models.policy.noise import normals
-from rlinf.models.policy.running_norm import RunningNorm
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LOG_STD = (-5.0, 2.0)  # beyond, ratios of neighbouring policies are numbers without meaning, or actions are noise

@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModel, Cache, DynamicCache, PreTrainedM
 
 from rlinf.algos.advantages import Reduce
 from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
-from rlinf.models.policy.layers import perceptron
-from rlinf.models.policy.running_norm import RunningNorm
+from rlinf.models.policy.layers import RunningNorm, perceptron
 from rlinf.models.policy.vla.action_tokens import ActionTokens
 from rlinf.models.policy.vla.byte_tokenizer import PAD, ByteTexts
 

@@ -16,32 +16,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.actors.base.base_trainer import LearningActor
 from rlinf.algos.apply import value_loss_of
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.packing import Packed
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import Build, place
 from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
-from rlinf.models.language.value_building import build_values
-from rlinf.models.language.value_model import HEAD, ValueModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import Call, current_call, lease_here
 from rlinf.runtime.streams.stream import each
-from rlinf.training.learner import Learner
+from rlinf.training.backend import ModelSettings, Optimization, Outputs
 from rlinf.training.text.commands import Learn, Order, Score
 from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
 from rlinf.training.text.value_schedule import RETURNS, ValueOrders
-from rlinf.weights.publish import reshard
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 
 
 class Critic(LearningActor):
     """Owns a model of what answers will earn."""
-
-    module: ValueModel
 
     async def setup(  # type: ignore[override]
         self,
@@ -62,6 +58,7 @@ class Critic(LearningActor):
         dtype: str = "float32",
         sharding: Sharding = "shard",
         gradient_checkpointing: bool = False,
+        backend: str = "fsdp",
     ) -> None:
         """Make the model on the ranks, and its optimizer.
 
@@ -82,6 +79,7 @@ class Critic(LearningActor):
                 float32.
             sharding: how model and optimizer lie on the ranks, see `Trainer.setup`.
             gradient_checkpointing: keep only the input of each layer and compute the rest twice.
+            backend: what trains: "fsdp", or the dotted path of a `BackEnd`.
 
         Raises:
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, an algorithm without a
@@ -96,12 +94,9 @@ class Critic(LearningActor):
         self._budget, self._seed = micro_batch_tokens, seed
         self._epochs, self._minibatches = epochs, minibatches
 
-        def build(place: Place) -> ValueModel:
-            return build_values(
-                Build(model, seed, None, place.dtype, place.device, place.mesh, gradient_checkpointing, 1),
-                self._tokenizer,
-            )
-
+        settings = ModelSettings(
+            model, "values", seed, dtype=dtype, sharding=sharding, gradient_checkpointing=gradient_checkpointing
+        )
         optimizer = {
             "lr": lr,
             "warmup_steps": warmup_steps,
@@ -109,7 +104,7 @@ class Critic(LearningActor):
             "weight_decay": weight_decay,
             "grad_clip": grad_clip,
         }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=optimizer, sharding=sharding)
+        await self._make(settings, tokenizer=tokenizer, order=order, learner=optimizer, backend=backend)
 
     # Predicting --------------------------------------------------------------------------------------------------
 
@@ -129,8 +124,7 @@ class Critic(LearningActor):
                 yield group
 
     def _score(self, order: Score) -> Tensor:
-        values, _ = self.module(order.packed().to(self.device))
-        return values[None]
+        return self._back.outputs(order.packed())[0][None]
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -177,19 +171,23 @@ class Critic(LearningActor):
         if made is None:
             return _none()
         return made.orders(
-            ranks=self.world_size,
+            ranks=self._shares,
             budget=self._budget,
             epochs=self._epochs,
             minibatches=self._minibatches,
             seed=(self._seed, self.version),
         )
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
-        batch = order.packed().to(self.device)
-        values, _ = self.module(batch)
-        old, returns = (batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS))  # none without a row
-        counted = torch.ones_like(values, dtype=torch.bool)
-        learner.add(value_loss_of(self._spec, values, old, returns, counted, batch.sequences))
+    def _learn(self, learner: Optimization, order: Learn, *, again: bool = False) -> None:
+        def loss(batch: Packed, outputs: Outputs) -> LossSum:
+            values = outputs[0]
+            old, returns = (
+                batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS)
+            )  # none without a row
+            counted = torch.ones_like(values, dtype=torch.bool)
+            return value_loss_of(self._spec, values, old, returns, counted, batch.sequences)
+
+        learner.accumulate([order.packed()], loss)
 
     # Starting from a policy --------------------------------------------------------------------------------------
 
@@ -211,7 +209,7 @@ class Critic(LearningActor):
         await self.compute(self._fits, weights)  # a rank that finds fault never takes its turn, so no other does
 
         async def take(_: None) -> int:
-            await self.computed(self._take, weights)
+            await self.computed(self._back.take, dict(weights.named()))
             return weights.version
 
         return await self.jointly(take)
@@ -219,7 +217,7 @@ class Critic(LearningActor):
     def _fits(self, weights: Weights) -> None:
         weights.verify()
         offered = {name: tuple(tensor.shape) for name, tensor in weights.named()}
-        wanted = {name: tuple(parameter.shape) for name, parameter in self._layers()}
+        wanted = self._back.shapes()
         wrong = [
             f"{name} is {offered.get(name)}, not {shape}"
             for name, shape in wanted.items()
@@ -230,16 +228,6 @@ class Critic(LearningActor):
                 f"critic.load: {len(wrong)} of the policy's {len(wanted)} tensors do not fit ({'; '.join(wrong[:3])}). "
                 "A critic whose model (critic.model) is not the policy's starts from its own files instead"
             )
-
-    def _take(self, weights: Weights) -> None:
-        reshard(self.module)
-        offered = dict(weights.named())
-        for name, parameter in self._layers():
-            place(parameter, offered[name])
-
-    def _layers(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """What a policy has too."""
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if not name.startswith(HEAD)]
 
 
 async def _none() -> AsyncGenerator[tuple[Order, ...], None]:

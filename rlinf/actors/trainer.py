@@ -8,24 +8,22 @@ a flow calls the group and reads one answer; how they work together is `base_tra
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import LearningActor, Place
+from rlinf.actors.base.base_trainer import LearningActor
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import Build, build_policy
 from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
-from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.learner import Learner, Schedule
+from rlinf.training.backend import ModelSettings, Optimization
+from rlinf.training.learner import Schedule, learn_answers, learn_policy
 from rlinf.training.text.batch_metrics import describe, rescue, show_samples
 from rlinf.training.text.commands import Learn, Score
 from rlinf.training.text.policy_schedule import PolicyOrders, answer_orders
@@ -64,6 +62,7 @@ class Trainer(LearningActor):
         gradient_checkpointing: bool = False,
         lora: Mapping[str, Any] | None = None,
         logprob_chunk: int = 1024,
+        backend: str = "fsdp",
         rescue_dir: str | None = None,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
@@ -89,6 +88,7 @@ class Trainer(LearningActor):
             gradient_checkpointing: keep only the input of each layer and compute the rest twice.
             lora: `{"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}` trains adapters; None all weights.
             logprob_chunk: response tokens whose logits exist at a time.
+            backend: what trains: "fsdp", or the dotted path of a `BackEnd`.
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
 
         Raises:
@@ -104,12 +104,15 @@ class Trainer(LearningActor):
                 "of its own"
             )
 
-        def build(place: Place) -> PolicyModel:
-            made = Build(
-                model, seed, lora, place.dtype, place.device, place.mesh, gradient_checkpointing, logprob_chunk
-            )
-            return build_policy(made, self._tokenizer)
-
+        settings = ModelSettings(
+            model,
+            seed=seed,
+            lora=lora,
+            dtype=dtype,
+            sharding=sharding,
+            gradient_checkpointing=gradient_checkpointing,
+            logprob_chunk=logprob_chunk,
+        )
         learner = {
             "lr": lr,
             "warmup_steps": warmup_steps,
@@ -120,17 +123,12 @@ class Trainer(LearningActor):
             "weight_decay": weight_decay,
             "grad_clip": grad_clip,
         }
-        await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner=learner, sharding=sharding)
+        await self._make(settings, tokenizer=tokenizer, order=order, learner=learner, backend=backend)
         self._spec, self._adapters_off, self._minibatches = spec, reference is not None, minibatches
         self._beside = asked_beside(spec, minibatches=minibatches, adapters_off=self._adapters_off)
         self._epochs, self._budget, self._seed = epochs, micro_batch_tokens, seed
         self._rescue_dir = rescue_dir
         self._batch: PolicyOrders | None = None
-
-    @property
-    def policy(self) -> PolicyModel:
-        """The model as it learns."""
-        return cast(PolicyModel, self.module)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +155,7 @@ class Trainer(LearningActor):
         met = self.version
         batch = PolicyOrders(
             self._spec,
-            ranks=self.world_size,
+            ranks=self._shares,
             in_order=self._in_order,
             budget=self._budget,
             epochs=self._epochs,
@@ -195,8 +193,8 @@ class Trainer(LearningActor):
             ValueError: there was no batch, or one with nothing to learn.
             FloatingPointError: the loss or its gradient is not finite.
         """
-        learner = Learner(self.policy, layout=self._layout, lr=lr)
-        orders = answer_orders(batches, self.world_size, self._budget)
+        learner = self._back.optimization(lr=lr)
+        orders = answer_orders(batches, self._shares, self._budget)
         steps = await self._work_together(orders, learner)
         if self.rank > 0:
             return {}
@@ -205,26 +203,23 @@ class Trainer(LearningActor):
         losses = [numbers["loss"] for _, numbers in steps]
         return {"sft/loss_first": losses[0], "sft/loss": losses[-1], "sft/steps": float(len(losses))}
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
-        batch = order.packed().to(self.device)
-        if learner is self._learner:
-            if REFERENCE in self._beside and REFERENCE not in order.kept:
-                order.kept[REFERENCE] = self._logprobs(batch, REFERENCE)
-            compare = order.compare and not again
-            learner.learn_policy(batch, self._spec, version=self.version, compare=compare, kept=order.kept)
-        else:
-            learner.learn_answers(batch)
+    def _learn(self, learner: Optimization, order: Learn, *, again: bool = False) -> None:
+        batch = order.packed()
+        if learner is not self._learner:
+            learn_answers(learner, batch)
+            return
+        if REFERENCE in self._beside and REFERENCE not in order.kept:
+            order.kept[REFERENCE] = self._logprobs(batch, REFERENCE)
+        compare = order.compare and not again
+        learn_policy(learner, batch, self._spec, version=self.version, compare=compare, kept=order.kept)
 
     def _score(self, order: Score) -> Tensor:
-        batch = order.packed().to(self.device)
+        batch = order.packed()
         return torch.stack([self._logprobs(batch, name) for name in order.columns])
 
-    @torch.no_grad()
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
         """Log-probs under our weights as they are or, for the reference, as they were before there were adapters."""
-        with self.policy.without_adapters() if column == REFERENCE else nullcontext():
-            logprobs: Tensor = self.policy(batch)[0]
-        return logprobs
+        return self._back.outputs(batch, adapters=column != REFERENCE)[0]
 
     async def _kept(self, error: FloatingPointError, batch: PolicyOrders, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""
@@ -239,10 +234,10 @@ class Trainer(LearningActor):
     async def weights(self) -> Weights | None:
         """The weights as they are between two batches; a copy, so that training may go on. None but on rank 0."""
         # a device that is shared has no room for the copy beside whoever comes next
-        where = "cpu" if self._cell.leased else None
+        in_host_memory = self._cell.leased or self.device.type == "cpu"
 
         async def published(_: None) -> Weights | None:
-            return await publish(self, self.model, self.version, device=where, first_copy=self._layout.first_copy)
+            return await publish(self, self._back.export, self.version, in_host_memory=in_host_memory)
 
         return await self.jointly(published)
 

@@ -255,6 +255,8 @@ class TrainerConfig:
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
+    backend: str = "fsdp"
+    """What trains: `fsdp`, or the dotted path of a class like `rlinf.training.backend.BackEnd`."""
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them
     (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each

@@ -22,6 +22,7 @@ from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
 from rlinf.data.packing import Packed
 from rlinf.models.language.fsdp import Layout, local
+from rlinf.training.backend import Loss, Optimization, Outputs
 from rlinf.training.text.policy_loss import policy_loss
 from rlinf.training.text.requirements import PROXIMAL
 
@@ -85,48 +86,20 @@ class Learner:
         self.optimizer.zero_grad()
         self._sum = None
 
-    def learn_policy(
-        self,
-        batch: Packed,
-        spec: AlgorithmSpec,
-        *,
-        version: int | None = None,
-        compare: bool = False,
-        kept: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Add a micro-batch of samples to the gradient.
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        """Add the gradients of some micro-batches, one after the other; each rank must, for as many.
 
         Args:
-            batch: the samples.
-            spec: the algorithm.
-            version: of the weights being trained, before the update.
-            compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
-            kept: columns beside those of `batch`, float32 [response tokens] each; our log-probs join them if the
-                algorithm needs those before the update and nobody said them yet.
+            batches: moved to the model's device if they are elsewhere.
+            loss: of a micro-batch and the outputs for it.
+            entropy_slope: it differentiates entropies too.
         """
-        kept = {} if kept is None else kept
-        if spec.entropy_bonus:
-            logprobs, entropy = self.module(batch, entropy_slope=True)
-        else:
-            logprobs, entropy = self.module(batch)
-        if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
-            kept.setdefault(PROXIMAL, logprobs.detach())
-        loss = policy_loss(spec, batch, logprobs, entropy, kept, version)
-        if compare:
-            mask = torch.ones_like(logprobs, dtype=torch.bool)
-            loss = loss.watching(losses.mismatch(logprobs, batch.old_logprobs, mask))
-        self.add(loss)
-
-    def learn_answers(self, batch: Packed) -> None:
-        """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
-        logprobs, _ = self.module(batch)
-        self.add(losses.supervised(logprobs, torch.ones_like(logprobs, dtype=torch.bool)))
-
-    def add(self, loss: LossSum) -> None:
-        """Add a micro-batch's loss to the gradient; each rank must, for the same micro-batches."""
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        part = loss.detach()
-        self._sum = part if self._sum is None else self._sum + part
+        device = next(self.module.parameters()).device
+        for batch in (batch.to(device) for batch in batches):
+            found = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+            found.total.backward()  # type: ignore[no-untyped-call]
+            part = found.detach()
+            self._sum = part if self._sum is None else self._sum + part
 
     def step(self) -> tuple[LossSum, dict[str, float]]:
         """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
@@ -166,6 +139,50 @@ class Learner:
         self.schedule.step()
         self.begin()
         return gathered, {"loss": loss, "grad_norm": norm, "lr": lr}
+
+
+def learn_policy(
+    learner: Optimization,
+    batch: Packed,
+    spec: AlgorithmSpec,
+    *,
+    version: int | None = None,
+    compare: bool = False,
+    kept: dict[str, Tensor] | None = None,
+) -> None:
+    """Add a micro-batch of samples to the gradient.
+
+    Args:
+        learner: what to add it to.
+        batch: the samples.
+        spec: the algorithm.
+        version: of the weights being trained, before the update.
+        compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
+        kept: columns beside those of `batch`, float32 [response tokens] each; our log-probs join them if the algorithm
+            needs those before the update and nobody said them yet.
+    """
+    known = {} if kept is None else kept
+
+    def loss(batch: Packed, outputs: Outputs) -> LossSum:
+        logprobs, entropy = outputs
+        if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
+            known.setdefault(PROXIMAL, logprobs.detach())
+        found = policy_loss(spec, batch, logprobs, entropy, known, version)
+        if compare:
+            mask = torch.ones_like(logprobs, dtype=torch.bool)
+            found = found.watching(losses.mismatch(logprobs, batch.old_logprobs, mask))
+        return found
+
+    learner.accumulate([batch], loss, entropy_slope=bool(spec.entropy_bonus))
+
+
+def learn_answers(learner: Optimization, batch: Packed) -> None:
+    """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
+
+    def loss(batch: Packed, outputs: Outputs) -> LossSum:
+        return losses.supervised(outputs[0], torch.ones_like(outputs[0], dtype=torch.bool))
+
+    learner.accumulate([batch], loss)
 
 
 def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:

@@ -137,10 +137,19 @@ async def save_checkpoint(
     if (lease := lease_here()) is not None:
         lease.give()  # nothing below uses the devices, and other roles may be waiting for them
 
+    await write_checkpoint(path, {STATE: state} if whole is None else {STATE: state, MODEL: whole})
+
+
+async def write_checkpoint(path: str | Path, copies: Mapping[str, Any]) -> None:
+    """Write copies, each with a `write(directory, stop)`, into directories of a checkpoint, in a thread of its own.
+
+    Cancelled, it stops writing and leaves what is there.
+    """
+
     def write(stop: threading.Event) -> None:
-        state.write(Path(path) / STATE, stop)
-        if whole is not None:
-            whole.write(Path(path) / MODEL, stop)
+        for name, copy in copies.items():
+            copy.write(Path(path) / name, stop)
+        if MODEL in copies:
             sync_directory(Path(path))
 
     await _in_thread(write)

@@ -7,11 +7,13 @@ A subclass says what is learned:
 
     class Critic(LearningActor):
         async def setup(self, *, model, tokenizer, lr=1e-5, dtype="float32", ...):
-            def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
-            await self._make(build, tokenizer=tokenizer, dtype=dtype, order=order, learner={"lr": lr, ...})
+            settings = ModelSettings(model, "values", dtype=dtype, ...)
+            await self._make(settings, tokenizer=tokenizer, order=order, learner={"lr": lr, ...})
 
-        def _learn(self, learner, order, *, again=False): ... # blocking: order.packed() -> learner.add(LossSum)
-        def _score(self, order): ...                          # blocking: order.packed() -> [columns, response tokens]
+        def _learn(self, learner, order, *, again=False):     # blocking
+            learner.accumulate([order.packed()], loss)
+        def _score(self, order):                              # blocking; [columns, response tokens]
+            return self._back.outputs(order.packed())[0][None]
 
         @endpoint(device=True, joint=True)
         async def train(self, groups):
@@ -29,32 +31,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from rlinf.actors.base.spmd import JointActor
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.offload import Parking
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
-from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
-from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
-from rlinf.training.learner import Learner
+from rlinf.training.backend import HostCopy, ModelSettings, Optimization, back_end_of
 from rlinf.training.text.command_stream import Feed
 from rlinf.training.text.commands import Again, Learn, Order, Score, Step
 from rlinf.training.text.logprob_pass import Groups, Scoring, gathered
 from rlinf.training.text.micro_batches import InOrder
-from rlinf.weights.publish import reshard
-from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, load_state, save_checkpoint
+from rlinf.weights.train_state import STATE, write_checkpoint
 
 R = TypeVar("R")
 Taken = tuple[LossSum, dict[str, float]]
@@ -64,23 +61,9 @@ Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
 _END: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a model is to be made."""
-
-    device: torch.device
-    """Where it lives."""
-    mesh: DeviceMesh | None
-    """The ranks to spread it over; None leaves it whole."""
-    dtype: torch.dtype
-    """To compute in; weights are float32."""
-
-
 class LearningActor(JointActor):
     """Owns a model, its optimizer, and the version of its weights."""
 
-    module: nn.Module
-    """What learns; spread over the ranks if there are several. Its Hugging Face model is `module.model`."""
     version: int
     """Of the weights: how often they were changed."""
     device: torch.device
@@ -88,77 +71,47 @@ class LearningActor(JointActor):
 
     async def _make(
         self,
-        build: Callable[[Place], nn.Module],
+        model: ModelSettings,
         *,
         tokenizer: TokenizerSource,
-        dtype: str,
         order: Literal["prompt", "arrival"],
         learner: Mapping[str, Any],
-        sharding: Sharding = "shard",
+        backend: str = "fsdp",
     ) -> None:
-        """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
+        """Make the model and its optimizer; part of `setup`.
 
         Args:
-            build: makes the module; blocking, and a collective where there is a mesh.
+            model: what is trained, and how.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
-            dtype: to compute in, "float32" or "bfloat16".
             order: "prompt" works on groups in the order of their prompts' ids, "arrival" as they come.
             learner: settings of `Learner`.
-            sharding: how the model lies on the ranks, see `Sharding`.
+            backend: see `back_end_of`.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
         if order not in ("prompt", "arrival"):
             raise ValueError(f"{self._role}: order={order!r} is neither 'prompt' nor 'arrival'")
-        computes_in = dtype_of(dtype)
+        kind = back_end_of(backend)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         await self._open_mesh()
-        self._layout = await self._laid_out(sharding, computes_in != torch.float32)
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
-        self._learner = self._at_work = Learner(self.module, layout=self._layout, **learner)
+        self._back = await kind.make(self, model, self._tokenizer)
+        self._learner = self._at_work = self._back.optimization(**learner)
         self._coming_again: list[Learn] = []
         self._parking = Parking(self._held)
         self.version = 0
         self._in_order = InOrder() if order == "prompt" else None
 
-    async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
-        """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""
-        hosts, mine = self.group.hosts, self.rank
-        copies = copies_of(sharding, self._machines())
-        own = next(ranks for ranks in copies if mine in ranks)
-        alike = [ranks[own.index(mine)] for ranks in copies]
-        slices: DeviceMesh | None = None
-        if len(own) > 1 or mixed:
-            slices = self.mesh if len(own) == len(hosts) > 1 else await self._mesh_of(own, "slices")
-        across = self.mesh if len(alike) == len(hosts) else await self._mesh_of(alike, "copies")
-        return Layout(self.mesh, slices, across if len(alike) > 1 else None)
-
-    def _machines(self) -> list[str]:
-        """Of each rank, the machine that it is on."""
-        places = self._cell.host.places
-        return [places[host].machine for host in self.group.hosts]
-
     @property
-    def model(self) -> PreTrainedModel:
-        """The Hugging Face model; spread over the ranks if there are several."""
-        return cast(PreTrainedModel, self.module.model)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of `train`."""
-        return self._learner.optimizer
-
-    @property
-    def schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """Of `optimizer`."""
-        return self._learner.schedule
+    def _shares(self) -> int:
+        """Micro-batches that are computed at the same time: one for each rank, or for those that are one model."""
+        return max(self._back.data_ranks) + 1
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
-    def _learn(self, learner: Learner, order: Learn, *, again: bool = False) -> None:
+    def _learn(self, learner: Optimization, order: Learn, *, again: bool = False) -> None:
         """Add a micro-batch to the gradient; blocking, on all ranks together.
 
         Args:
@@ -176,7 +129,7 @@ class LearningActor(JointActor):
     # Working together --------------------------------------------------------------------------------------------
 
     async def _work_together(
-        self, orders: AsyncGenerator[tuple[Order, ...], None], learner: Learner, explain: Explain | None = None
+        self, orders: AsyncGenerator[tuple[Order, ...], None], learner: Optimization, explain: Explain | None = None
     ) -> list[Taken]:
         """Have all ranks carry out orders; to be called in a joint device endpoint, on every rank.
 
@@ -192,7 +145,7 @@ class LearningActor(JointActor):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        feed = Feed(orders, self.world_size)
+        feed = Feed(orders, self._back.data_ranks)
 
         async def carry_out(mine: Stream[Order]) -> list[Taken]:
             return await self._carry_out(mine, learner, feed, explain)
@@ -200,7 +153,7 @@ class LearningActor(JointActor):
         return await self.jointly(carry_out, feed.streams, feed.stop)
 
     async def _carry_out(
-        self, orders: Stream[Order], learner: Learner, feed: Feed, explain: Explain | None
+        self, orders: Stream[Order], learner: Optimization, feed: Feed, explain: Explain | None
     ) -> list[Taken]:
         """This rank's part. Ranks learn together that a step cannot be taken, and skip the orders that are out."""
         steps: list[Taken] = []
@@ -236,12 +189,9 @@ class LearningActor(JointActor):
         return steps
 
     def _scored(self, order: Score) -> list[Any]:
-        with torch.no_grad():
-            mine = self._score(order)
-        reshard = getattr(self.module, "reshard", None)
-        if reshard is not None:
-            reshard()  # without a backward pass the whole weights would stay, and grow old
-        return gathered(mine, order.tokens, self.mesh)
+        shares = self._back.data_ranks
+        found = gathered(self._score(order), [order.tokens[share] for share in shares], self.mesh)
+        return [found[shares.index(share)] for share in range(self._shares)]
 
     async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
         """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
@@ -254,7 +204,7 @@ class LearningActor(JointActor):
         Yields:
             On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
         """
-        scoring = Scoring(self.world_size, budget, columns)
+        scoring = Scoring(self._shares, budget, columns)
         orders = scoring.orders(groups, self._in_order)
         work = asyncio.create_task(self._work_together(orders, self._learner), name="scoring")
         work.add_done_callback(lambda _: scoring.finished.put_nowait(_END))
@@ -285,17 +235,15 @@ class LearningActor(JointActor):
         Raises:
             OSError: it cannot be written; the text says what is missing.
         """
-        await save_checkpoint(
-            cast(Actor, _Between(self)),
-            path,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            version=self.version,
-            tokenizer=self._tokenizer,
-            extra={} if self._in_order is None else {"prompts": self._in_order.state},
-            first_copy=self._layout.first_copy,
-        )
+        extra = {} if self._in_order is None else {"prompts": self._in_order.state}
+
+        async def copied(_: None) -> Mapping[str, HostCopy]:
+            return await self.computed(self._back.copies, self._learner, self.version, extra, self._tokenizer)
+
+        copies = await self.jointly(copied)
+        if (lease := lease_here()) is not None:
+            lease.give()  # the writing needs no device, and other roles may be waiting for it
+        await write_checkpoint(path, copies)
         return str(path)
 
     @endpoint(device=True, joint=True)
@@ -312,7 +260,7 @@ class LearningActor(JointActor):
         state = Path(path) if Path(path).name == STATE else Path(path) / STATE
 
         async def read(_: None) -> int:
-            found = await self.computed(load_state, self.model, self.optimizer, self.schedule, state, rank=self.rank)
+            found = await self.computed(self._back.restore, self._learner, state)
             self.version = found.version
             if self._in_order is not None and "prompts" in found.extra:
                 self._in_order = InOrder(found.extra["prompts"])
@@ -327,7 +275,7 @@ class LearningActor(JointActor):
 
         A call that waits for input has given its devices away in the middle of a batch, so gradients go along.
         """
-        await self.compute(self._park)
+        await self.compute(self._parking.park)
 
     async def onload(self) -> None:
         """Bring back what `offload` moved."""
@@ -337,25 +285,7 @@ class LearningActor(JointActor):
         """`compute` for work on weights, of all ranks together."""
         return await super().computed(self._parking.needed(fn), *args, **kwargs)
 
-    def _park(self) -> None:
-        reshard(self.module)  # a forward that failed leaves whole weights behind
-        self._parking.park()
-
     def _held(self) -> Iterator[Tensor]:
-        yield from held(self.module, self.optimizer, self._at_work.optimizer)
+        yield from self._back.held(self._learner, self._at_work)
         for order in self._coming_again:
             yield from order.kept.values()
-
-
-class _Between:
-    """The actor as `save_checkpoint` needs it: what it computes is done in turn, between batches."""
-
-    def __init__(self, actor: LearningActor):
-        self._actor = actor
-        self.rank, self.world_size = actor.rank, actor.world_size
-
-    async def compute(self, fn: Callable[[], R]) -> R:
-        async def body(_: None) -> R:
-            return await self._actor.computed(fn)
-
-        return await self._actor.jointly(body)

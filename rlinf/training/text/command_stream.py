@@ -11,7 +11,7 @@ them again together with all ranks, who wake only when there is work for them, t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,21 +27,24 @@ class Feed:
     """One call's orders.
 
     Args:
-        orders: for every round, what each rank shall do.
-        ranks: how many there are.
+        orders: for every round, what the ranks of each share shall do; rank 0 has the first one's.
+        shares: of each rank, which entry of a round is its own.
     """
 
-    def __init__(self, orders: AsyncGenerator[tuple[Any, ...], None], ranks: int):
+    def __init__(self, orders: AsyncGenerator[tuple[Any, ...], None], shares: Sequence[int]):
         self.error: BaseException | None = None
         """Why the input ended, if it failed."""
         self._orders = orders
         self._room = asyncio.Semaphore(_AHEAD)
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(ranks - 1)]
+        self._told: list[tuple[int, asyncio.Queue[Any]]] = [(share, asyncio.Queue()) for share in shares[1:]]
 
     def streams(self) -> list[Stream[Any]]:
         """The orders of each rank; rank 0's is what reads the input."""
-        return [Stream.of(self._lead(), name="orders"), *(Stream.of(_of(told), name="orders") for told in self._told)]
+        return [
+            Stream.of(self._lead(), name="orders"),
+            *(Stream.of(_of(told), name="orders") for _, told in self._told),
+        ]
 
     def done(self) -> None:
         """Rank 0 has carried out one order."""
@@ -56,13 +59,13 @@ class Feed:
         try:
             async with aclosing(self._orders) as orders:
                 while (order := await self._next(orders)) is not _END:
-                    for told, part in zip(self._told, order[1:], strict=True):
-                        told.put_nowait(part)
+                    for share, told in self._told:
+                        told.put_nowait(order[share])
                     yield order[0]
         except Exception as error:  # told when all ranks have come to the end
             self.error = error
         finally:
-            for told in self._told:
+            for _, told in self._told:
                 told.put_nowait(_END)
 
     async def _next(self, orders: AsyncIterator[tuple[Any, ...]]) -> Any:

@@ -152,7 +152,7 @@ class Training(Sleeping, JointActor):
 
     @endpoint(device=True, joint=True)
     async def train(self, items: Stream[int]) -> dict[str, float]:
-        feed = CommandStream(self._orders(items), self.world_size)
+        feed = CommandStream(self._orders(items), range(self.world_size))
 
         async def carry_out(orders: Stream[int]) -> int:
             learned = 0

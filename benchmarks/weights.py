@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 import rlinf
 from rlinf import Actor, endpoint
 from rlinf.data.weights import Weights
-from rlinf.weights.publish import pack_model, publish
+from rlinf.weights.publish import exported, pack, publish
 from rlinf.weights.receive import Receiver
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,7 @@ class Trainer(Actor):
 
     @endpoint(joint=True)
     async def weights(self) -> Weights | None:
-        return await publish(self, self.model, 1)
+        return await publish(self, partial(exported, self.model), 1)
 
     @endpoint
     async def pickled(self) -> bytes:
@@ -76,7 +77,9 @@ class Trainer(Actor):
 
     def _phases(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        weights = timed(seconds, "pack", lambda: pack_model(self.model, 1, lead=True, empty=self.empty_shared))
+        weights = timed(
+            seconds, "pack", lambda: pack(partial(exported, self.model), 1, lead=True, empty=self.empty_shared)
+        )
         timed(seconds, "verify", weights.verify)
         target = dict(self.model.named_parameters())
         timed(seconds, "copy", lambda: fill(target, dict(weights.named())))

@@ -13,38 +13,33 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rlinf.actors.base.text_trainer import Place, TextTrainer
+from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.algos.apply import value_loss_of
+from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.schema import settings as settings_of
 from rlinf.config.text import CriticSettings
+from rlinf.data.packing import Packed
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.models.language.build import Build, place
 from rlinf.models.language.load import ModelSource
-from rlinf.models.language.value_building import build_values
-from rlinf.models.language.value_model import HEAD, ValueModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here, start_apart
 from rlinf.runtime.streams.stream import each
-from rlinf.training.learner import Learner
+from rlinf.training.backend import ModelSettings, Optimization, Outputs
 from rlinf.training.text.advantage_rows import RETURNS, value_rows
 from rlinf.training.text.batch_metrics import describe_values
 from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
 from rlinf.training.text.schedule import BatchSchedule
-from rlinf.weights.state_tensors import reshard
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 
 
 class Critic(TextTrainer):
     """Owns a model of what answers will earn."""
-
-    module: ValueModel
 
     async def setup(  # type: ignore[override]
         self,
@@ -78,12 +73,15 @@ class Critic(TextTrainer):
         self._budget, self._seed = settings.micro_batch_tokens, seed
         self._epochs, self._minibatches = settings.epochs, settings.minibatches
 
-        def build(place: Place) -> ValueModel:
-            where = (place.dtype, place.device, place.mesh)
-            made = Build(model, seed, None, *where, settings.gradient_checkpointing, 1)
-            return build_values(made, self._tokenizer)
-
-        await self._make(build, tokenizer=tokenizer, settings=settings)
+        made = ModelSettings(
+            model,
+            "values",
+            seed,
+            dtype=settings.dtype,
+            sharding=settings.sharding,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+        await self._make(made, tokenizer=tokenizer, settings=settings)
 
     # Predicting --------------------------------------------------------------------------------------------------
 
@@ -103,8 +101,7 @@ class Critic(TextTrainer):
                 yield group
 
     def _score(self, command: Forward) -> Tensor:
-        values, _ = self.module(command.packed().to(self.device))
-        return values[None]
+        return self._back.outputs(command.packed())[0][None]
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +127,7 @@ class Critic(TextTrainer):
         schedule = BatchSchedule(
             partial(value_rows, self._spec),
             where="critic.train",
-            ranks=self.world_size,
+            ranks=self._shares,
             in_order=None,
             budget=self._budget,
             epochs=self._epochs,
@@ -150,11 +147,15 @@ class Critic(TextTrainer):
             "critic/clip_frac": found.get("value_clip_frac", 0.0),
         }
 
-    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
-        batch = command.packed().to(self.device)
-        values, _ = self.module(batch)
-        old, returns = (batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS))  # none without a row
-        learner.add(value_loss_of(self._spec, values, old, returns, batch.mask, batch.sequences))
+    def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
+        def loss(batch: Packed, outputs: Outputs) -> LossSum:
+            values = outputs[0]
+            old, returns = (
+                batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS)
+            )  # none without a row
+            return value_loss_of(self._spec, values, old, returns, batch.mask, batch.sequences)
+
+        learner.accumulate([command.packed()], loss)
 
     # Starting from a policy --------------------------------------------------------------------------------------
 
@@ -175,13 +176,13 @@ class Critic(TextTrainer):
         """
         await self.compute(self._fits, weights)  # a rank that finds fault never takes its turn, so no other does
 
-        await self.computed_jointly(self._take, weights)
+        await self.computed_jointly(self._back.take, dict(weights.named()))
         return weights.version
 
     def _fits(self, weights: Weights) -> None:
         weights.verify()
         offered = {name: tuple(tensor.shape) for name, tensor in weights.named()}
-        wanted = {name: tuple(parameter.shape) for name, parameter in self._layers()}
+        wanted = self._back.shapes()
         wrong = [
             f"{name} is {offered.get(name)}, not {shape}"
             for name, shape in wanted.items()
@@ -192,16 +193,6 @@ class Critic(TextTrainer):
                 f"critic.load: {len(wrong)} of the policy's {len(wanted)} tensors do not fit ({'; '.join(wrong[:3])}). "
                 "A critic whose model (critic.model) is not the policy's starts from its own files instead"
             )
-
-    def _take(self, weights: Weights) -> None:
-        reshard(self.module)
-        offered = dict(weights.named())
-        for name, parameter in self._layers():
-            place(parameter, offered[name])
-
-    def _layers(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """What a policy has too."""
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if not name.startswith(HEAD)]
 
 
 async def _of_critic(error: FloatingPointError, met: int) -> FloatingPointError:

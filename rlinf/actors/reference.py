@@ -35,7 +35,6 @@ from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
 from rlinf.weights.receive import DEADLINE, Receiver
 from rlinf.weights.state_tensors import held

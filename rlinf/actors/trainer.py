@@ -8,28 +8,26 @@ a flow calls the group and reads one answer; how they work together is `text_tra
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlinf.actors.base.text_trainer import Place, TextTrainer
+from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.config.schema import settings as settings_of
 from rlinf.config.text import TrainerSettings
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
-from rlinf.models.language.build import Build, build_policy
 from rlinf.models.language.load import ModelSource
-from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.learner import Learner
+from rlinf.training.backend import ModelSettings, Optimization
 from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue, show_samples
 from rlinf.training.text.commands import Forward, ForwardBackward
+from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from rlinf.training.text.requirements import REFERENCE, Algorithm, algorithm_of, own_columns
 from rlinf.training.text.schedule import BatchSchedule, supervised_commands
 
@@ -79,21 +77,20 @@ class Trainer(TextTrainer):
                 "of its own"
             )
 
-        def build(place: Place) -> PolicyModel:
-            where = (place.dtype, place.device, place.mesh)
-            made = Build(model, seed, lora, *where, settings.gradient_checkpointing, settings.logprob_chunk)
-            return build_policy(made, self._tokenizer)
-
-        await self._make(build, tokenizer=tokenizer, settings=settings)
+        made = ModelSettings(
+            model,
+            seed=seed,
+            lora=lora,
+            dtype=settings.dtype,
+            sharding=settings.sharding,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            logprob_chunk=settings.logprob_chunk,
+        )
+        await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._adapters_off, self._minibatches = spec, reference is not None, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir = rescue_dir
         self._batch: BatchSchedule | None = None
-
-    @property
-    def policy(self) -> PolicyModel:
-        """The model as it learns."""
-        return cast(PolicyModel, self.module)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +119,7 @@ class Trainer(TextTrainer):
         batch = BatchSchedule(
             partial(advantage_rows, self._spec, later=own.first_pass),
             where="train",
-            ranks=self.world_size,
+            ranks=self._shares,
             in_order=self._in_order,
             budget=self._budget,
             epochs=self._epochs,
@@ -161,8 +158,8 @@ class Trainer(TextTrainer):
             ValueError: there was no batch, or one with nothing to learn.
             FloatingPointError: the loss or its gradient is not finite.
         """
-        learner = Learner(self.policy, layout=self._layout, lr=lr)
-        commands = supervised_commands(batches, self.world_size, self._budget)
+        learner = self._back.optimization(lr=lr)
+        commands = supervised_commands(batches, self._shares, self._budget)
         steps = await self._work_together(commands, learner)
         if self.rank > 0:
             return {}
@@ -171,26 +168,23 @@ class Trainer(TextTrainer):
         losses = [numbers["loss"] for _, numbers in steps]
         return {"sft/loss_first": losses[0], "sft/loss": losses[-1], "sft/steps": float(len(losses))}
 
-    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
-        batch = command.packed().to(self.device)
+    def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
+        batch = command.packed()
         if command.supervised:
-            learner.learn_answers(batch)
+            learn_answers(learner, batch)
             return
         if REFERENCE in command.columns and REFERENCE not in command.kept:
             command.kept[REFERENCE] = self._logprobs(batch, REFERENCE)
         compare = command.compare and not again
-        learner.learn_policy(batch, self._spec, version=self.version, compare=compare, kept=command.kept)
+        learn_policy(learner, batch, self._spec, version=self.version, compare=compare, kept=command.kept)
 
     def _score(self, command: Forward) -> Tensor:
-        batch = command.packed().to(self.device)
+        batch = command.packed()
         return torch.stack([self._logprobs(batch, name) for name in command.columns])
 
-    @torch.no_grad()
     def _logprobs(self, batch: Packed, column: str) -> Tensor:
         """Log-probs under our weights as they are or, for the reference, as they were before there were adapters."""
-        with self.policy.without_adapters() if column == REFERENCE else nullcontext():
-            logprobs: Tensor = self.policy(batch)[0]
-        return logprobs
+        return self._back.outputs(batch, adapters=column != REFERENCE)[0]
 
     async def _kept(self, error: FloatingPointError, batch: BatchSchedule, met: int) -> FloatingPointError:
         """The error, with where the batch was kept."""

@@ -57,6 +57,9 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
             yield key, advice
     if config.model.path is None and "model_type" not in config.model.config:
         yield "model.config", "a new model needs its model_type, such as qwen2; or set model.path to a saved model"
+    backend = config.trainer.backend
+    if backend != "fsdp" and (advice := mistake_in(backend)) is not None:
+        yield "trainer.backend", f"{advice}; or take fsdp"
     if config.data.train is not None and config.model.path is None and config.model.tokenizer is None:
         yield "model.tokenizer", "a new model that learns from data of yours needs a tokenizer: name a saved one"
     yield from _data_mistakes("data.train", config.data.train)

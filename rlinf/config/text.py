@@ -271,6 +271,8 @@ class ForwardConfig:
 class TrainerConfig(ForwardConfig):
     """How gradients are computed; nothing here changes what is learned."""
 
+    backend: str = "fsdp"
+    """What trains: `fsdp`, or the dotted path of a class like `rlinf.training.backend.BackEnd`."""
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them
     (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each

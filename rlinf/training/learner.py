@@ -8,19 +8,17 @@ cut, or how many ranks share it. Ranks must call the same methods in the same or
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlinf.algos import losses
-from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed
 from rlinf.models.language.fsdp import Layout
+from rlinf.training.backend import Loss
 from rlinf.training.optimizer import forget_gradients, optimizer_step, sum_over_copies
-from rlinf.training.text.policy_loss import policy_loss
-from rlinf.training.text.requirements import PROXIMAL
 
 Schedule = Literal["constant", "linear", "cosine"]
 """What becomes of the learning rate after the warm-up."""
@@ -80,47 +78,20 @@ class Learner:
         forget_gradients(self.optimizer)
         self._sum = None
 
-    def learn_policy(
-        self,
-        batch: Packed,
-        spec: AlgorithmSpec,
-        *,
-        version: int | None = None,
-        compare: bool = False,
-        kept: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Add a micro-batch of samples to the gradient.
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        """Add the gradients of some micro-batches, one after the other; each rank must, for as many.
 
         Args:
-            batch: the samples.
-            spec: the algorithm.
-            version: of the weights being trained, before the update.
-            compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
-            kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the
-                algorithm needs those before the update and nobody said them yet.
+            batches: moved to the model's device if they are elsewhere.
+            loss: of a micro-batch and the outputs for it.
+            entropy_slope: it differentiates entropies too.
         """
-        kept = {} if kept is None else kept
-        if spec.entropy_bonus:
-            logprobs, entropy = self.module(batch, entropy_slope=True)
-        else:
-            logprobs, entropy = self.module(batch)
-        if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
-            kept.setdefault(PROXIMAL, logprobs.detach())
-        loss = policy_loss(spec, batch, logprobs, entropy, kept, version)
-        if compare:
-            loss = loss.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
-        self.add(loss)
-
-    def learn_answers(self, batch: Packed) -> None:
-        """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
-        logprobs, _ = self.module(batch)
-        self.add(losses.supervised(logprobs, batch.mask))
-
-    def add(self, loss: LossSum) -> None:
-        """Add a micro-batch's loss to the gradient; each rank must, for the same micro-batches."""
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        part = loss.detach()
-        self._sum = part if self._sum is None else self._sum + part
+        device = next(self.module.parameters()).device
+        for batch in (batch.to(device) for batch in batches):
+            found = loss(batch, self.module(batch, entropy_slope=True) if entropy_slope else self.module(batch))
+            found.total.backward()  # type: ignore[no-untyped-call]
+            part = found.detach()
+            self._sum = part if self._sum is None else self._sum + part
 
     def step(self) -> tuple[LossSum, dict[str, float]]:
         """Divide by the tokens that came to all ranks, clip, and take one optimizer step.

@@ -7,7 +7,7 @@ tensor is a collective; no rank holds more than one gathered tensor, except for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,18 +19,20 @@ from rlinf.models.language.lora import merged_named_parameters
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.state_tensors import reshard
 
+Exports = Callable[[torch.dtype | None], Iterator[tuple[str, Tensor]]]
+"""Makes a generator of names and whole tensors, cast to a dtype; None leaves them as they are."""
+
 
 async def publish(
     actor: Actor,
-    model: nn.Module,
+    export: Exports,
     version: int,
     *,
     dtype: torch.dtype | None = None,
-    device: str | None = None,
+    in_host_memory: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
-    first_copy: bool = True,
 ) -> Weights | None:
-    """The weights of `actor`'s model, as a copy that receivers may read while training goes on.
+    """The weights that an actor exports, as a copy that receivers may read while training goes on.
 
     Called on every rank of the actor's group, in the same order as all else that communicates over the model's mesh; it
     runs in the compute thread. Buckets in CPU memory lie in the host's shared-memory arena, so that they reach other
@@ -38,14 +40,12 @@ async def publish(
 
     Args:
         actor: the trainer.
-        model: its model; the names are those of `merged_named_parameters`.
+        export: makes, given `dtype`, a generator of names and whole tensors, such as `BackEnd.export`; a collective.
         version: counts the batches it has learned from.
         dtype: what floating-point tensors are published as, such as bfloat16 under float32 masters; None: as they are.
-        device: "cpu" to collect the buckets in host memory, where a whole model may fit that the trainer's device
-            cannot hold twice; None: on the model's device.
+        in_host_memory: collect the buckets there, where a whole model may fit that the trainer's device cannot hold
+            twice; else on the device where the tensors are.
         bucket_bytes: bound on a bucket, and on the memory needed beside the buckets.
-        first_copy: this rank has a part of the copy of the model that is published, the only one or the first; the
-            ranks of others have nothing to do.
 
     Returns:
         On rank 0 the weights, on other ranks None.
@@ -53,16 +53,14 @@ async def publish(
     Raises:
         ArenaFull: the shared memory's limit is reached.
     """
-    if not first_copy:
-        return None
-    empty = actor.empty_shared if _in_host_memory(model, device) else None
+    empty = actor.empty_shared if in_host_memory else None
     return await actor.compute(
-        pack_model, model, version, lead=actor.rank == 0, dtype=dtype, bucket_bytes=bucket_bytes, empty=empty
+        pack, export, version, lead=actor.rank == 0, dtype=dtype, bucket_bytes=bucket_bytes, empty=empty
     )
 
 
-def pack_model(
-    model: nn.Module,
+def pack(
+    export: Exports,
     version: int,
     *,
     lead: bool,
@@ -76,13 +74,18 @@ def pack_model(
         lead: this rank packs; the others only take part in gathering.
         empty: allocates the buckets; the rest is as for `publish`.
     """
-    reshard(model)
-    whole = gathered(merged_named_parameters(model), dtype=dtype)
+    whole = export(dtype)
     try:
         return Weights.pack(whole, version, bucket_bytes=bucket_bytes, dtype=dtype, empty=empty) if lead else None
     finally:
         for _ in whole:  # the other ranks need this one for the rest, also after an error here
             pass
+
+
+def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under the names of `merged_named_parameters`; every rank that has slices runs it to its end."""
+    reshard(model)
+    return gathered(merged_named_parameters(model), dtype=dtype)
 
 
 def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +97,7 @@ def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None =
     and under NCCL, which queues them on a stream, starting them early would win nothing.
 
     Args:
-        named: names and tensors; those that are not sharded pass through.
+        named: names and tensors; those that are not sharded are only cast.
         dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are.
     """
     for name, tensor in named:
@@ -102,15 +105,6 @@ def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None =
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
     cast: Any = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    whole: Tensor = cast.full_tensor()
+    whole: Tensor = cast.full_tensor() if isinstance(cast, DTensor) else cast
     return whole
-
-
-def _in_host_memory(model: nn.Module, device: str | None) -> bool:
-    if device is not None:
-        return torch.device(device).type == "cpu"
-    first = next(model.parameters(), None)
-    return first is None or first.device.type == "cpu"

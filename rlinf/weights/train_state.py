@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -62,6 +62,13 @@ class Restored:
     """Of the weights."""
     extra: dict[str, Any]
     """What the caller gave when it saved."""
+
+
+class HostCopy(Protocol):
+    """A part of a checkpoint, copied to host memory: it can be written while training goes on."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None, /) -> None:
+        """Write it into a directory, which is made if need be, and wait until the disk has it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

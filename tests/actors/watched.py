@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from rlinf import endpoint
-from rlinf.actors.base.text_trainer import Place, TextTrainer
+from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.models.language.fsdp import local
 from rlinf.models.language.load import ONE_AT_A_TIME
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.training.fsdp_backend import FsdpBackEnd
 
+N = TypeVar("N", bound=torch.nn.Module)
 PRECISELY = 1e-9
 """How far two ways of learning in float64 may be apart, relative to what was learned. Sums are rounded at 1e-16; Adam's
 step changes by lr / eps = 0.01 / 1e-8 times that at most, where the gradient is 0. Found are 1e-13; in float32 1e-4."""
@@ -32,6 +33,30 @@ def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
+def in_double(net: N) -> N:
+    """The same in float64."""
+    for norm in net.double().modules():
+        if hasattr(norm, "variance_epsilon"):  # of Llama and Qwen, whose own forward goes through float32
+            norm.forward = partial(_norm, norm)  # type: ignore[method-assign]
+    return net
+
+
+def precisely(build: Callable[[], PolicyModel]) -> PolicyModel:
+    """What `build` makes, in float64."""
+    with ONE_AT_A_TIME, mock.patch.object(PolicyModel, "settle"):  # which runs it, when FSDP fixes its dtype
+        module = in_double(build())
+    module.settle()
+    return module
+
+
+class Precise(FsdpBackEnd):
+    """Computes in float64."""
+
+    @classmethod
+    def build(cls, *settings: Any) -> PolicyModel:
+        return precisely(partial(super().build, *settings))
+
+
 class Watched(TextTrainer):
     """Keeps the gradients of every optimizer step, as the optimizer saw them.
 
@@ -41,8 +66,10 @@ class Watched(TextTrainer):
     """
 
     async def setup(self, precise: bool = False, **settings: Any) -> None:  # type: ignore[override]
-        self._precise = precise
-        await super().setup(**settings)
+        await super().setup(**settings, **({"backend": "tests.actors.watched.Precise"} if precise else {}))
+        back: Any = self._back
+        learner: Any = self._learner
+        self.model = back.model
         self.seen: list[dict[str, torch.Tensor]] = []
         named = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
@@ -50,19 +77,7 @@ class Watched(TextTrainer):
             parameters = optimizer.param_groups[0]["params"]
             self.seen.append({named[id(p)]: whole(p.grad) for p in parameters if p.grad is not None})
 
-        self.optimizer.register_step_pre_hook(look)
-
-    async def _make(self, build: Callable[[Place], nn.Module], **settings: Any) -> None:  # type: ignore[override]
-        def precisely(place: Place) -> nn.Module:
-            with ONE_AT_A_TIME, mock.patch.object(PolicyModel, "settle"):  # which runs it, when FSDP fixes its dtype
-                module = build(place).double()
-            for norm in module.modules():
-                if hasattr(norm, "variance_epsilon"):  # of Llama and Qwen, whose own forward goes through float32
-                    norm.forward = partial(_norm, norm)  # type: ignore[method-assign]
-            cast(PolicyModel, module).settle()
-            return module
-
-        await super()._make(precisely if self._precise else build, **settings)
+        learner.optimizer.register_step_pre_hook(look)
 
     @endpoint(device=True, joint=True)
     async def inspect(self) -> dict[str, Any]:

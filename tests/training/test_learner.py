@@ -14,6 +14,7 @@ from rlinf.data.packing import Row, cut, pack
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner, lr_factor
 from rlinf.training.text.advantage_rows import advantage_rows
+from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from tests.actors.toys import (
     ALGORITHMS,
     CLIP,
@@ -64,7 +65,7 @@ def test_gradients_are_those_of_a_plain_loop_however_the_batch_is_cut(
     learner = Learner(policy, **WITHOUT_CLIPPING)
     rows = [ROWS[i] for i in order]
     for piece in cut(rows, [row.size for row in rows], budget):
-        learner.learn_policy(pack(piece), **CLIP)
+        learn_policy(learner, pack(piece), **CLIP)
     found = {name: gradient / TOKENS for name, gradient in gradients(ours).items()}
     loss, plain = expected[kind]
     assert furthest(found, plain) < 1e-5
@@ -96,7 +97,7 @@ def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_c
     rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
-        learner.learn_policy(pack(piece), algorithm, version=0)
+        learn_policy(learner, pack(piece), algorithm, version=0)
     weight = float(learner._sum.weight)
     assert furthest({name: found / weight for name, found in gradients(ours).items()}, plainly(name)) < 1e-5
 
@@ -105,7 +106,7 @@ def test_every_algorithm_has_the_gradient_of_a_plain_loop_however_the_batch_is_c
 def test_a_rank_without_work_knows_no_column_and_adds_nothing(name):
     ours = model()
     learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
-    learner.learn_policy(pack([]), ALGORITHMS[name], version=0, compare=True)
+    learn_policy(learner, pack([]), ALGORITHMS[name], version=0, compare=True)
     assert all(not gradient.any() for gradient in gradients(ours).values())
     assert len(gradients(ours)) == len(list(ours.parameters()))
     assert float(learner._sum.weight) == 0
@@ -114,10 +115,10 @@ def test_a_rank_without_work_knows_no_column_and_adds_nothing(name):
 def test_a_rank_without_work_adds_nothing_to_any_gradient():
     ours = model()
     learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
-    learner.learn_policy(pack([]), **CLIP, compare=True)
+    learn_policy(learner, pack([]), **CLIP, compare=True)
     assert all(not gradient.any() for gradient in gradients(ours).values())
     assert len(gradients(ours)) == len(list(ours.parameters()))
-    learner.learn_policy(pack(ROWS[:3]), **CLIP, compare=True)
+    learn_policy(learner, pack(ROWS[:3]), **CLIP, compare=True)
     assert math.isfinite(learner.step()[0].values()["mismatch/max"])
 
 
@@ -131,7 +132,7 @@ def test_supervised_gradients_are_those_of_a_plain_loop():
     torch.cat(losses).mean().backward()
     learner = Learner(PolicyModel(ours), **WITHOUT_CLIPPING)
     for piece in (ROWS[:3], ROWS[3:]):
-        learner.learn_answers(pack([Row(row.prompt_ids, row.response_ids) for row in piece]))
+        learn_answers(learner, pack([Row(row.prompt_ids, row.response_ids) for row in piece]))
     found = {name: gradient / TOKENS for name, gradient in gradients(ours).items()}
     assert furthest(found, gradients(plain)) < 1e-5
 
@@ -147,7 +148,7 @@ def test_steps_are_those_of_adam_with_warm_up_and_clipping():
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * min(1, (number + 1) / 3)
         optimizer.step()
-        learner.learn_policy(pack(ROWS), **CLIP)
+        learn_policy(learner, pack(ROWS), **CLIP)
         assert learner.step()[1]["lr"] == pytest.approx(group["lr"])
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
@@ -183,9 +184,9 @@ def test_schedules_that_cannot_be_are_refused():
 
 def test_the_mismatch_is_measured_when_asked():
     learner = Learner(PolicyModel(model()), lr=0.0)
-    learner.learn_policy(pack(ROWS), **CLIP)
+    learn_policy(learner, pack(ROWS), **CLIP)
     assert "mismatch/mean" not in learner._sum.values()
-    learner.learn_policy(pack(ROWS), **CLIP, compare=True)
+    learn_policy(learner, pack(ROWS), **CLIP, compare=True)
     values = learner.step()[0].values()
     assert 0 < values["mismatch/mean"] < values["mismatch/max"] < 10
 
@@ -194,7 +195,7 @@ def test_a_step_without_a_token_is_refused():
     learner = Learner(PolicyModel(model()), lr=0.1)
     with pytest.raises(ValueError, match="nothing to learn from"):
         learner.step()
-    learner.learn_answers(pack([Row(np.array([1, 2]), np.array([], dtype=np.int64))]))
+    learn_answers(learner, pack([Row(np.array([1, 2]), np.array([], dtype=np.int64))]))
     with pytest.raises(ValueError, match="not one token"):
         learner.step()
 
@@ -204,10 +205,10 @@ def test_a_loss_that_is_no_number_changes_nothing(bad):
     net = model()
     before = [parameter.clone() for parameter in net.parameters()]
     learner = Learner(PolicyModel(net), lr=0.1)
-    learner.learn_policy(pack([Row(r.prompt_ids, r.response_ids, r.old_logprobs, bad) for r in ROWS]), **CLIP)
+    learn_policy(learner, pack([Row(r.prompt_ids, r.response_ids, r.old_logprobs, bad) for r in ROWS]), **CLIP)
     with pytest.raises(FloatingPointError, match="not both finite"):
         learner.step()
     for parameter, old in zip(net.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-    learner.learn_policy(pack(ROWS), **CLIP)  # and it goes on
+    learn_policy(learner, pack(ROWS), **CLIP)  # and it goes on
     learner.step()

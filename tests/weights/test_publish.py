@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.weights.publish import gathered, pack_model, publish
+from rlinf.weights.publish import exported, gathered, pack, publish
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = {
@@ -29,7 +30,7 @@ def tiny(**more):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_models_own_names_and_values_come_out_tied_ones_once(tied):
     model = tiny(tie_word_embeddings=tied)
-    weights = pack_model(model, 4, lead=True)
+    weights = pack(partial(exported, model), 4, lead=True)
     assert weights.version == 4
     found = dict(weights.named())
     assert ("lm_head.weight" in found) is not tied
@@ -41,7 +42,7 @@ def test_the_models_own_names_and_values_come_out_tied_ones_once(tied):
 
 def test_training_goes_on_without_changing_what_was_published():
     model = tiny()
-    weights = pack_model(model, 0, lead=True)
+    weights = pack(partial(exported, model), 0, lead=True)
     before = {name: tensor.clone() for name, tensor in weights.named()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +53,7 @@ def test_training_goes_on_without_changing_what_was_published():
 
 def test_another_dtype_may_be_published():
     model = tiny()
-    weights = pack_model(model, 0, lead=True, dtype=torch.bfloat16)
+    weights = pack(partial(exported, model), 0, lead=True, dtype=torch.bfloat16)
     assert {bucket.dtype for bucket in weights.buckets} == {torch.bfloat16}
     for (_, found), parameter in zip(weights.named(), model.parameters(), strict=True):
         assert torch.equal(found, parameter.bfloat16())
@@ -64,14 +65,14 @@ def test_adapters_are_merged_and_leave_no_trace():
     with torch.no_grad():
         for parameter, value in start_adapters(adapted, 0):
             parameter.copy_(torch.rand_like(value))
-    plain.load_state_dict(dict(pack_model(adapted, 0, lead=True).named()), strict=False)
+    plain.load_state_dict(dict(pack(partial(exported, adapted), 0, lead=True).named()), strict=False)
     tokens = torch.arange(8)[None]
     torch.testing.assert_close(plain(input_ids=tokens).logits, adapted(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(plain(input_ids=tokens).logits, tiny()(input_ids=tokens).logits, atol=1e-2)
 
 
 def test_other_ranks_get_nothing():
-    assert pack_model(tiny(), 0, lead=False) is None
+    assert pack(partial(exported, tiny()), 0, lead=False) is None
 
 
 def test_gathering_keeps_order_and_passes_whole_tensors_through():
@@ -95,7 +96,7 @@ def test_a_rank_that_fails_to_pack_still_takes_part_for_the_others(monkeypatch):
 
     monkeypatch.setattr("rlinf.weights.publish.gathered", watched)
     with pytest.raises(MemoryError):
-        pack_model(model, 0, lead=True, bucket_bytes=100, empty=full)
+        pack(partial(exported, model), 0, lead=True, bucket_bytes=100, empty=full)
     assert seen == [name for name, _ in model.named_parameters()]
 
 
@@ -105,7 +106,7 @@ class Publisher(Actor):
 
     @endpoint(joint=True)
     async def weights(self):
-        return await publish(self, self.model, 2)
+        return await publish(self, partial(exported, self.model), 2)
 
 
 class Reader(Actor):

@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, Restored, copy_state, load_state, write_in_thread
+from rlinf.weights.train_state import STATE, HostCopy, Restored, copy_state, load_state, write_in_thread
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -54,13 +54,6 @@ def at_least_one(role: str, **counts: int) -> None:
         raise ValueError(f"{role}: {' and '.join(wrong)} must be at least 1")
 
 
-class HostCopy(Protocol):
-    """A part of a checkpoint, copied to host memory: it can be written while training goes on."""
-
-    def write(self, directory: Path, stop: threading.Event | None = None, /) -> None:
-        """Write it into a directory, which is made if need be, and wait until the disk has it."""
-
-
 class BaseTrainer(ModelActor, JointActor):
     """Owns a module, its optimizer, and the version of its weights."""
 
@@ -72,11 +65,6 @@ class BaseTrainer(ModelActor, JointActor):
     """Of the optimizer's learning rate; None if that stays."""
     version: int
     """Of the weights: how often they were changed."""
-
-    @property
-    def first_copy(self) -> bool:
-        """This rank has a part of the copy of the model that is saved and published: the only one, or the first."""
-        return True
 
     def _own(self, trained: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
         """Take over what was made; the end of `setup`."""
@@ -158,7 +146,6 @@ class BaseTrainer(ModelActor, JointActor):
             rank=self.rank,
             ranks=self.world_size,
             extra=self._extra(),
-            first_copy=self.first_copy,
         )
         return {STATE: state}
 

@@ -90,9 +90,15 @@ class JointActor(Actor):
                 "once"
             )
         if self.world_size > 1:
-            self.mesh = await self._mesh_of(range(self.world_size), "all")
+            self.mesh = await self.mesh_of(range(self.world_size), "all")
 
-    async def _mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
+    @property
+    def machines(self) -> list[str]:
+        """Of each rank, the machine that it is on."""
+        places = self._cell.host.places
+        return [places[host].machine for host in self.group.hosts]
+
+    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
         """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has."""
         name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
         name = f"{name}.{purpose}.{ranks[0]}"

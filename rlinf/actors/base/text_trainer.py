@@ -7,12 +7,13 @@ A subclass says what is learned:
 
     class Critic(TextTrainer):
         async def setup(self, *, model, tokenizer, **given):
-            def build(place: Place) -> nn.Module: ...         # blocking; spread over `place.mesh` if there is one
-            await self._make(build, tokenizer=tokenizer, settings=settings_of(TrainerSettings, given, "critic"))
+            settings = settings_of(TrainerSettings, given, "critic")
+            await self._make(ModelSettings(model, "values"), tokenizer=tokenizer, settings=settings)
 
-        def _learn(self, learner, command, *, again=False): # blocking: command.packed() -> learner.add(LossSum)
-            ...
-        def _score(self, command): ...                      # blocking: command.packed() -> [columns, learned tokens]
+        def _learn(self, learner, command, *, again=False):     # blocking
+            learner.accumulate([command.packed()], loss)
+        def _score(self, command):                              # blocking; [columns, learned tokens]
+            return self._back.outputs(command.packed())[0][None]
 
         @endpoint(device=True, joint=True)
         async def train(self, groups):
@@ -30,25 +31,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy
+from rlinf.actors.base.base_trainer import BaseTrainer
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.text import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
-from rlinf.training.learner import Learner
+from rlinf.training.backend import ModelSettings, Optimization, back_end_of
 from rlinf.training.text.commands import (
     Command,
     CommandStream,
@@ -59,10 +55,8 @@ from rlinf.training.text.commands import (
 )
 from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
-from rlinf.weights.hf_export import MODEL, copy_model
 from rlinf.weights.publish import publish
-from rlinf.weights.state_tensors import held, reshard
-from rlinf.weights.train_state import STATE, Restored, StateCopy
+from rlinf.weights.train_state import STATE, HostCopy, Restored
 
 Taken = tuple[LossSum, dict[str, float]]
 """An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
@@ -71,80 +65,37 @@ Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
 _END: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a model is to be made."""
-
-    device: torch.device
-    """Where it lives."""
-    mesh: DeviceMesh | None
-    """The ranks to spread it over; None leaves it whole."""
-    dtype: torch.dtype
-    """To compute in; weights are float32."""
-
-
 class TextTrainer(BaseTrainer):
     """Trains a language model by orders."""
 
-    module: nn.Module
-    """What learns; spread over the ranks if there are several. Its Hugging Face model is `module.model`."""
-
-    async def _make(
-        self,
-        build: Callable[[Place], nn.Module],
-        *,
-        tokenizer: TokenizerSource,
-        settings: TrainerSettings,
-    ) -> None:
-        """Make the model, spread it over the ranks, and make its optimizer; part of `setup`.
+    async def _make(self, model: ModelSettings, *, tokenizer: TokenizerSource, settings: TrainerSettings) -> None:
+        """Make the model on the ranks, and its optimizer; part of `setup`.
 
         Args:
-            build: makes the module; blocking, and a collective where there is a mesh.
+            model: what is trained, and how it is computed.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
-            settings: how it lies on the ranks, and how it learns.
+            settings: by which back end, and how it learns.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
-        computes_in = dtype_of(settings.dtype)
+        kind = back_end_of(settings.backend)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         await self._open_mesh()
-        self._layout = await self._laid_out(settings.sharding, computes_in != torch.float32)
-        self.module = await self.compute(build, Place(self.device, self._layout.slices, computes_in))
-        self._learner = self._at_work = Learner(self.module, layout=self._layout, **settings.learner)
+        self._back = await kind.make(self, model, self._tokenizer)
+        self._learner = self._at_work = self._back.optimization(**settings.learner)
         self._coming_again: list[ForwardBackward] = []
-        self._own(self.model, self._learner.optimizer, self._learner.schedule)
+        self.version = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
 
-    async def _laid_out(self, sharding: Sharding, mixed: bool) -> Layout:
-        """How the model lies on the ranks; `mixed` where it computes in another dtype than its weights'."""
-        hosts, mine = self.group.hosts, self.rank
-        copies = copies_of(sharding, self._machines())
-        own = next(ranks for ranks in copies if mine in ranks)
-        alike = [ranks[own.index(mine)] for ranks in copies]
-        slices: DeviceMesh | None = None
-        if len(own) > 1 or mixed:
-            slices = self.mesh if len(own) == len(hosts) > 1 else await self._mesh_of(own, "slices")
-        across = self.mesh if len(alike) == len(hosts) else await self._mesh_of(alike, "copies")
-        return Layout(self.mesh, slices, across if len(alike) > 1 else None)
-
-    def _machines(self) -> list[str]:
-        """Of each rank, the machine that it is on."""
-        places = self._cell.host.places
-        return [places[host].machine for host in self.group.hosts]
-
     @property
-    def first_copy(self) -> bool:
-        return self._layout.first_copy
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The Hugging Face model; spread over the ranks if there are several."""
-        return cast(PreTrainedModel, self.module.model)
+    def _shares(self) -> int:
+        """Micro-batches that are computed at the same time: one for each rank, or for those that are one model."""
+        return max(self._back.data_ranks) + 1
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
-    def _learn(self, learner: Learner, command: ForwardBackward, *, again: bool = False) -> None:
+    def _learn(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
         """Add a micro-batch to the gradient; blocking, on all ranks together.
 
         Args:
@@ -162,7 +113,7 @@ class TextTrainer(BaseTrainer):
     # Working together --------------------------------------------------------------------------------------------
 
     async def _work_together(
-        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Learner, explain: Explain | None = None
+        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None = None
     ) -> list[Taken]:
         """Have all ranks carry out commands; to be called in a joint device endpoint, on every rank.
 
@@ -177,7 +128,7 @@ class TextTrainer(BaseTrainer):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        stream = CommandStream(commands, self.world_size)
+        stream = CommandStream(commands, self._back.data_ranks)
 
         async def carry_out(mine: Stream[Command]) -> list[Taken]:
             return await self._carry_out(mine, learner, stream, explain)
@@ -185,7 +136,7 @@ class TextTrainer(BaseTrainer):
         return await self.jointly(carry_out, stream.streams, stream.stop)
 
     async def _carry_out(
-        self, commands: Stream[Command], learner: Learner, stream: CommandStream, explain: Explain | None
+        self, commands: Stream[Command], learner: Optimization, stream: CommandStream, explain: Explain | None
     ) -> list[Taken]:
         """This rank's part. Ranks learn together that a step cannot be taken, and skip the commands that are out."""
         steps: list[Taken] = []
@@ -223,11 +174,7 @@ class TextTrainer(BaseTrainer):
         return steps
 
     def _scored(self, command: Forward) -> list[Any]:
-        with torch.no_grad():
-            mine = self._score(command)
-        reshard = getattr(self.module, "reshard", None)
-        if reshard is not None:
-            reshard()  # without a backward pass the whole weights would stay, and grow old
+        mine = self._score(command)
         return gathered(mine, command.tokens, self.mesh)
 
     async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
@@ -259,34 +206,24 @@ class TextTrainer(BaseTrainer):
 
     async def _published(self) -> Weights | None:
         # a device that is shared has no room for the copy beside whoever comes next
-        return await publish(
-            self, self.model, self.version, device="cpu" if self._cell.leased else None, first_copy=self.first_copy
-        )
+        in_host_memory = self._cell.leased or self.device.type == "cpu"
+        return await publish(self, self._back.export, self.version, in_host_memory=in_host_memory)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
-        copies = super()._copies(directory)
-        if not self.first_copy:
-            return copies
-        lead = self.rank == 0
-        known = cast(StateCopy, copies[STATE]).copies if lead else None
-        whole = copy_model(self.model, self._tokenizer, lead=lead, at_hand=known)
-        return copies if whole is None else {**copies, MODEL: whole}
+        return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)
 
     def _extra(self) -> Mapping[str, Any]:
         return {} if self._in_order is None else {"prompts": self._in_order.state}
 
     def _read(self, directory: Path) -> Restored:
-        found = super()._read(directory)
+        found = self._back.restore(self._learner, directory / STATE)
+        self.version = found.version
         if self._in_order is not None and "prompts" in found.extra:
             self._in_order = InOrder(found.extra["prompts"])
         return found
 
-    def _park(self) -> None:
-        reshard(self.module)  # a forward that failed leaves whole weights behind
-        super()._park()
-
     def _held(self) -> Iterator[Tensor]:
         """Gradients too: a call that waits for input has given its devices away in the middle of a batch."""
-        yield from held(self.module, self.optimizer, self._at_work.optimizer)
+        yield from self._back.held(self._learner, self._at_work)
         for command in self._coming_again:
             yield from command.kept.values()

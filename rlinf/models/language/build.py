@@ -1,6 +1,7 @@
-"""Making the policy that a trainer learns with, whole on one rank or spread over many.
+"""Making the model that a trainer or a critic learns with, whole on one rank or spread over many.
 
-In: where the model comes from, and how it is to be trained. Out: a `PolicyModel` on its device with its weights in it.
+In: where the model comes from, and how it is to be trained. Out: a `PolicyModel` or a `ValueModel` on its device with
+its weights in it; the head of a new value model says 0.
 
 A saved model that is spread is never whole anywhere: it is built without memory (on the meta device), spread, given
 memory for its slices, and each rank reads its slices from the safetensors files. What those do not hold, such as the
@@ -10,10 +11,10 @@ angles of rotary embeddings, is made anew: memory that nobody fills is the trap 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -28,11 +29,14 @@ from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.lora import add_adapters, is_adapter, plain_name, start_adapters
 from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.value_model import ValueModel
+
+M = TypeVar("M", bound=PolicyModel)
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How a policy is made."""
+    """How a model is made."""
 
     source: ModelSource
     """A Hugging Face directory (or hub name), or the configuration of a new model."""
@@ -53,35 +57,43 @@ class Build:
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
-    """Make the policy; a collective where it is spread.
+    """Make a policy; a collective where it is spread.
 
     Raises:
         ValueError: the model or its adapters cannot be made.
     """
+    return _built(build, tokenizer, _policy)
+
+
+def build_values(build: Build, tokenizer: PreTrainedTokenizerBase) -> ValueModel:
+    """Make a value model, which has the layers of the policy that `build` describes; a collective where it is spread.
+
+    Raises:
+        ValueError: the model cannot be made.
+    """
+    return _built(build, tokenizer, _values)
+
+
+def _built(build: Build, tokenizer: PreTrainedTokenizerBase, wrap: Callable[[PreTrainedModel, Build], M]) -> M:
     with ONE_AT_A_TIME:
-        return _built(build, tokenizer)
-
-
-def _built(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
-    if build.device.type == "cuda":
-        torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
-    files = saved_files(build.source) if build.mesh is not None else None
-    model = empty_model(str(build.source), files) if files is not None else None
-    if model is None or files is None:
-        policy = _policy(build_model(build.source, tokenizer, seed=build.seed), build)
-        _start_adapters(policy.model, build)
-        policy.to(build.device)
+        if build.device.type == "cuda":
+            torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
+        files = (saved_files(build.source) if build.mesh is not None else None) or {}
+        empty = empty_model(str(build.source), files) if files else None
+        module = wrap(empty if empty is not None else build_model(build.source, tokenizer, seed=build.seed), build)
+        if empty is None:
+            _start(module, build)
+            module.to(build.device)
         if build.mesh is not None:
-            shard(policy, build.mesh, build.dtype)
-    else:
-        policy = _policy(model, build)
-        assert build.mesh is not None
-        shard(policy, build.mesh, build.dtype)
-        policy.to_empty(device=build.device)
-        fill(policy.model, files)
-        _start_adapters(policy.model, build)
-    policy.settle()
-    return policy
+            if isinstance(module, ValueModel):
+                module.shard_head(build.mesh)
+            shard(module, build.mesh, build.dtype)
+        if empty is not None:
+            module.to_empty(device=build.device)
+            fill(module.model, files)
+            _start(module, build)
+        module.settle()
+        return module
 
 
 def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
@@ -90,9 +102,16 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
     return PolicyModel(model, chunk=build.chunk, gradient_checkpointing=build.gradient_checkpointing)
 
 
-def _start_adapters(model: PreTrainedModel, build: Build) -> None:
-    if build.lora is not None:
-        for parameter, value in start_adapters(model, mix(build.seed, 1)):
+def _values(model: PreTrainedModel, build: Build) -> ValueModel:
+    return ValueModel(model, gradient_checkpointing=build.gradient_checkpointing)
+
+
+def _start(module: PolicyModel, build: Build) -> None:
+    """Give a value to what no file holds."""
+    if isinstance(module, ValueModel):
+        module.start_head()
+    elif build.lora is not None:
+        for parameter, value in start_adapters(module.model, mix(build.seed, 1)):
             place(parameter, value)
 
 

@@ -109,21 +109,21 @@ class CommandStream:
     """The commands of one call.
 
     Args:
-        commands: for every round, what each rank shall do.
-        ranks: how many there are.
+        commands: for every round, what the ranks of each share shall do; rank 0 has the first one's.
+        shares: of each rank, which entry of a round is its own.
     """
 
-    def __init__(self, commands: AsyncGenerator[tuple[Any, ...], None], ranks: int):
+    def __init__(self, commands: AsyncGenerator[tuple[Any, ...], None], shares: Sequence[int]):
         self.error: BaseException | None = None
         """Why the input ended, if it failed."""
         self._commands = commands
         self._room = asyncio.Semaphore(_AHEAD)
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(ranks - 1)]
+        self._told: list[tuple[int, asyncio.Queue[Any]]] = [(share, asyncio.Queue()) for share in shares[1:]]
 
     def streams(self) -> list[Stream[Any]]:
         """The commands of each rank; rank 0's is what reads the input."""
-        peers = (Stream.of(_of(told), name="commands") for told in self._told)
+        peers = (Stream.of(_of(told), name="commands") for _, told in self._told)
         return [Stream.of(self._lead(), name="commands"), *peers]
 
     def done(self) -> None:
@@ -139,13 +139,13 @@ class CommandStream:
         try:
             async with aclosing(self._commands) as commands:
                 while (command := await self._next(commands)) is not _END:
-                    for told, part in zip(self._told, command[1:], strict=True):
-                        told.put_nowait(part)
+                    for share, told in self._told:
+                        told.put_nowait(command[share])
                     yield command[0]
         except Exception as error:  # told when all ranks have come to the end
             self.error = error
         finally:
-            for told in self._told:
+            for _, told in self._told:
                 told.put_nowait(_END)
 
     async def _next(self, commands: AsyncIterator[tuple[Any, ...]]) -> Any:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from rlinf.algos import losses
 from rlinf.algos.apply import loss_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed
+from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS
 
 
@@ -59,3 +61,46 @@ def policy_loss(
             version=version,
         ),
     )
+
+
+def learn_policy(
+    learner: Optimization,
+    batch: Packed,
+    spec: AlgorithmSpec,
+    *,
+    version: int | None = None,
+    compare: bool = False,
+    kept: dict[str, Tensor] | None = None,
+) -> None:
+    """Add a micro-batch of samples to the gradient.
+
+    Args:
+        learner: what to add it to.
+        batch: the samples.
+        spec: the algorithm.
+        version: of the weights being trained, before the update.
+        compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
+        kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the algorithm
+            needs those before the update and nobody said them yet.
+    """
+    known = {} if kept is None else kept
+
+    def loss(batch: Packed, outputs: Outputs) -> LossSum:
+        logprobs, entropy = outputs
+        if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
+            known.setdefault(PROXIMAL, logprobs.detach())
+        found = policy_loss(spec, batch, logprobs, entropy, known, version)
+        if compare:
+            found = found.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
+        return found
+
+    learner.accumulate([batch], loss, entropy_slope=bool(spec.entropy_bonus))
+
+
+def learn_answers(learner: Optimization, batch: Packed) -> None:
+    """Add a micro-batch of worked answers to the gradient, by `losses.supervised`."""
+
+    def loss(batch: Packed, outputs: Outputs) -> LossSum:
+        return losses.supervised(outputs[0], batch.mask)
+
+    learner.accumulate([batch], loss)

@@ -44,7 +44,7 @@ class Apprentice(Watched, Trainer):
         return self._batch.groups if self._batch is not None else []
 
     def _inspect(self) -> dict[str, Any]:
-        return {**super()._inspect(), "packs": self.policy.packs}
+        return {**super()._inspect(), "packs": self._back.module.packs}
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -134,7 +134,11 @@ class Weighed(Actor):
 def of_learner(actor: Any) -> list[torch.Tensor]:
     """Of a trainer or a critic; within `sft` there is another optimizer."""
     kept = [tensor for order in list(actor._coming_again) for tensor in list(order.kept.values())]
-    return [*of_module(actor.module, actor.optimizer), *of_module(torch.nn.Module(), actor._at_work.optimizer), *kept]
+    return [
+        *of_module(actor._back.module, actor._learner.optimizer),
+        *of_module(torch.nn.Module(), actor._at_work.optimizer),
+        *kept,
+    ]
 
 
 class WeighedTrainer(Weighed, Trainer):
@@ -146,14 +150,14 @@ class WeighedTrainer(Weighed, Trainer):
         self.learned += 1
 
     async def offload(self) -> None:
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
+        if any(parameter.grad is not None for parameter in self._back.module.parameters()):
             device.moves.append(f"/{self._cell.name}")  # in the middle of a batch
         await super().offload()
 
     @endpoint
     async def careless(self) -> float:
         """Looks at weights without a lease."""
-        return await self.computed(lambda: float(next(self.module.parameters()).detach().sum()))
+        return await self.computed(lambda: float(next(self._back.module.parameters()).detach().sum()))
 
     @endpoint
     async def micro_batches(self) -> int:

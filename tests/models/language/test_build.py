@@ -12,7 +12,7 @@ from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import Build, build_policy
 from rlinf.models.language.fsdp import Layout
 from rlinf.models.language.lora import merged_named_parameters
-from rlinf.training.learner import Learner
+from rlinf.training.learner import Learner, learn_policy
 from tests.actors import toys
 
 TOKENIZER = load_tokenizer(toys.ALPHABET)
@@ -51,7 +51,7 @@ async def test_a_spread_model_learns_as_a_whole_one_does(mesh):
         policy = build(toys.configuration(), where)
         learner = Learner(policy, layout=Layout(slices=where), lr=0.01)
         for _ in range(2):
-            learner.learn_policy(pack(ROWS), **toys.CLIP)
+            learn_policy(learner, pack(ROWS), **toys.CLIP)
             numbers = learner.step()[1]
         found.append((whole(policy), numbers))
     (one, expected), (other, numbers) = found
@@ -110,7 +110,7 @@ async def test_merged_weights_are_those_that_the_adapters_compute_with(directory
     policy = build(str(directory), None, lora)
     learner = Learner(policy, lr=0.05)
     for _ in range(3):
-        learner.learn_policy(pack(ROWS), **toys.CLIP)
+        learn_policy(learner, pack(ROWS), **toys.CLIP)
         learner.step()
     merged = AutoModelForCausalLM.from_pretrained(directory)
     before = {name: tensor.clone() for name, tensor in merged.named_parameters()}

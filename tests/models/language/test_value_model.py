@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 from rlinf import ActorSystem
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.build import Build
+from rlinf.models.language.build import Build, build_values
 from rlinf.models.language.fsdp import local
-from rlinf.models.language.value_building import build_values
 from rlinf.models.language.value_model import ValueModel
 from tests.actors.toys import ALPHABET, VOCABULARY, configuration, furthest, gradients, model
 

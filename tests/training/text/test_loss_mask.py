@@ -23,6 +23,7 @@ from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner
 from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.batch_metrics import describe, rescue
+from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from tests.actors import toys
 from tests.actors.programs import critics
 from tests.actors.watched import Watched
@@ -68,7 +69,7 @@ def test_gradients_are_those_of_the_learned_tokens_alone_however_the_batch_is_cu
     rows = [row for some in learned.rows for row in some]
     random.shuffle(rows)
     for piece in cut(rows, [row.size for row in rows], budget):
-        learner.learn_policy(pack(piece), algorithm, version=0, compare=True)
+        learn_policy(learner, pack(piece), algorithm, version=0, compare=True)
     weight = float(learner._sum.weight)
     found = {name: gradient / weight for name, gradient in toys.gradients(ours).items()}
     assert toys.furthest(found, plainly(name)) < 1e-5
@@ -97,7 +98,7 @@ def test_supervised_gradients_are_those_of_the_learned_tokens_alone():
     torch.cat(losses).mean().backward()
     learner = Learner(PolicyModel(ours), lr=0.0)
     for piece in (rows[:3], rows[3:]):
-        learner.learn_answers(pack(piece))
+        learn_answers(learner, pack(piece))
     weight = float(learner._sum.weight)
     assert weight == sum(sample.loss_mask.sum() for sample in MASKED)
     found = {name: gradient / weight for name, gradient in toys.gradients(ours).items()}
@@ -213,7 +214,7 @@ def summed(algorithm, batch):
     learned = advantage_rows(algorithm, batch, later=frozenset({"proximal_logprobs"}))
     rows = [row for some in learned.rows for row in some]
     for piece in cut(rows, [row.size for row in rows], 60):
-        learner.learn_policy(pack(piece), algorithm, version=0)
+        learn_policy(learner, pack(piece), algorithm, version=0)
     return {name: gradient / float(learner._sum.weight) for name, gradient in toys.gradients(ours).items()}
 
 

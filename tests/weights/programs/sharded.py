@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlinf.data.weights import Weights
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.weights.hf_export import copy_model
-from rlinf.weights.publish import publish
+from rlinf.weights.publish import exported, publish
 from rlinf.weights.receive import Receiver
 from rlinf.weights.train_state import Restored
 
@@ -81,7 +82,7 @@ class Learner(BaseTrainer):
     async def weights(  # type: ignore[override]
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 20
     ) -> Weights | None:
-        return await publish(self, self.model, self.version, dtype=dtype, bucket_bytes=bucket_bytes)
+        return await publish(self, partial(exported, self.model), self.version, dtype=dtype, bucket_bytes=bucket_bytes)
 
     @endpoint
     async def whole(self) -> dict[str, torch.Tensor]:

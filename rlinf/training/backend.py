@@ -1,0 +1,203 @@
+"""The seam between trainers and whatever trains a language model: FSDP2 today, other frameworks beside it.
+
+In: micro-batches, and losses as functions of what the model gives for them. Out: optimizer steps, weights under the
+names of Hugging Face checkpoints, checkpoints. A back end knows nothing of reinforcement learning, and a trainer
+nothing of process groups: it asks which share of a round each rank computes, and calls every method on all ranks, in
+one order, since each may be a collective. All methods but `make` block; they run in the actor's compute thread.
+
+Sums are un-normalised until `Optimization.step`, which divides once, by the weight of everything that came to all
+ranks. So a back end never averages: neither over micro-batches nor over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.config.importing import resolve
+from rlinf.data.packing import Packed
+from rlinf.models.language.fsdp import Sharding
+from rlinf.models.language.load import ModelSource
+from rlinf.weights.train_state import HostCopy, Restored
+
+Outputs = tuple[Tensor, Tensor]
+"""Of each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
+and the hidden state that it is read from [learned, width]."""
+Loss = Callable[[Packed, Outputs], LossSum]
+"""The un-normalised loss of a micro-batch, given the outputs for it; both are on the model's device."""
+FSDP = "rlinf.training.fsdp_backend.FsdpBackEnd"
+"""What `trainer.backend: fsdp` means."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What is to be trained, and how it is computed."""
+
+    source: ModelSource
+    """A Hugging Face directory (or hub name), or the configuration of a new model."""
+    head: Literal["logprobs", "values"] = "logprobs"
+    """What it gives for each response token, see `Outputs`."""
+    seed: int = 0
+    """Of a new model's weights, and of adapters."""
+    lora: Mapping[str, Any] | None = None
+    """See `add_adapters`; None trains all weights."""
+    dtype: str = "float32"
+    """To compute in, "float32" or "bfloat16"; weights, gradients' sums and the optimizer are float32."""
+    sharding: Sharding = "shard"
+    """How model and optimizer lie on the ranks."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again for the gradient."""
+    logprob_chunk: int = 1024
+    """Response tokens whose logits exist at a time."""
+
+
+class Ranks(Protocol):
+    """The processes that train one model, seen from one of them; a trainer actor is one."""
+
+    mesh: DeviceMesh | None
+    """All of them, in order; None for one."""
+    device: torch.device
+    """Where this one computes."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def machines(self) -> list[str]:
+        """Of each rank, the machine that it is on."""
+        ...
+
+    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
+        """A mesh of some ranks; each of them calls this, for a purpose that no other mesh of theirs has."""
+        ...
+
+    def compute(self, fn: Callable[..., Any], /, *args: Any) -> Coroutine[Any, Any, Any]:
+        """Run blocking work in the compute thread."""
+        ...
+
+
+class Optimization(Protocol):
+    """An optimizer of the model's trained parameters, and the gradients gathered for its next step."""
+
+    def begin(self) -> None:
+        """Forget what has gathered since the last step, such as what an interrupted call left."""
+
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        """Add the gradients of some micro-batches.
+
+        A pipeline may compute them interleaved, so `loss` is called in any order, once for each on every rank that has
+        outputs.
+
+        Args:
+            batches: of this rank's share of the batch; as many on every rank, empty ones among them.
+            loss: differentiable by the outputs.
+            entropy_slope: it differentiates entropies too.
+        """
+
+    def step(self) -> tuple[LossSum, dict[str, float]]:
+        """Divide by the weight of everything that came to all ranks, clip, and take one optimizer step.
+
+        Returns:
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step.
+
+        Raises:
+            ValueError: nothing came since the last step.
+            FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
+        """
+        ...
+
+
+class BackEnd(Protocol):
+    """A language model that can be trained, as one of its ranks sees it."""
+
+    data_ranks: Sequence[int]
+    """Of each rank, which share of a round of micro-batches it computes, from 0. Ranks that are parts of one model
+    (tensor-parallel, or stages of a pipeline) have the same."""
+
+    @classmethod
+    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Make the model on all ranks together.
+
+        Raises:
+            ValueError: a model or setting that this back end cannot train.
+        """
+        ...
+
+    def optimization(self, **settings: Any) -> Optimization:
+        """A new optimizer; `settings` as for `Learner`. Several may share the model, one at work at a time."""
+        ...
+
+    def outputs(self, batch: Packed, *, adapters: bool = True) -> Outputs:
+        """What the model gives for a micro-batch, without gradient; without its adapters if so wished."""
+        ...
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under the names of the Hugging Face checkpoint, adapters added in, one at a time.
+
+        A generator of collectives: every rank runs it to its end, and rank 0 sees them all. What it yields must not be
+        changed, and is gone with the next.
+
+        Args:
+            dtype: what floating-point tensors are cast to before they are sent; None leaves them as they are.
+        """
+        ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers that a policy has too, by checkpoint name."""
+        ...
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        """Overwrite those layers with whole tensors; the rest of the model, and optimizers, stay as they are."""
+
+    def copies(
+        self,
+        optimization: Optimization,
+        version: int,
+        extra: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Mapping[str, HostCopy]:
+        """Copies in host memory of all that this rank writes into a checkpoint, by directory: `STATE` to go on from, in
+        a form that does not depend on the number of ranks, and `MODEL` for `from_pretrained`.
+
+        Args:
+            optimization: whose optimizer belongs to it.
+            version: of the weights.
+            extra: JSON values that `restore` gives back.
+            tokenizer: written beside the model.
+        """
+        ...
+
+    def restore(self, optimization: Optimization, directory: Path) -> Restored:
+        """Go on from the `STATE` of a checkpoint that any number of ranks wrote.
+
+        Raises:
+            FileNotFoundError: there is no complete state.
+            ValueError: it does not fit, or is damaged.
+        """
+        ...
+
+    def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
+        """All tensors on the device that outlive a call, for `Parking`: what to move to host memory and back."""
+        ...
+
+
+def back_end_of(name: str) -> type[BackEnd]:
+    """The class that a setting means: "fsdp", or a dotted path.
+
+    Raises:
+        ValueError: there is nothing of that name.
+    """
+    try:
+        found: type[BackEnd] = resolve(FSDP if name == "fsdp" else name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"backend={name!r} is neither 'fsdp' nor the dotted path of a class: {error}") from error
+    return found

@@ -1,0 +1,155 @@
+"""The back end for Hugging Face models as they are: in slices by FSDP2, in whole copies, or in copies of slices.
+
+In: a model's settings, and the ranks that train it. Out: a `BackEnd`, each rank of which has its own share of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.data.packing import Packed
+from rlinf.models.language.build import Build, build_policy, build_values, place
+from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.value_model import HEAD
+from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
+from rlinf.training.learner import Learner
+from rlinf.weights.hf_export import MODEL, copy_model
+from rlinf.weights.publish import exported, reshard
+from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import STATE, Restored, copy_state, load_state
+
+
+class FsdpBackEnd:
+    """See `BackEnd`."""
+
+    def __init__(self, module: PolicyModel, layout: Layout, ranks: Ranks):
+        self.module, self.layout = module, layout
+        self.data_ranks: Sequence[int] = range(ranks.world_size)
+        self._rank, self._ranks = ranks.rank, ranks.world_size
+
+    @classmethod
+    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        layout = await laid_out(ranks, model.sharding, mixed=dtype_of(model.dtype) != torch.float32)
+        module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
+        return cls(module, layout, ranks)
+
+    @classmethod
+    def build(
+        cls, model: ModelSettings, layout: Layout, device: torch.device, tokenizer: PreTrainedTokenizerBase
+    ) -> PolicyModel:
+        """The module; blocking, and a collective where it lies in slices."""
+        made = Build(
+            model.source,
+            model.seed,
+            model.lora,
+            dtype_of(model.dtype),
+            device,
+            layout.slices,
+            model.gradient_checkpointing,
+            model.logprob_chunk,
+        )
+        return (build_values if model.head == "values" else build_policy)(made, tokenizer)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model."""
+        return self.module.model
+
+    def optimization(self, **settings: Any) -> Learner:
+        return Learner(self.module, layout=self.layout, **settings)
+
+    @torch.no_grad()
+    def outputs(self, batch: Packed, *, adapters: bool = True) -> Outputs:
+        here = batch.to(next(self.module.parameters()).device)
+        if adapters:
+            found: Outputs = self.module(here)
+        else:
+            with self.module.without_adapters():
+                found = self.module(here)
+        reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
+        return found
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return exported(self.model, dtype) if self.layout.first_copy else iter(())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._layers()}
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
+        for name, parameter in self._layers():
+            place(parameter, named[name])
+
+    def _layers(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if not name.startswith(HEAD)]
+
+    def copies(
+        self,
+        optimization: Optimization,
+        version: int,
+        extra: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Mapping[str, HostCopy]:
+        learner = _ours(optimization)
+        first = self.layout.first_copy
+        state = copy_state(
+            self.model,
+            learner.optimizer,
+            learner.schedule,
+            version,
+            rank=self._rank,
+            ranks=self._ranks,
+            extra=extra,
+            first_copy=first,
+        )
+        lead = self._rank == 0
+        at_hand = state.copies if lead else None
+        whole = copy_model(self.model, tokenizer, lead=lead, at_hand=at_hand) if first else None
+        return {STATE: state} if whole is None else {STATE: state, MODEL: whole}
+
+    def restore(self, optimization: Optimization, directory: Path) -> Restored:
+        learner = _ours(optimization)
+        return load_state(self.model, learner.optimizer, learner.schedule, directory, rank=self._rank)
+
+    def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
+        reshard(self.module)  # a forward that failed leaves whole weights behind
+        return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
+
+
+async def laid_out(ranks: Ranks, sharding: Sharding, *, mixed: bool) -> Layout:
+    """How a model lies on its ranks.
+
+    Args:
+        ranks: the ranks; each calls this.
+        sharding: as it was configured.
+        mixed: the model computes in another dtype than its weights': FSDP2's work, on a single rank too.
+
+    Raises:
+        ValueError: see `copies_of`.
+    """
+    copies = copies_of(sharding, ranks.machines)
+    own = next(copy for copy in copies if ranks.rank in copy)
+    alike = [copy[own.index(ranks.rank)] for copy in copies]
+
+    async def mesh(members: Sequence[int], purpose: str) -> DeviceMesh:
+        everybody = len(members) == ranks.world_size > 1 and ranks.mesh is not None
+        return ranks.mesh if everybody else await ranks.mesh_of(members, purpose)  # type: ignore[return-value]
+
+    return Layout(
+        ranks.mesh,
+        await mesh(own, "slices") if len(own) > 1 or mixed else None,
+        await mesh(alike, "copies") if len(alike) > 1 else None,
+    )
+
+
+def _ours(optimization: Optimization) -> Learner:
+    assert isinstance(optimization, Learner)
+    return optimization

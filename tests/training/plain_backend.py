@@ -1,0 +1,128 @@
+"""The smallest back end: a whole model in each process, which computes every micro-batch of the batch by itself.
+
+Shows what a back end must do, and stands for those whose ranks are parts of one model: all of its ranks have the same
+share of the data. Nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.data.packing import Packed
+from rlinf.models.language.build import Build, build_policy, build_values, place
+from rlinf.models.language.fsdp import dtype_of
+from rlinf.models.language.lora import merged_named_parameters
+from rlinf.models.language.value_model import HEAD
+from rlinf.training.backend import HostCopy, Loss, ModelSettings, Outputs, Ranks
+from rlinf.weights.hf_export import copy_model
+from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import MODEL, STATE, Restored, copy_state, load_state
+
+
+class PlainOptimization:
+    """AdamW at a constant learning rate."""
+
+    def __init__(self, module: Any, *, lr: float, grad_clip: float = 1.0, **settings: Any):
+        self._module, self._clip, self._lr = module, grad_clip, lr
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        known = {name: settings[name] for name in ("betas", "weight_decay") if name in settings}
+        self.optimizer = torch.optim.AdamW(self._trained, **{"lr": lr, "weight_decay": 0.0, **known})
+        self._sum: LossSum | None = None
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad()
+        self._sum = None
+
+    def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
+        kept = []
+        for batch in batches:  # all forward passes before the first backward pass, as a pipeline might
+            asked = {"entropy_slope": True} if entropy_slope else {}
+            kept.append(loss(batch, self._module(batch, **asked)))
+        for found in reversed(kept):
+            found.total.backward()
+            self._sum = found.detach() if self._sum is None else self._sum + found.detach()
+
+    def step(self) -> tuple[LossSum, dict[str, float]]:
+        found = self._sum
+        if found is None or not float(found.weight):
+            self.begin()
+            raise ValueError("there is nothing to learn from")
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        for gradient in gradients:
+            gradient /= float(found.weight)
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        if not math.isfinite(norm) or not math.isfinite(float(found.mean())):
+            self.begin()
+            raise FloatingPointError(f"loss {float(found.mean())} and gradient norm {norm} are not both finite")
+        torch.nn.utils.clip_grad_norm_(self._trained, self._clip)
+        self.optimizer.step()
+        self.begin()
+        return found, {"loss": float(found.mean()), "grad_norm": norm, "lr": self._lr}
+
+
+class PlainBackEnd:
+    """See `BackEnd`."""
+
+    def __init__(self, module: Any, ranks: Ranks):
+        self.module = module
+        self.data_ranks = [0] * ranks.world_size
+        self._rank, self._ranks = ranks.rank, ranks.world_size
+
+    @classmethod
+    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: Any) -> Self:
+        made = Build(
+            model.source, model.seed, model.lora, dtype_of(model.dtype), ranks.device, None,
+            model.gradient_checkpointing, model.logprob_chunk,
+        )  # fmt: skip
+        return cls(cls.built(build_values if model.head == "values" else build_policy, made, tokenizer), ranks)
+
+    @classmethod
+    def built(cls, build: Any, made: Build, tokenizer: Any) -> Any:
+        return build(made, tokenizer)
+
+    def optimization(self, **settings: Any) -> PlainOptimization:
+        return PlainOptimization(self.module, **settings)
+
+    @torch.no_grad()
+    def outputs(self, batch: Packed, *, adapters: bool = True) -> Outputs:
+        if adapters:
+            return self.module(batch)
+        with self.module.without_adapters():
+            return self.module(batch)
+
+    @torch.no_grad()
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in merged_named_parameters(self.module.model):
+            yield name, tensor.detach() if dtype is None else tensor.detach().to(dtype)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._layers()}
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._layers():
+            place(parameter, named[name])
+
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        return ((name, each) for name, each in self.module.model.named_parameters() if not name.startswith(HEAD))
+
+    def copies(self, optimization: Any, version: int, extra: Any, tokenizer: Any) -> Mapping[str, HostCopy]:
+        first = self._rank == 0
+        state = copy_state(
+            self.module.model, optimization.optimizer, None, version,
+            rank=self._rank, ranks=self._ranks, extra=extra, first_copy=first,
+        )  # fmt: skip
+        whole = copy_model(self.module.model, tokenizer, lead=True) if first else None
+        return {STATE: state} if whole is None else {STATE: state, MODEL: whole}
+
+    def restore(self, optimization: Any, directory: Path) -> Restored:
+        return load_state(self.module.model, optimization.optimizer, None, directory, rank=self._rank)
+
+    def held(self, *optimizations: Any) -> Iterator[Tensor]:
+        return held(self.module, *(each.optimizer for each in optimizations))

@@ -61,7 +61,7 @@ def measure(groups: Sequence[Group], ks: Sequence[int] = ()) -> dict[str, float]
         "accuracy": sum(rewards) / len(rewards),
         "failed": 1 - len(rewards) / len(samples),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
-        "response_length/mean": sum(len(sample.response_ids) for sample in samples) / len(samples),
+        "response_length/mean": sum(sample.learned_tokens for sample in samples) / len(samples),
     }
     for k in ks:
         voting = [group.scored for group in groups if len(group.scored) >= k]

@@ -31,7 +31,7 @@ def rows(evaluation: Evaluation, count: int = KEPT) -> list[dict[str, Any]]:
             "answer": sample.prompt.answer,
             "reward": sample.reward,
             "outcome": sample.outcome,
-            "length": len(sample.response_ids),
+            "length": sample.learned_tokens,
         }
         for sample in firsts
     ]

@@ -191,7 +191,7 @@ class Rollout(Receiver, TailMigration):
 
     @endpoint
     async def pause(self) -> None:
-        """Stop generating after the step under way; returns when the device is idle."""
+        """Stop generating after the step in progress; returns when the device is idle."""
         await self._engine.pause()
 
     @endpoint

@@ -86,7 +86,7 @@ def fit(sums: Sequence[float]) -> Law | None:
     """The law of steps that were measured, by least squares.
 
     Args:
-        sums: as `engines.transformers.step_stats.Sums`: of steps the count, rows, rows², seconds and rows x seconds;
+        sums: as `engines.base.StepStats`: of steps the count, rows, rows², seconds and rows x seconds;
             tokens read, and the seconds it took.
 
     Returns:

@@ -5,7 +5,7 @@ batch, first come first served within a call, calls in turn. Who wakes whom: a g
 change wakes whoever waits on `changed`.
 
 **When.** Newcomers are let in once a share of the rows (and of the token budget) is free, or all that is left fits, or
-nothing is under way: so a reading of prompts serves several of them. Reading costs about as much as a step, whoever is
+nothing is in flight: so a reading of prompts serves several of them. Reading costs about as much as a step, whoever is
 read; rows that wait for it stand empty. With answers of L tokens, the sum of both is least at sqrt(2/L) of the rows.
 
 **What is reproducible.** A source is read only when newcomers are due, and then it is waited for, so that it depends on

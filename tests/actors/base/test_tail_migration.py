@@ -202,7 +202,10 @@ async def test_what_was_aborted_on_its_way_ends_where_it_stands(system):
             return await super().rescale_take(key, groups, version)
 
     rollout = await spawned(system, 2, Aborted, **LONGER)
-    found = samples(await collected(rollout.generate(Stream.of(asked(4)), n=2, min_new_tokens=60)))
+    for _ in range(20):  # on busy cores one rank may be done before the other has read its prompts: nothing moves then
+        found = samples(await collected(rollout.generate(Stream.of(asked(4)), n=2, min_new_tokens=60)))
+        if travelling:
+            break
     assert travelling
     assert sorted(found) == [(prompt, index) for prompt in range(4) for index in range(2)]
     for sample in found.values():

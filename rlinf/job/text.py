@@ -57,7 +57,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         return self.config.evaluation.every
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
-        roles = roles_of(self.config, self.data, self.prepared, rescue=str(self.directory.path))
+        roles = roles_to_start(self.config, self.data, self.prepared, rescue=str(self.directory.path))
         return await spawn_roles(self.system, placed, only(roles, names))
 
     async def warm_up(self) -> None:
@@ -127,7 +127,7 @@ class TextLoop(TrainingLoop[Evaluation]):
 # Roles ---------------------------------------------------------------------------------------------------------------
 
 
-def roles_of(
+def roles_to_start(
     config: RunConfig, data: Data, prepared: Prepared | None = None, rescue: str | None = None
 ) -> dict[str, Role]:
     """The roles of a run, ready to be started.

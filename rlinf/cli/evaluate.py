@@ -19,7 +19,7 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.sample import Evaluation
 from rlinf.job.roles import spawn_roles
-from rlinf.job.text import answers_of, evaluate_on, load_data_of, roles_of
+from rlinf.job.text import answers_of, evaluate_on, load_data_of, roles_to_start
 from rlinf.placement.seats import TEXT, place
 from rlinf.runtime.system.system import ActorSystem
 
@@ -41,7 +41,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     # a mode or a plan is for training: here nobody else is on a device
     as_written = replace(config.placement, mode=None, plan=None)
     placed = place(as_written, [kind for kind in TEXT if kind.name in ("rollout", "judge")], system.hosts)
-    roles = await spawn_roles(system, placed, roles_of(config, data))
+    roles = await spawn_roles(system, placed, roles_to_start(config, data))
     start = time.perf_counter()
     outcome = await evaluate_on(data, roles, config)
     _print(config, outcome, time.perf_counter() - start)

@@ -63,7 +63,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         if spread.words is not None:
             self.report.line(f"{self.config.name}: {spread.words}")
         directory = str(self.directory.path)
-        roles = roles_of(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
+        roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
         return await spawn_roles(self.system, placed, only(roles, names))
 
     async def warm_up(self) -> None:
@@ -133,7 +133,7 @@ class TextLoop(TrainingLoop[Evaluation]):
 # Roles ---------------------------------------------------------------------------------------------------------------
 
 
-def roles_of(
+def roles_to_start(
     config: RunConfig,
     data: Data,
     prepared: Prepared | None = None,

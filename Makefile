@@ -59,7 +59,7 @@ TEST_WORKERS ?= 2
 .PHONY: test
 test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses, PYTEST_ARGS="-n 0" runs them in one process
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --durations=15 --durations-min=1 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=15 --durations-min=1 $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS (300); FUZZ_ARGS="tests/runtime" chooses

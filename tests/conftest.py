@@ -1,8 +1,11 @@
 """What every test can rely on: the same examples and random numbers in every clone; real processes where needed."""
 
+import functools
 import random
+import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,6 @@ class _TorchRandom:
     setstate = staticmethod(torch.set_rng_state)
 
 
-RUNTIME = Path(__file__).parent / "runtime"
 _TORCH_RANDOM = _TorchRandom()  # hypothesis holds it weakly
 register_random(_TORCH_RANDOM)
 
@@ -35,15 +37,25 @@ settings.register_profile("fuzz", derandomize=False, print_blob=True, **_SHARED)
 settings.load_profile("suite")  # `--hypothesis-profile` replaces it
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `pytest -n 2 --dist loadgroup`: one worker runs what starts several processes, and the runtime's tests, which
-    watch the clock, one after the other; the others share the rest, a file at a time."""
-    if not hasattr(config, "workerinput"):
-        return  # one process runs all of them
-    for item in items:
-        alone = item.get_closest_marker("torchrun") or RUNTIME in item.path.parents
-        item.add_marker(pytest.mark.xdist_group("processes" if alone else str(item.path)))
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two workers, one runs what starts many processes or watches the clock, file after file; the rest is shared out
+    by file. (Groups by `xdist_group` say the same, and pytest-xdist 3.8 overlooks them with pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "alone" if _alone(config.rootpath / file) else file
+
+    return ByFile(config, log)
+
+
+@functools.cache
+def _alone(file: Path) -> bool:
+    """Whether nothing else of the kind is to run beside a file's tests."""
+    marked = re.search(r"^pytestmark = .*\btorchrun\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return bool(marked) or file.parent.name == "runtime" or file.name == "test_launch.py"
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Sample
 from rlinf.engines.base import Begun, Completion, Request, Sampling
 from rlinf.engines.transformers.step_stats import Pace
-from rlinf.placement.tail_migration import Law
+from rlinf.placement.tail_migration import DecodeCost
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
 
@@ -68,7 +68,7 @@ class ModelledEngine:
 
     version = 0
 
-    def __init__(self, law: Law, lengths: Lengths, max_rows: int):
+    def __init__(self, law: DecodeCost, lengths: Lengths, max_rows: int):
         self.max_rows, self.max_tokens = max_rows, None
         self.pace = Pace()
         self._law, self._lengths = law, lengths
@@ -174,7 +174,7 @@ def _completion(request: Request, lengths: Lengths) -> Completion:
 class ModelledRollout(Rollout):
     """The real rollout around modelled engines."""
 
-    async def setup(self, *, law: Law, lengths: Lengths, max_rows: int, rescale: bool) -> None:  # type: ignore[override]
+    async def setup(self, *, law: DecodeCost, lengths: Lengths, max_rows: int, rescale: bool) -> None:  # type: ignore[override]
         """Everything else is as in the rollout."""
         self._seed, self._rescale, self._ids = 0, rescale, itertools.count()
         self._sampling = Sampling(lengths.limit)

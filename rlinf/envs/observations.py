@@ -1,4 +1,4 @@
-"""Rows of observations: choosing them, putting them in place, and setting batches one below the other."""
+"""Select, replace and concatenate rows of observations."""
 
 from __future__ import annotations
 

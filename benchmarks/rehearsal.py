@@ -138,7 +138,7 @@ def regret(case: Case, cast: Cast, *, noisy: bool) -> float:
     rng = random.Random(f"noise {case}")
     seen = tuple(rng.uniform(*NOISE) if noisy else 1.0 for _ in range(3))
     truth = case.workload()
-    chosen = choose_for(case.workload(seen), ITEMS, grpo, doubt=DOUBT if noisy else 0.0, cast=cast)
+    chosen = choose_for(case.workload(seen), ITEMS, grpo, cost_error=DOUBT if noisy else 0.0, cast=cast)
     best = choose_for(truth, ITEMS, grpo, per_mode=TRIES, cast=cast)
     # Plans that both found count once: most of a sweep's time goes into rehearsals.
     known = {_key(row.plan.roles): row.seconds for row in best.rows}

@@ -21,12 +21,12 @@ from rich.table import Table
 from benchmarks.rescale_modelled import Lengths, ModelledRollout, expected
 from rlinf.actors.base import tail_migration as consolidating
 from rlinf.data.sample import Prompt
-from rlinf.placement.tail_migration import Bundle, Law, Load, consolidate
+from rlinf.placement.tail_migration import Bundle, DecodeCost, Load, consolidate
 from rlinf.runtime.base.clock import virtual
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
 
-PUBLISHED = Law(4.0e-3, 0.112e-3, 0.02e-3)
+PUBLISHED = DecodeCost(4.0e-3, 0.112e-3, 0.02e-3)
 """Of a 7B model on two GPUs, fitted to published rollouts; the seconds to read a token are our assumption."""
 PER_ENGINE = 2
 """Devices of an engine."""
@@ -43,7 +43,7 @@ class Case:
     """What is special about it."""
     lengths: Lengths
     """Of answers."""
-    law: Law = PUBLISHED
+    law: DecodeCost = PUBLISHED
     """Of engines."""
     engines: int = 32
     """How many."""
@@ -61,7 +61,7 @@ CASES = (
     Case("the same, four times the engines", Lengths(1_500, 1.1, 28_672), engines=128),
     Case("short answers", Lengths(200, 0.8, 2_048)),
     Case("answers of nearly one length", Lengths(4_000, 0.02, 8_192)),
-    Case("every row costs as much as a step", Lengths(1_500, 1.1, 28_672), Law(1.0e-3, 1.0e-3, 0.02e-3)),
+    Case("every row costs as much as a step", Lengths(1_500, 1.1, 28_672), DecodeCost(1.0e-3, 1.0e-3, 0.02e-3)),
 )
 
 
@@ -154,7 +154,7 @@ def decision(rounds: int = 5) -> float:
             length = int(rng.integers(500, 20_000))
             loads[where].append(Bundle(number, 1, 30_000, length + 300, length))
         given = [Load(engine, 128, 3_000_000, tuple(some)) for engine, some in enumerate(loads)]
-        for law in (PUBLISHED, Law(4e-3, 4e-5, 2e-6)):
+        for law in (PUBLISHED, DecodeCost(4e-3, 4e-5, 2e-6)):
             times = []
             for _ in range(rounds):
                 start = time.process_time()

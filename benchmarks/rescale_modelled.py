@@ -21,7 +21,7 @@ from rlinf.data.sample import Group, Sample
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, PartialAnswer, Request
 from rlinf.engines.make import EngineSetup
-from rlinf.placement.tail_migration import Law
+from rlinf.placement.tail_migration import DecodeCost
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.streams.stream import each
 
@@ -69,7 +69,7 @@ class ModelledEngine(Engine):
     hands_over = True
     version = 0
 
-    def __init__(self, setup: EngineSetup, *, law: Law, lengths: Lengths):
+    def __init__(self, setup: EngineSetup, *, law: DecodeCost, lengths: Lengths):
         self.max_rows = setup.max_rows
         self._law, self._lengths = law, lengths
         self._rows: dict[int, _Row] = {}
@@ -186,7 +186,7 @@ def _completion(request: Request, lengths: Lengths) -> Completion:
 class ModelledRollout(Rollout):
     """The real rollout around modelled engines."""
 
-    async def setup(self, *, law: Law, lengths: Lengths, **settings: Any) -> None:  # type: ignore[override]
+    async def setup(self, *, law: DecodeCost, lengths: Lengths, **settings: Any) -> None:  # type: ignore[override]
         """Everything else is as in the rollout."""
         await super().setup(
             model={}, tokenizer={"characters": "0"}, engine=f"{__name__}.ModelledEngine", max_new_tokens=lengths.limit,

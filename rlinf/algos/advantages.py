@@ -236,7 +236,7 @@ def gae_tokens(
 
 
 def distillation(teacher_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The teacher's verdict on each token that the student drew: A_t = log pi_teacher - log pi_student.
+    """Advantage of on-policy distillation, per sampled token: A_t = log pi_teacher - log pi_student.
 
     On-policy distillation (Lu et al., Thinking Machines, 2025). Not normalised; clamped to +-20.
 

@@ -1,4 +1,4 @@
-"""Advantages of action chunks: what environments said, chunk by chunk, becomes advantages, returns and a mask.
+"""Advantages of action chunks: rewards and ends of environments become advantages, returns and a mask.
 
 Flow: a rollout of T chunks in N environments, C actions each, is one `Chunks`; `advantages_of_chunks` gives every
 action or every chunk its advantage by GAE, `group_advantages` by comparing episodes that began alike. `rows` lays the

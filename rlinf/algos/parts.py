@@ -103,7 +103,7 @@ class Gae:
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """A teacher's verdict on each token: `advantages.distillation`."""
+    """Log-prob of the teacher less the student's, per token: `advantages.distillation`."""
 
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
         found = advantages.distillation(answers.need("teacher_logprobs"), answers.need("logprobs"), answers.mask)

@@ -1,4 +1,4 @@
-"""Everything around a simulator that does not depend on which one it is.
+"""Action chunks, time limits, resets, seeds and episode statistics around any simulator.
 
 In: chunks of actions from -1 to 1, [N, C, A]. Out: `Chunk`s. An environment does the actions of a chunk one after the
 other, stops each row at the end of its episode, cuts episodes off at their time limit, keeps final observations, begins

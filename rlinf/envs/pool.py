@@ -22,8 +22,8 @@ from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
 from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Chunk, Start, joined_chunks, joined_starts
 from rlinf.envs.video import Recording
-from rlinf.envs.worker import Plot, Program
-from rlinf.envs.worker_slice import MOST_LOSSES, Caller, Seat
+from rlinf.envs.worker import Program, SliceRange
+from rlinf.envs.worker_slice import MOST_LOSSES, Caller, WorkerSlice
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.worker import Worker
 
@@ -87,16 +87,16 @@ class EnvironmentPool:
         _check(simulator, num_envs, workers, slices, rules)
         self.num_envs = num_envs
         self._workers: list[Caller] = []
-        seats: list[list[Seat]] = [[] for _ in range(slices)]
+        parts: list[list[WorkerSlice]] = [[] for _ in range(slices)]
         processes = max(workers, 1)
         share = num_envs // (slices * processes)
         for index in range(processes):
-            plots = tuple(Plot((part * processes + index) * share, share) for part in range(slices))
+            ranges = tuple(SliceRange((part * processes + index) * share, share) for part in range(slices))
             arguments = {
                 "simulator": simulator,
                 "options": dict(options or {}),
                 "rules": rules,
-                "plots": plots,
+                "ranges": ranges,
                 "recording": recording,
             }
             if workers:
@@ -104,9 +104,9 @@ class EnvironmentPool:
             else:
                 worker = _Thread(arguments, name=name)
             self._workers.append(worker)
-            for part, plot in enumerate(plots):
-                seats[part].append(Seat(worker, part, plot, rules, step_timeout, reset_timeout))
-        self.slices = tuple(Slice(each) for each in seats)
+            for part, span in enumerate(ranges):
+                parts[part].append(WorkerSlice(worker, part, span, rules, step_timeout, reset_timeout))
+        self.slices = tuple(Slice(each) for each in parts)
 
     async def start(self) -> None:
         """Start all workers at once, and wait until their simulators are made.
@@ -144,16 +144,16 @@ class Slice:
     `load_state_dict` needs one of these before.
     """
 
-    def __init__(self, seats: Sequence[Seat]):
-        self._seats = seats
-        self.first = seats[0].plot.first
+    def __init__(self, parts: Sequence[WorkerSlice]):
+        self._parts = parts
+        self.first = parts[0].span.first
         """Number of its first environment, over all slices."""
-        self.num_envs = sum(seat.plot.count for seat in seats)
+        self.num_envs = sum(part.span.count for part in parts)
         """How many it has."""
 
     async def reset(self, epoch: int = 0) -> Start:
         """Begin new episodes everywhere; see `Environment.reset`."""
-        return joined_starts(await _all([seat.reset(epoch) for seat in self._seats]))
+        return joined_starts(await _all([part.reset(epoch) for part in self._parts]))
 
     async def step(self, actions: Tensor) -> Chunk:
         """Do a chunk of actions, [N, C, A]; see `Environment.step`.
@@ -164,13 +164,13 @@ class Slice:
         """
         if len(actions) != self.num_envs:
             raise ValueError(f"actions are for {len(actions)} environments, and this slice has {self.num_envs}")
-        shares = actions.detach().cpu().split(self._seats[0].plot.count)
-        pairs = zip(self._seats, shares, strict=True)
-        return joined_chunks(await _all([seat.step(share) for seat, share in pairs]))
+        shares = actions.detach().cpu().split(self._parts[0].span.count)
+        pairs = zip(self._parts, shares, strict=True)
+        return joined_chunks(await _all([part.step(share) for part, share in pairs]))
 
     async def state_dict(self) -> list[dict[str, Any]]:
         """All that the next steps depend on, one part per worker; see `Environment.state_dict`."""
-        return await _all([seat.save() for seat in self._seats])
+        return await _all([part.save() for part in self._parts])
 
     async def load_state_dict(self, state: Sequence[dict[str, Any]]) -> Start:
         """Go on from a saved state; see `Environment.load_state_dict`.
@@ -178,26 +178,26 @@ class Slice:
         Raises:
             ValueError: it was saved from other environments, by other rules, or with another number of workers.
         """
-        if len(state) != len(self._seats):
+        if len(state) != len(self._parts):
             raise ValueError(
-                f"environments were saved with {len(state)} workers, and there are {len(self._seats)} now: "
+                f"environments were saved with {len(state)} workers, and there are {len(self._parts)} now: "
                 f"resume with as many"
             )
-        pairs = zip(self._seats, state, strict=True)
-        return joined_starts(await _all([seat.load(part) for seat, part in pairs]))
+        pairs = zip(self._parts, state, strict=True)
+        return joined_starts(await _all([part.load(saved) for part, saved in pairs]))
 
     def closing(self) -> None:
         """From now on the death of a worker is meant, and nothing is begun anew."""
-        for seat in self._seats:
-            seat.closing = True
+        for part in self._parts:
+            part.closing = True
 
     async def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
-        await _all([seat.call("offload") for seat in self._seats])
+        await _all([part.call("offload") for part in self._parts])
 
     async def onload(self) -> None:
         """Be ready again after `offload`."""
-        await _all([seat.call("onload") for seat in self._seats])
+        await _all([part.call("onload") for part in self._parts])
 
 
 def _process(

@@ -24,7 +24,7 @@ from rlinf.envs.video import Recorder, Recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plot:
+class SliceRange:
     """Environments of one worker in one slice."""
 
     first: int
@@ -40,7 +40,7 @@ class Program:
         simulator: dotted path of the adapter, or the class itself.
         options: its keyword arguments besides `num_envs`.
         rules: how episodes begin and end.
-        plots: one per slice.
+        ranges: one per slice.
         recording: which episodes become videos.
     """
 
@@ -49,20 +49,20 @@ class Program:
         simulator: str | type[Simulator],
         options: Mapping[str, Any],
         rules: Rules,
-        plots: tuple[Plot, ...],
+        ranges: tuple[SliceRange, ...],
         recording: Recording | None,
     ):
         adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
         self._environments = [
             Environment(
-                adapter(num_envs=plot.count, **options),
+                adapter(num_envs=span.count, **options),
                 rules,
-                first=plot.first,
+                first=span.first,
                 recorder=None if recording is None else Recorder(recording),
             )
-            for plot in plots
+            for span in ranges
         ]
-        self._begun = [False for _ in plots]
+        self._begun = [False for _ in ranges]
 
     def specs(self) -> tuple[dict[str, ArraySpec], ActionSpec, int | None]:
         """Of the simulator: observations, actions, and steps in an episode at most."""

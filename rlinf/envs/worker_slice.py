@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Chunk, Start, lost_chunk
-from rlinf.envs.worker import Plot, unpacked
+from rlinf.envs.worker import SliceRange, unpacked
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout
@@ -44,11 +44,13 @@ class Caller(Protocol):
     def call(self, method: str, *args: Any, timeout: float | None = None) -> Awaitable[Any]: ...
 
 
-class Seat:
+class WorkerSlice:
     """The environments that one worker has in one slice, and what must be known to begin anew if it dies."""
 
-    def __init__(self, worker: Caller, part: int, plot: Plot, rules: Rules, step_timeout: float, reset_timeout: float):
-        self.plot = plot
+    def __init__(
+        self, worker: Caller, part: int, span: SliceRange, rules: Rules, step_timeout: float, reset_timeout: float
+    ):
+        self.span = span
         self.closing = False
         self._worker = worker
         self._part = part
@@ -56,8 +58,8 @@ class Seat:
         self._step_timeout = step_timeout
         self._reset_timeout = reset_timeout
         self._epoch: int | None = None
-        self._episode = torch.zeros(plot.count, dtype=torch.int64)
-        self._running = torch.zeros(plot.count, dtype=torch.bool)
+        self._episode = torch.zeros(span.count, dtype=torch.int64)
+        self._running = torch.zeros(span.count, dtype=torch.bool)
         self._losses = 0
         self._owed: Start | None = None  # begun after a loss that no chunk has told of yet
 
@@ -68,7 +70,7 @@ class Seat:
     async def reset(self, epoch: int) -> Start:
         """`Environment.reset`; a death meanwhile costs the episodes of the lowest numbers."""
         self._epoch = epoch
-        return self._seated(await self._begin(torch.full((self.plot.count,), -1), None))
+        return self._started(await self._begin(torch.full((self.span.count,), -1), None))
 
     async def step(self, actions: Tensor) -> Chunk:
         """`Environment.step`, or the chunk of a loss."""
@@ -114,13 +116,13 @@ class Seat:
         told = state["told"]
         start = unpacked(await self.call("load", state["environment"]))
         self._epoch = told["epoch"]
-        self._seated(start)
+        self._started(start)
         if told["owed"]:
             self._owed = start
         self._episode, self._running = told["episode"], told["running"]
         return start
 
-    def _seated(self, start: Start) -> Start:
+    def _started(self, start: Start) -> Start:
         self._owed = None
         self._episode = start.episode
         self._running = torch.ones_like(start.episode, dtype=torch.bool)
@@ -158,4 +160,4 @@ class Seat:
             raise RuntimeError(f"environments {self._numbers()} have no episodes yet: await the slice's reset() first")
 
     def _numbers(self) -> str:
-        return f"{self.plot.first}-{self.plot.first + self.plot.count - 1}"
+        return f"{self.span.first}-{self.span.first + self.span.count - 1}"

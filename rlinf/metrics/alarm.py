@@ -1,4 +1,4 @@
-"""The alarm about engine and trainer that disagree on how likely the sampled tokens were.
+"""Warn when engine and trainer disagree on the log-probs of sampled tokens.
 
 In: a step's metrics. Out: a line to be printed, in the step in which a limit is passed; not again until it was kept.
 """

@@ -1,4 +1,4 @@
-"""On what a run ran: written once into its directory, so that its numbers can be compared with others later."""
+"""Hardware and software versions of a run, written once into its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that is written down about the steps of a run: files always, trackers by choice, and where the time went.
+"""Record the steps of a run: metrics and samples to files and trackers, with timing and efficiency.
 
 In: what a flow returned, and some samples. Out: lines in metrics.jsonl and samples.jsonl, messages to the trackers'
 threads, and the ledger's file at the end. Who wakes whom: nobody; only `step_ends` awaits, the hosts' answers to where

@@ -1,4 +1,4 @@
-"""How far a run was from the possible, in words: what a step took, what none could go below, and where the rest went.
+"""Summary of a run's efficiency in two lines: step time, its lower bound, and where the difference went.
 
 In: the metrics `bound/...`, `lost/...` and `timing/step` of its steps. Out: their typical values, and two plain lines.
 """

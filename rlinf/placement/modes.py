@@ -1,7 +1,7 @@
-"""Where roles go when a mode is named and nothing was measured: rules of thumb.
+"""Devices of each role for a placement mode when nothing was measured: rules of thumb.
 
 Flows in: a mode, the roles that compute on devices, the number of these. Flows out: the devices of each. Nothing waits
-here. A planner with a profile does better; these only are right for any flow, and simple to foretell.
+here. A planner with a profile does better; these rules fit any flow and are easy to predict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who hands its last answers over to whom, so that engines become free before the longest answer is done.
+"""Decide which engines hand their last in-flight requests to others, to become free before the longest answer ends.
 
 Flows in: what each engine still has to answer, how much it may hold, and how fast engines are. Flows out: moves, which
 together take all that their source has. Pure logic: nobody waits here; asked again after the moves, there are none.
@@ -23,8 +23,8 @@ model, an engine takes up to 4 rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """How fast engines are."""
+class DecodeCost:
+    """What a decode step costs: `step + row·n` seconds with n rows."""
 
     step: float
     """Seconds of a decode step besides those for its rows."""
@@ -42,7 +42,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Rows that stay together: what a group still lacks."""
+    """In-flight requests of one group, which stay together."""
 
     id: int
     """Names it, on its engine."""
@@ -82,8 +82,8 @@ class Move:
     """Their ids at the source."""
 
 
-def fit(sums: Sequence[float]) -> Law | None:
-    """The law of steps that were measured, by least squares.
+def fit(sums: Sequence[float]) -> DecodeCost | None:
+    """The cost of steps, fitted to measured ones by least squares.
 
     Args:
         sums: as `engines.base.StepStats`: of steps the count, rows, rows², seconds and rows x seconds;
@@ -100,10 +100,10 @@ def fit(sums: Sequence[float]) -> Law | None:
     step = (seconds - row * rows) / count
     if step <= 0:  # rows are all there is to it
         step, row = 0.0, seconds / rows
-    return Law(step, row, reading / tokens if tokens else 0.0)
+    return DecodeCost(step, row, reading / tokens if tokens else 0.0)
 
 
-def consolidate(loads: Sequence[Load], law: Law, share: float = SHARE) -> tuple[Move, ...]:
+def consolidate(loads: Sequence[Load], cost: DecodeCost, share: float = SHARE) -> tuple[Move, ...]:
     """The moves after which the fewest engines have work; none once they are made.
 
     Engines are emptied in order of what they have left, the least first, into those that have most and room for it.
@@ -111,15 +111,15 @@ def consolidate(loads: Sequence[Load], law: Law, share: float = SHARE) -> tuple[
 
     Args:
         loads: of engines with the same weights, each once.
-        law: of all of them.
+        cost: how fast all of them are.
         share: see `SHARE`.
     """
-    limit = law.most(share)
+    limit = cost.most(share)
     least = min((bundle.need for load in loads for bundle in load.bundles), default=0)
     engines = [_Engine(load, limit, least) for load in loads if load.bundles]
     while True:
         engines.sort(key=lambda one: (one.rows, one.load.engine))
-        if not _round(engines, law, share):
+        if not _round(engines, cost, share):
             break
         engines = [one for one in engines if one.held]
     moved: dict[tuple[int, int], list[int]] = {}
@@ -131,7 +131,7 @@ def consolidate(loads: Sequence[Load], law: Law, share: float = SHARE) -> tuple[
 
 
 class _Engine:
-    """An engine while bundles are tried on it."""
+    """An engine during the search for moves."""
 
     def __init__(self, load: Load, limit: float, least: int):
         self.load = load
@@ -156,14 +156,14 @@ class _Engine:
         self.length += sign * bundle.length
         self.answered = max(self.answered, bundle.answered)
 
-    def takes(self, bundle: Bundle, law: Law, share: float) -> bool:
+    def takes(self, bundle: Bundle, cost: DecodeCost, share: float) -> bool:
         if self.rows + bundle.rows > self.max_rows or self.need + bundle.need > self.max_need:
             return False
-        behind = law.step * max(self.answered, bundle.answered)
-        return law.token * (self.length + bundle.length) <= share * behind
+        behind = cost.step * max(self.answered, bundle.answered)
+        return cost.token * (self.length + bundle.length) <= share * behind
 
 
-def _round(engines: Sequence[_Engine], law: Law, share: float) -> bool:
+def _round(engines: Sequence[_Engine], cost: DecodeCost, share: float) -> bool:
     """Try to empty each engine, the least first, into those that have most; whether one was."""
     any_ = False
     for one in engines:
@@ -172,7 +172,7 @@ def _round(engines: Sequence[_Engine], law: Law, share: float) -> bool:
     room = sum(one.max_rows - one.rows for one in targets)
     for source in engines:
         elsewhere = room if source.full else room - (source.max_rows - source.rows)
-        if source.taken or elsewhere < source.rows or not _empty(source, targets, law, share):
+        if source.taken or elsewhere < source.rows or not _empty(source, targets, cost, share):
             continue
         any_ = True
         targets = [one for one in targets if one.held and not one.full]
@@ -180,12 +180,12 @@ def _round(engines: Sequence[_Engine], law: Law, share: float) -> bool:
     return any_
 
 
-def _empty(source: _Engine, targets: Sequence[_Engine], law: Law, share: float) -> bool:
+def _empty(source: _Engine, targets: Sequence[_Engine], cost: DecodeCost, share: float) -> bool:
     """Give all that one engine has to others, or nothing."""
     placed: list[tuple[_Engine, tuple[int, Bundle], int]] = []
     first = 0
     for item in sorted(source.held, key=lambda item: _size(item[1]), reverse=True):
-        while first < len(targets) and (targets[first] is source or not targets[first].takes(item[1], law, share)):
+        while first < len(targets) and (targets[first] is source or not targets[first].takes(item[1], cost, share)):
             first += 1
         if first == len(targets):
             for one, (_, bundle), answered in reversed(placed):

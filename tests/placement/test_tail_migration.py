@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.placement.tail_migration import SHARE, Bundle, Law, Load, consolidate, fit
+from rlinf.placement.tail_migration import SHARE, Bundle, DecodeCost, Load, consolidate, fit
 
-PUBLISHED = Law(4.0e-3, 0.112e-3, 0.05e-3)
+PUBLISHED = DecodeCost(4.0e-3, 0.112e-3, 0.05e-3)
 
 
 def bundle(number, rows=1, need=10, length=1, answered=100):
@@ -47,7 +47,7 @@ def applied(loads, moves):
 bundles = st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 200), st.integers(1, 150))
 engines = st.lists(st.lists(bundles, max_size=6), min_size=1, max_size=8)
 laws = st.builds(
-    Law,
+    DecodeCost,
     st.floats(1e-4, 1e-2),
     st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
     st.one_of(st.just(0.0), st.floats(1e-7, 1e-3)),
@@ -129,13 +129,13 @@ def test_an_engine_that_cannot_be_emptied_keeps_everything():
 
 
 def test_where_rows_cost_nothing_only_capacity_counts():
-    moves = consolidate([engine(i, 1, max_rows=40) for i in range(50)], Law(1e-3, 0.0))
+    moves = consolidate([engine(i, 1, max_rows=40) for i in range(50)], DecodeCost(1e-3, 0.0))
     assert len({move.target for move in moves}) == 2
     assert len({move.source for move in moves}) == 48
 
 
 def test_where_rows_are_all_there_is_nothing_moves():
-    assert consolidate([engine(i, 1) for i in range(5)], Law(0.0, 1e-3)) == ()
+    assert consolidate([engine(i, 1) for i in range(5)], DecodeCost(0.0, 1e-3)) == ()
 
 
 def test_long_prompts_that_have_hardly_been_answered_stay_where_they_are():
@@ -183,7 +183,7 @@ def test_a_law_never_says_that_rows_save_time():
 
 def test_ten_thousand_answers_on_512_engines_are_decided_about_in_a_fifth_of_a_second():
     seconds = {}
-    for name, law in {"published": PUBLISHED, "steep": Law(4e-3, 2e-3), "flat": Law(4e-3, 1e-6)}.items():
+    for name, law in {"published": PUBLISHED, "steep": DecodeCost(4e-3, 2e-3), "flat": DecodeCost(4e-3, 1e-6)}.items():
         chance = random.Random(1)
         loads = [[] for _ in range(512)]
         for number in range(10_000):

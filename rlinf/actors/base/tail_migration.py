@@ -23,7 +23,7 @@ from typing import Any
 
 from rlinf.actors.base.in_flight import Generation, InFlight, PartialGroup
 from rlinf.engines.base import Engine, StepStats
-from rlinf.placement.tail_migration import Law, Load, Move, consolidate, fit
+from rlinf.placement.tail_migration import DecodeCost, Load, Move, consolidate, fit
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import current_call
 from rlinf.runtime.streams.stream import Stream
@@ -73,7 +73,7 @@ class Table:
         return all(report.load is None for report in self.reports.values())
 
     @property
-    def law(self) -> Law | None:
+    def law(self) -> DecodeCost | None:
         """How fast all engines together are."""
         return fit([sum(each) for each in zip(*(report.stats for report in self.reports.values()), strict=True)])
 

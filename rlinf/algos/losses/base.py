@@ -1,4 +1,4 @@
-"""What all losses share: a micro-batch read once (checked, masked, cut into blocks), and its sum taken at the end."""
+"""Base of all token losses: checks and masks a micro-batch, runs a formula block by block, sums values and slopes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Formula = Callable[..., Part]
 """From (kept, slope, leaf, **others), all of one block, to a Part; it writes the derivative by `leaf` into `slope`.
 
 What the mask hides may be anything. A formula multiplies by the mask and need not care that 0 x NaN is NaN: where a sum
-is not finite, `Ground.sum` asks again, with cleaned tensors.
+is not finite, `TokenLoss.sum` asks again, with cleaned tensors.
 """
 
 _BLOCK = 1 << 16
@@ -60,7 +60,7 @@ HIGHEST_RATIO = math.exp(LOG_RATIO - 1e-5)
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class TokenLoss:
     """One loss over one micro-batch."""
 
     name: str
@@ -89,7 +89,7 @@ class Ground:
         sequences: Tensor | None,
         weights: Tensor | None = None,
         **others: Tensor | None,
-    ) -> Ground:
+    ) -> TokenLoss:
         """Check shapes and names.
 
         Args:

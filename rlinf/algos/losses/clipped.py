@@ -1,4 +1,4 @@
-"""Surrogates with a clipped ratio: PPO and what became of it (GRPO, DAPO, GSPO, decoupled PPO)."""
+"""Clipped surrogate losses: PPO, GRPO, DAPO, GSPO and decoupled PPO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.losses.aggregate import How
-from rlinf.algos.losses.base import HIGHEST_RATIO, Ground, Part, check_clip, log_ratio, watch_ratio
+from rlinf.algos.losses.base import HIGHEST_RATIO, Part, TokenLoss, check_clip, log_ratio, watch_ratio
 from rlinf.algos.losses.importance import Outside, check_bounds, cut_weights, exponential
 from rlinf.algos.tensor import masks
 from rlinf.algos.tensor.loss_sum import LossSum
@@ -56,10 +56,9 @@ def policy(
 
     PPO (arXiv:1707.06347, eq. 7) with a bound of its own on each side (DAPO, arXiv:2503.14476, eq. 10) and, optionally,
     the dual clip (arXiv:1912.09729, eq. 5). `ratio="sequence"` is GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form
-    (eq. 13): d r_t / d logp_t = r_t, so that under `how="seq-mean-token-mean"` the gradient is that of eq. 5. The
-    weights are truncated importance sampling between trainer and engine (Yao et al., "Your efficient RL framework
-    secretly brings you off-policy RL training", 2025). How tokens are averaged is `how`: "token-mean" is DAPO's (eq.
-    12), "seq-mean-token-mean" GRPO's (arXiv:2402.03300, eq. 3); see `aggregate`.
+    (eq. 13): d r_t / d logp_t = r_t, so that under `how="seq-mean-token-mean"` the gradient is that of eq. 5. How
+    tokens are averaged is `how`: "token-mean" is DAPO's (eq. 12), "seq-mean-token-mean" GRPO's (arXiv:2402.03300, eq.
+    3); see `aggregate`.
 
     Args:
         logprobs: log-probs of the sampled tokens under the policy being trained, [rows, tokens] or packed [tokens].
@@ -70,8 +69,6 @@ def policy(
         dual_clip: bound of the loss where A < 0, in units of |A|; more than 1.
         entropy: entropy of each token's distribution, nats, same shape as `logprobs`; only watched.
         ratio: per token, or one per sequence.
-        behavior_logprobs: under the policy that drew the tokens, where it is not that of `old_logprobs`: same shape.
-        is_cap: bound of the importance weight old / behavior; needed with `behavior_logprobs`.
         weights: further factors of each token's loss, broadcastable to `logprobs`, such as `importance.weights` gives.
         how, norm_length: of `aggregate.reduce`.
         sequences: sequence of each token, whole numbers from 0, same shape; None: each row is one.
@@ -86,9 +83,9 @@ def policy(
     check_clip("policy", clip_low, clip_high, dual_clip)
     one_of("policy", "ratio", ratio, RATIOS)
     given = {"old_logprobs": old_logprobs, "entropy": entropy}
-    ground = Ground.of("policy", logprobs, mask, how, norm_length, sequences, weights, **given)
+    tokens = TokenLoss.of("policy", logprobs, mask, how, norm_length, sequences, weights, **given)
     clip = Clip(clip_low, clip_high, dual_clip)
-    more = {"mean": _mean_of_sequence(logprobs, old_logprobs, ground)} if ratio == "sequence" else {}
+    more = {"mean": _mean_of_sequence(logprobs, old_logprobs, tokens)} if ratio == "sequence" else {}
 
     def formula(
         kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor, mean: Tensor | None = None
@@ -99,13 +96,13 @@ def policy(
             difference = kept.only_(mean.expand(leaf.shape).clone(memory_format=torch.contiguous_format))
         return _clipped(kept, slope, difference, cost, clip)
 
-    return ground.sum(formula, cost=ground.cost(advantages), **more)
+    return tokens.sum(formula, cost=tokens.cost(advantages), **more)
 
 
-def _mean_of_sequence(new: Tensor, old: Tensor, ground: Ground) -> Tensor:
+def _mean_of_sequence(new: Tensor, old: Tensor, tokens: TokenLoss) -> Tensor:
     """The mean log-ratio of its sequence, for each token."""
-    grouped = sequences_in(ground.name, ground.leaf, ground.sequences)
-    mean = grouped.sum(masks.log_ratio(new, old, ground.kept)) / grouped.lengths(ground.kept).clamp(min=1)
+    grouped = sequences_in(tokens.name, tokens.leaf, tokens.sequences)
+    mean = grouped.sum(masks.log_ratio(new, old, tokens.kept)) / grouped.lengths(tokens.kept).clamp(min=1)
     return grouped.spread(mean)
 
 
@@ -189,7 +186,7 @@ def decoupled(
     check_clip("decoupled", clip_low, clip_high, dual_clip)
     check_bounds("decoupled", cap, 0.0, outside)
     given = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs, "entropy": entropy}
-    ground = Ground.of("decoupled", logprobs, mask, how, norm_length, sequences, weights, **given)
+    tokens = TokenLoss.of("decoupled", logprobs, mask, how, norm_length, sequences, weights, **given)
     clip = Clip(clip_low, clip_high, dual_clip)
 
     def formula(
@@ -199,4 +196,4 @@ def decoupled(
         _weigh(part, slope, kept, log_ratio(kept, proximal_logprobs, behavior_logprobs), cap, outside)
         return part
 
-    return ground.sum(formula, cost=ground.cost(advantages))
+    return tokens.sum(formula, cost=tokens.cost(advantages))

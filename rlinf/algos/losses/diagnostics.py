@@ -1,4 +1,4 @@
-"""What to watch beside a loss: trainer against engine, and how old the tokens are."""
+"""Diagnostic metrics: log-prob mismatch of trainer and engine, staleness of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance weights: corrections for tokens that another policy, or another program, drew.
+"""Importance weights: corrections for tokens sampled by an older policy or by the inference engine.
 
 In flow log-probs under two policies; out come weights for the tokens' losses, without gradient, and what to watch about
 them. The inference engine and the trainer never agree exactly on the same weights; an older policy agrees even less.

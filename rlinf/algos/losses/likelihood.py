@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.losses.aggregate import How
-from rlinf.algos.losses.base import Ground, Part, log_ratio
+from rlinf.algos.losses.base import Part, TokenLoss, log_ratio
 from rlinf.algos.losses.divergence import KINDS, Kind, parts
 from rlinf.algos.losses.importance import exponential
 from rlinf.algos.tensor.loss_sum import LossSum
@@ -32,8 +32,8 @@ def supervised(
     Raises:
         ValueError: shapes differ.
     """
-    ground = Ground.of("supervised", logprobs, mask, how, norm_length, sequences)
-    return ground.sum(_negative)
+    tokens = TokenLoss.of("supervised", logprobs, mask, how, norm_length, sequences)
+    return tokens.sum(_negative)
 
 
 def _negative(kept: Kept, slope: Tensor, leaf: Tensor) -> Part:
@@ -78,7 +78,7 @@ def kl(
     """
     one_of("kl", "kind", kind, KINDS)
     given = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs}
-    ground = Ground.of("kl", logprobs, mask, how, norm_length, sequences, **given)
+    tokens = TokenLoss.of("kl", logprobs, mask, how, norm_length, sequences, **given)
 
     def formula(
         kept: Kept, slope: Tensor, leaf: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
@@ -95,7 +95,7 @@ def kl(
             part.value = ratio.mul_(value)
         return part
 
-    return ground.sum(formula)
+    return tokens.sum(formula)
 
 
 def entropy_bonus(
@@ -119,5 +119,5 @@ def entropy_bonus(
     Raises:
         ValueError: shapes differ.
     """
-    ground = Ground.of("entropy_bonus", entropy, mask, how, norm_length, sequences, entropy=entropy)
-    return ground.sum(_negative)
+    tokens = TokenLoss.of("entropy_bonus", entropy, mask, how, norm_length, sequences, entropy=entropy)
+    return tokens.sum(_negative)

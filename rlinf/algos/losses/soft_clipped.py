@@ -1,4 +1,4 @@
-"""Surrogates whose weight falls instead of being cut: CISPO, AIPO, SAPO."""
+"""Surrogate losses with soft or stop-gradient clipping: CISPO, AIPO, SAPO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.losses.aggregate import How
-from rlinf.algos.losses.base import Ground, Part, check_clip, log_ratio, watch_ratio
+from rlinf.algos.losses.base import Part, TokenLoss, check_clip, log_ratio, watch_ratio
 from rlinf.algos.losses.importance import exponential
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.tensor.masks import Kept, indicator
@@ -53,7 +53,7 @@ def cispo(
     """
     check_clip("cispo", clip_low, clip_high)
     given = {"old_logprobs": old_logprobs, "entropy": entropy}
-    ground = Ground.of("cispo", logprobs, mask, how, norm_length, sequences, weights, **given)
+    tokens = TokenLoss.of("cispo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
     def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor) -> Part:
         difference = log_ratio(kept, leaf, old_logprobs)
@@ -67,7 +67,7 @@ def cispo(
         torch.clamp(leaf, min=_LEAST, out=part.value).mul_(slope)
         return part
 
-    return ground.sum(formula, cost=ground.cost(advantages))
+    return tokens.sum(formula, cost=tokens.cost(advantages))
 
 
 def aipo(
@@ -117,7 +117,7 @@ def aipo(
     within("aipo", "mask_low", limit_low, 0.0, 1.0)
     within("aipo", "mask_high", limit_high, 0.0, 1.0)
     given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy}
-    ground = Ground.of("aipo", logprobs, mask, how, norm_length, sequences, weights, **given)
+    tokens = TokenLoss.of("aipo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
     def formula(kept: Kept, slope: Tensor, leaf: Tensor, behavior_logprobs: Tensor, cost: Tensor) -> Part:
         difference = log_ratio(kept, leaf, behavior_logprobs)
@@ -138,7 +138,7 @@ def aipo(
         watch_ratio(part, kept, ratio, difference)
         return part
 
-    return ground.sum(formula, cost=ground.cost(advantages))
+    return tokens.sum(formula, cost=tokens.cost(advantages))
 
 
 def sapo(
@@ -178,7 +178,7 @@ def sapo(
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"sapo: tau_pos={tau_pos} and tau_neg={tau_neg} must be more than 0")
     given = {"old_logprobs": old_logprobs, "entropy": entropy}
-    ground = Ground.of("sapo", logprobs, mask, how, norm_length, sequences, weights, **given)
+    tokens = TokenLoss.of("sapo", logprobs, mask, how, norm_length, sequences, weights, **given)
 
     def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_logprobs: Tensor, cost: Tensor) -> Part:
         difference = log_ratio(kept, leaf, old_logprobs)
@@ -195,4 +195,4 @@ def sapo(
         kept.only_(part.value.mul_(cost * (4.0 / tau)))
         return part
 
-    return ground.sum(formula, cost=ground.cost(advantages))
+    return tokens.sum(formula, cost=tokens.cost(advantages))

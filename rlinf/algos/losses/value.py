@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algos.losses.aggregate import How
-from rlinf.algos.losses.base import Ground, Part
+from rlinf.algos.losses.base import Part, TokenLoss
 from rlinf.algos.tensor.loss_sum import Explained, LossSum, Mean
 from rlinf.algos.tensor.masks import Kept
 from rlinf.algos.validation import one_of
@@ -59,7 +59,7 @@ def value(
     one_of("value", "error", error, ERRORS)
     if not delta > 0 or (clip is not None and not clip > 0):
         raise ValueError(f"value: clip={clip} and delta={delta} must be more than 0")
-    ground = Ground.of("value", values, mask, how, norm_length, sequences, old_values=old_values, returns=returns)
+    tokens = TokenLoss.of("value", values, mask, how, norm_length, sequences, old_values=old_values, returns=returns)
 
     def formula(kept: Kept, slope: Tensor, leaf: Tensor, old_values: Tensor, returns: Tensor) -> Part:
         new, target = kept.only(leaf), kept.only(returns)
@@ -82,11 +82,11 @@ def value(
         torch.maximum(part.value, held, out=part.value)
         return part
 
-    loss = ground.sum(formula)
+    loss = tokens.sum(formula)
     sums = {name: metric.total for name, metric in loss.metrics.items() if isinstance(metric, Mean)}
     moments = [sums[name] for name in ("return/mean", "return^2", "apart", "apart^2")]
     metrics = {name: metric for name, metric in loss.metrics.items() if not name.startswith(("apart", "return^2"))}
-    explained = Explained(torch.stack([ground.kept.count, *moments]))
+    explained = Explained(torch.stack([tokens.kept.count, *moments]))
     return LossSum(loss.total, loss.weight, {**metrics, "explained_variance": explained})
 
 

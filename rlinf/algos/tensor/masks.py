@@ -1,4 +1,4 @@
-"""Masked tensors and hand-written slopes: the ground that every loss stands on.
+"""Masked tensors, and autograd functions with hand-written derivatives, that every loss builds on.
 
 Numbers under the mask may be anything, NaN and inf included, and count for nothing. Everything is float32 inside
 (float64 stays). A loss gives its values and its derivatives side by side, as formulas, and `attach` hands the second

@@ -1,4 +1,4 @@
-"""Answers to held-out problems, for people: in words, as a comparison, and as rows of samples.jsonl."""
+"""Format held-out evaluations: as a sentence, as a before/after table, and as rows of samples.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the page that shows what the model wrote. All of it is hostile text, so all of it is escaped."""
+"""Section of the report page with sampled responses. Model output is untrusted, so all of it is escaped."""
 
 from __future__ import annotations
 

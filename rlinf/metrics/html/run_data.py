@@ -1,4 +1,4 @@
-"""What the files of a run directory tell, as the page needs it. All of it may be missing but one line of metrics."""
+"""Read a run directory for the report page. Every file but metrics.jsonl may be missing."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Policy(nn.Module, ABC):
     def demonstrated(
         self, observation: Observation, actions: Tensor, instructions: Sequence[str] | None = None
     ) -> Stored:
-        """Somebody else's actions as if this policy had drawn them.
+        """Stored rows of demonstrated actions, as if this policy had sampled them.
 
         Args:
             observation, instructions: as for `act`.

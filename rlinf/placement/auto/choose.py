@@ -29,8 +29,8 @@ FINALISTS = 3
 REHEARSED_ITEMS = 128
 """Items that stand for a step in a rehearsal, at least, if the step has so many: more were seen to change the seconds
 by less than 2 %."""
-MOST_DOUBT = 0.5
-"""Error bars of what was not measured reach from no scaling to perfect scaling, too wide to weigh plans by."""
+MOST_ERROR = 0.5
+"""Largest relative error that plans are weighed by: the bars of sizes that were not measured are wider than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def choose(
     extrapolate: bool = False,
     per_mode: int = FINALISTS,
     quantum: int = 1,
-    doubt: float | None = None,
+    cost_error: float | None = None,
     actors: Mapping[str, type[Actor]] | None = None,
 ) -> Chosen:
     """Choose a plan for a profiled flow.
@@ -117,7 +117,7 @@ def choose(
         extrapolate: use sizes outside of what was measured.
         per_mode: plans of each mode that are rehearsed; 0: none.
         quantum: sizes in multiples of so many devices, such as a node; a size of all devices is kept.
-        doubt: see `choose_for`; None: what the profile's own error bars say.
+        cost_error: see `choose_for`; None: what the profile's own error bars say.
         actors: see `simulate.rehearse`.
 
     Raises:
@@ -126,9 +126,9 @@ def choose(
     workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate)
     cast = trial(flow, [stage.name for stage in workload.stages], actors=actors) if flow and per_mode else None
     workload, items = _coarse(workload, quantum), items or profile.items
-    if doubt is None:
-        doubt = _doubt(profile, workload, items, extrapolate=extrapolate)
-    return choose_for(workload, items, flow, per_mode=per_mode, doubt=doubt, cast=cast)
+    if cost_error is None:
+        cost_error = _mean_error(profile, workload, items, extrapolate=extrapolate)
+    return choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast)
 
 
 def choose_for(
@@ -137,7 +137,7 @@ def choose_for(
     flow: Flow | None = None,
     *,
     per_mode: int = FINALISTS,
-    doubt: float = 0.0,
+    cost_error: float = 0.0,
     cast: Cast | None = None,
 ) -> Chosen:
     """Choose a plan for a workload; see `choose`.
@@ -147,7 +147,8 @@ def choose_for(
         items: of one step.
         flow: see `choose`.
         per_mode: see `choose`.
-        doubt: by which share a stage's seconds may be wrong; a plan that errors hurt more is then chosen less readily.
+        cost_error: share by which a stage's measured seconds may be wrong; plans that suffer more from such errors are
+            ranked lower.
         cast: of `simulate.trial`, where many workloads of one flow are planned.
 
     Raises:
@@ -161,11 +162,13 @@ def choose_for(
     if not found:
         raise PlacementError([_nothing_fits(workload)])
     rows = [
-        replace(_row(one, workload, items, flow if per_mode else None, limit, cast), risk=risk(one, workload, doubt))
+        replace(
+            _row(one, workload, items, flow if per_mode else None, limit, cast), risk=risk(one, workload, cost_error)
+        )
         for one in found
     ]
     rows.sort(key=lambda row: row.expected)
-    why = _why(_firsts(rows), limit, doubt)
+    why = _why(_firsts(rows), limit, cost_error)
     rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
     return Chosen(tuple(rows), limit, why, time.monotonic() - started)
 
@@ -204,14 +207,14 @@ def _bubble(found: Found, workload: Workload, seconds: float) -> float:
     return max(0.0, 1 - work / everywhere) if everywhere else 0.0
 
 
-def _why(rows: Sequence[Row], limit: Bound, doubt: float) -> str:
+def _why(rows: Sequence[Row], limit: Bound, cost_error: float) -> str:
     """One sentence for the first of the modes' best; or two, if it is not the quickest on paper."""
     best, quickest = rows[0], min(rows, key=lambda row: row.seconds)
     if best is quickest:
         return reason(rows, limit)
     return (
         f"{best.mode} is expected to take {best.expected:,.2f} s and {quickest.mode} {quickest.expected:,.2f} s, as "
-        f"costs may be {doubt:.0%} wrong; were they exact, {quickest.mode} would be "
+        f"costs may be {cost_error:.0%} wrong; were they exact, {quickest.mode} would be "
         f"{best.seconds / quickest.seconds - 1:.0%} quicker"
     )
 
@@ -223,13 +226,13 @@ def _firsts(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(first.values())
 
 
-def _doubt(profile: Profile, workload: Workload, items: int, *, extrapolate: bool) -> float:
+def _mean_error(profile: Profile, workload: Workload, items: int, *, extrapolate: bool) -> float:
     """The mean relative error bar of the stages, each at the middle of its sizes."""
     bars = []
     for stage in workload.stages:
         middle = stage.options[len(stage.options) // 2]
         seen = profile.time(stage.name, items, max(1, middle.devices), extrapolate=extrapolate)
-        bars.append(min(MOST_DOUBT, seen.error / seen.seconds))
+        bars.append(min(MOST_ERROR, seen.error / seen.seconds))
     return sum(bars) / len(bars)
 
 

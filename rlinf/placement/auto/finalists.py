@@ -1,4 +1,4 @@
-"""The plans that are worth a rehearsal: the best of each mode by calculation, and those that differ from it a little.
+"""Candidate plans for rehearsal: the best of each mode by formula, and its neighbours.
 
 Flows in: a workload. Flows out: plans as trees with calculated seconds, best first. Nothing waits here.
 

@@ -1,10 +1,12 @@
-"""What wrong costs do to a plan: in turns errors add up and cancel out, side by side the slowest stage decides.
+"""How much longer a plan is expected to take because stage costs are not known exactly.
+
+Stages that take turns average their errors out; where stages overlap, the slowest one decides.
 
 Flows in: a plan as a tree, and by how much its stages' seconds may be wrong. Flows out: by which factor it is expected
 to take longer than calculated. Nothing waits here.
 
-Two plans that take equally long on paper are not equally good guesses: devices that were divided by wrong costs wait
-for each other. So a plan is weighed by its mean over costs drawn around those that are known.
+Devices that were divided by wrong costs wait for each other, so of two plans with equal predicted time one may be the
+worse choice. A plan is weighed by its mean time over costs drawn around the known ones.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ DRAWS = 32
 """Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
 
 
-def risk(found: Found, workload: Workload, doubt: float) -> float:
+def risk(found: Found, workload: Workload, cost_error: float) -> float:
     """Return the expected seconds of a plan over those calculated.
 
     Args:
         found: the plan.
         workload: what it plans.
-        doubt: by which share a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the known
-            ones divided by, and multiplied by, 1 + doubt; the same draws for every plan.
+        cost_error: share by which a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the
+            known ones divided by, and multiplied by, 1 + cost_error; the same draws for every plan.
     """
-    if doubt <= 0 or found.seconds <= 0:
+    if cost_error <= 0 or found.seconds <= 0:
         return 1.0
     rng = random.Random(0)
     names = [stage.name for stage in workload.stages]
-    drawn = [{name: (1 + doubt) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
+    drawn = [{name: (1 + cost_error) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
     known = replay(found.tree, workload, found.chunks)
     return statistics.mean(replay(_scaled(found.tree, factors), workload, found.chunks) / known for factors in drawn)
 

@@ -1,11 +1,11 @@
-"""Where a search may begin: sizes that balance stages side by side, in the best sequence of such phases.
+"""Starting points of a search: sizes that balance stages side by side, in the best sequence of such phases.
 
 Flows in: a workload. Flows out: one size per stage. Nothing waits here.
 
 A phase is a set of stages side by side on all devices of their kind, each just large enough to take no longer than the
 slowest: that time is found by bisection. Phases follow each other; the best sequence is the shortest way from no stage
 done to all done. It is right about what such plans take but for what it leaves out, memory and switches, links, tails
-that overlap with what follows; so its sizes are a beginning and its seconds are nothing.
+that overlap with what follows; so its sizes start a search and its seconds are not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Labels of the planner: what a part of a plan costs, as far as anything around it can tell. Arithmetic on arrays.
+"""Pareto labels of the planner: the costs of a partial plan that anything composed with it depends on, as arrays.
 
 Flows in: labels of two parts. Flows out: labels of the two composed, and the ones worth keeping. Nothing waits here.
 

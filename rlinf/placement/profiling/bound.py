@@ -1,4 +1,4 @@
-"""What no plan can beat: a lower bound on the seconds of a synchronous step, with its parts.
+"""Lower bound on the seconds of a synchronous step, over all placements, with its parts.
 
 Flows in: a workload, and what is known of its longest item. Flows out: the bound, and which part of it binds. Nothing
 waits here. Where the time above the bound went is `lost_time.py`.

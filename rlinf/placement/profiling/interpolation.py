@@ -1,9 +1,9 @@
-"""Times between those that were measured, with bars that admit what is not known.
+"""Interpolate measured times over batch size and device count, with error bars.
 
 Flows in: seconds at some (batch, devices). Flows out: an `Estimate` anywhere between, and outside if asked for. Nothing
 waits here.
 
-Between two measured batches the laws of the field disagree: a stage with a fixed part grows as a + b·batch, a stage
+Between two measured batches the usual cost models disagree: a stage with a fixed part grows as a + b·batch, a stage
 that saturates as batch^c. Between two measured numbers of devices likewise: Amdahl's s + p/n, or n^-c. We take the
 power laws, and the bar spans what every combination of the two families says, besides the measured spread. So if the
 truth is of either family, it is inside the bar.
@@ -25,7 +25,7 @@ class Estimate:
     seconds: float
     """The best guess."""
     error: float
-    """Half the width of the bar: one standard deviation of the measurements, and all that the laws disagree."""
+    """Half the width of the bar: one standard deviation of the measurements, and all that the models disagree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class OutOfRange(ValueError):
     """An estimate was asked for outside of what was measured."""
 
 
-_Law = Callable[[float, float, float, float, float], float]
+_Curve = Callable[[float, float, float, float, float], float]
 
 
 def _power(x: float, x0: float, y0: float, x1: float, y1: float) -> float:
@@ -78,20 +78,20 @@ def interpolate(
     for (items, count), point in points.items():
         columns.setdefault(count, {})[items] = point
 
-    def at(count: int, law: _Law) -> Estimate:
-        return _along(columns[count], batch, law, "items", extrapolate, (0.0, 1.0))
+    def at(count: int, curve: _Curve) -> Estimate:
+        return _along(columns[count], batch, curve, "items", extrapolate, (0.0, 1.0))
 
     guesses: list[Estimate] = []
-    for law_of_batch, law_of_devices in product((_power, _affine), (_power, _amdahl)):
+    for curve_of_batch, curve_of_devices in product((_power, _affine), (_power, _amdahl)):
         if devices in columns:
-            guesses.append(at(devices, law_of_batch))
+            guesses.append(at(devices, curve_of_batch))
             continue
         usable = _usable(columns, batch, extrapolate)
         row = {}
         for count in usable:
-            there = at(count, law_of_batch)
+            there = at(count, curve_of_batch)
             row[count] = Point(there.seconds, there.error)
-        guesses.append(_along(row, devices, law_of_devices, "devices", extrapolate, (-1.0, 0.0)))
+        guesses.append(_along(row, devices, curve_of_devices, "devices", extrapolate, (-1.0, 0.0)))
     best = guesses[0]
     disagreement = max(abs(guess.seconds - best.seconds) for guess in guesses)
     return Estimate(best.seconds, max(guess.error for guess in guesses) + disagreement)
@@ -106,7 +106,7 @@ def _usable(columns: Mapping[int, Mapping[int, Point]], batch: int, extrapolate:
 
 
 def _along(
-    row: Mapping[int, Point], x: int, law: _Law, unit: str, extrapolate: bool, slopes: tuple[float, float]
+    row: Mapping[int, Point], x: int, curve: _Curve, unit: str, extrapolate: bool, slopes: tuple[float, float]
 ) -> Estimate:
     """Estimate along one axis. `slopes` are the exponents between which any sane stage lies beyond the ends."""
     places = sorted(row)
@@ -115,7 +115,7 @@ def _along(
     if places and places[0] < x < places[-1]:
         above = bisect_left(places, x)
         x0, x1 = places[above - 1], places[above]
-        value = law(x, x0, row[x0].seconds, x1, row[x1].seconds)
+        value = curve(x, x0, row[x0].seconds, x1, row[x1].seconds)
         return Estimate(value, max(row[x0].spread, row[x1].spread))
     if not places or not extrapolate:
         measured = f"{places[0]} to {places[-1]} {unit}" if places else "nothing here"

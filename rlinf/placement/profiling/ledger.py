@@ -1,4 +1,4 @@
-"""What the steps of a run cost so far: their pooled profile, and each step beside what was possible.
+"""Accounts of a run's steps: the profile pooled over them, and the efficiency of each step against its lower bound.
 
 Flows in: the `Lap` of every step. Flows out: metrics of the step, the profile, `profile.json`. Nobody is woken.
 
@@ -40,7 +40,7 @@ WINDOW = 64
 
 
 class Ledger:
-    """Keeps account of the steps of one run.
+    """Pools measured stage costs over the steps of one run and rates each step.
 
     Args:
         devices: of every actor, by a name such as "rollout[0]"; set it anew when roles move.
@@ -186,7 +186,7 @@ def _mean_release(curves: Sequence[Release]) -> Release | None:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """One step beside the bound."""
+    """Efficiency of one step: its time, its lower bound, and where the difference went."""
 
     seconds: float
     """T, of the step."""
@@ -211,7 +211,7 @@ class Efficiency:
 
 
 def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
-    """Put a step beside what is possible.
+    """Compare a step with its lower bound.
 
     Args:
         seen: the step.

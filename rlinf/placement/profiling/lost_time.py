@@ -1,4 +1,4 @@
-"""Where the time above the bound went: the parts of T - T_LB, which add up to it.
+"""Split the time of a step above its lower bound into causes; the parts add up to T - T_LB.
 
 Flows in: what each device did during a step, and what its work should have cost. Flows out: the parts, in seconds of
 the step. Nothing waits here.

@@ -1,4 +1,4 @@
-"""What the stages of one ordinary step cost, read off the runtime's spans.
+"""Seconds and device-seconds of each stage in one step, read off the runtime's spans.
 
 Flows in: a `Lap` (who was busy when, what flowed where, what was loaded and parked) and the devices of every actor.
 Flows out: per device what it did, per stage its time (`Seen`), and a `Profile` of this one step. Nothing waits here.
@@ -55,7 +55,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One step as its devices saw it."""
+    """What was measured of one step, per device and per stage."""
 
     seconds: float
     """Of the step."""

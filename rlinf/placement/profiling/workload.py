@@ -1,4 +1,4 @@
-"""What has to be planned: stages with their possible sizes and costs, the edges between them, and the devices.
+"""The planner's input: stages with their possible sizes and costs, the edges between them, and the devices.
 
 Flows in: a profile with the flow's edges, or costs from elsewhere. Flows out: a `Workload`, checked, for the planner
 and the bound. One step is M items; all seconds here are of one step unless they say otherwise. Nothing waits here.

@@ -1,4 +1,4 @@
-"""Actors that answer to the endpoints of real ones, and take their time without computing anything.
+"""Modelled actors: they have the endpoints of real ones and sleep for the time that the work would take.
 
 Flows in: calls and items from the real flow, over the real runtime. Flows out: the same items, later. Who wakes whom:
 items and leases, as for a real actor; the ranks of a gang work on what rank 0 orders.

@@ -1,4 +1,4 @@
-"""What each role of a plan costs, for any part of a step.
+"""Seconds and bytes of each role of a plan, for any share of a step.
 
 Flows in: a plan and the workload that it was made for. Flows out: a `RoleCost` per role. Nothing waits here.
 

@@ -1,4 +1,4 @@
-"""What the roles that come with this package can be asked, so that a rehearsal need not import what computes.
+"""Endpoints of the roles of this package as a table, so that a rehearsal need not import torch.
 
 Flows in: a role's name, or the class of an actor. Flows out: its endpoints as the runtime sees them. Nothing waits
 here. `tests/placement/simulator/test_simulate.py` holds this table against the classes.

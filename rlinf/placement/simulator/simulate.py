@@ -1,4 +1,4 @@
-"""The real flow with roles that only take time, under the virtual clock: what a step of a plan would take.
+"""Rehearse a plan: run the real flow with modelled actors under the virtual clock, and time one step.
 
 Flows in: a flow function, a plan, what its roles cost. Flows out: seconds of one step, who worked when, what was moved,
 the most bytes on a device. Nothing here is measured: it is a simulation, as good as the costs.

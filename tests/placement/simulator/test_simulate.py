@@ -316,7 +316,7 @@ async def simple(step, rollout, trainer):
 
 def test_devices_divided_by_costs_that_may_be_wrong_are_chosen_less_readily():
     work = balanced(0.3)  # 11.2 s in turns; 10.6 s side by side, if both stages take equally long
-    certain, doubtful = (choose_for(work, 64, simple, doubt=doubt) for doubt in (0.0, 0.4))
+    certain, doubtful = (choose_for(work, 64, simple, cost_error=error) for error in (0.0, 0.4))
     assert certain.plan.mode == "disaggregated"
     assert doubtful.plan.mode == "collocated"
     assert "were they exact, disaggregated would be" in doubtful.reason

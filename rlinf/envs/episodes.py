@@ -87,7 +87,7 @@ class Chunk:
     """An episode is under way after the chunk, bool [N]; always, unless `auto_reset` is off."""
     lost: Tensor
     """The row's episode died with its simulator, bool [N]: no step of it is valid, its earlier chunks have no end and
-    are not to be learned from (`kept` says which steps are), and another one was begun in its place."""
+    are not to be learned from (see `chunk_advantages.without_lost`), and another one was begun in its place."""
     episodes: tuple[Episode, ...]
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None
@@ -116,23 +116,6 @@ class EnvOutput:
     that what a policy draws does not depend on slices or on who asks when."""
     first: int
     """Number of the first environment among those of its actor."""
-
-
-def kept(chunks: Sequence[Chunk]) -> Tensor:
-    """Steps to learn from: those that were done in episodes which were not lost later.
-
-    Args:
-        chunks: T of them in a row, all of one epoch.
-
-    Returns:
-        bool [T, N, C].
-    """
-    valid = torch.stack([chunk.valid for chunk in chunks])
-    episode = torch.stack([chunk.episode for chunk in chunks])
-    for chunk in chunks:
-        if chunk.lost.any():
-            valid &= ~(chunk.lost & (episode == chunk.episode))[..., None]
-    return valid
 
 
 def joined_starts(parts: Sequence[Start]) -> Start:

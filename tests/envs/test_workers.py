@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
+from rlinf.algos.chunk_advantages import without_lost
 from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.episodes import kept
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
 from rlinf.envs.worker import Program
@@ -182,6 +182,14 @@ async def test_steps_under_way_when_the_pool_is_closed_say_that_it_was(mortal):
     whole.closing()
     with pytest.raises(ChildDied, match=r"env\.0 is gone"):
         await whole.step(zeros(2))
+
+
+def kept(chunks):
+    """The steps that are learned from."""
+    valid, terminated, truncated, lost = (
+        torch.stack([getattr(chunk, name) for chunk in chunks]) for name in ("valid", "terminated", "truncated", "lost")
+    )
+    return without_lost(valid, terminated | truncated, lost)
 
 
 async def test_no_step_of_a_lost_episode_is_kept_and_all_others_are(mortal):

@@ -87,7 +87,7 @@ class Chunk:
     """An episode is under way after the chunk, bool [N]; always, unless `auto_reset` is off."""
     lost: Tensor
     """The row's episode died with its simulator, bool [N]: no step of it is valid, its earlier chunks have no end and
-    are not to be learned from, and another one was begun in its place."""
+    are not to be learned from (see `chunk_advantages.without_lost`), and another one was begun in its place."""
     episodes: tuple[Episode, ...]
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlinf.envs import observations
 from rlinf.envs.base import Simulator
 from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.episodes import mistake_in, rows_of
 
 SEEDS = [7, 2**31 - 1, 0, 12345]
 
@@ -74,9 +74,9 @@ class ProtocolSuite:
     def test_observations_and_transitions_are_as_specified(self, made):
         simulator = made(3)
         assert simulator.num_envs == 3
-        assert observations.mistake(begin(simulator), simulator.observation_spec, 3) is None
+        assert mistake_in(begin(simulator), simulator.observation_spec, 3) is None
         moved = simulator.step(scaled(simulator, actions_for(simulator, 3)), everyone(simulator))
-        assert observations.mistake(moved.observation, simulator.observation_spec, 3) is None
+        assert mistake_in(moved.observation, simulator.observation_spec, 3) is None
         assert moved.reward.dtype == torch.float32
         for flags in (moved.terminated, moved.truncated):
             assert flags.dtype == torch.bool
@@ -91,8 +91,8 @@ class ProtocolSuite:
         for step in range(self.steps):
             simulator.step(scaled(simulator, actions_for(simulator, 2, seed=step)), everyone(simulator))
         swapped = begin(simulator, [9, 7])
-        assert same(observations.take(first, torch.tensor([1, 0])), swapped)
-        assert same(begin(made(2), [7, 7]), observations.take(first, torch.tensor([0, 0])))
+        assert same(rows_of(first, torch.tensor([1, 0])), swapped)
+        assert same(begin(made(2), [7, 7]), rows_of(first, torch.tensor([0, 0])))
 
     def test_other_seeds_give_other_starts(self, made):
         simulator = made(2)
@@ -193,9 +193,9 @@ class ProtocolSuite:
         environment = Environment(made(4), Rules(seed=2, group_size=2, max_steps=1))
         for epoch in range(2):
             start = environment.reset(epoch).observation
-            assert same(observations.take(start, torch.tensor([0, 2])), observations.take(start, torch.tensor([1, 3])))
+            assert same(rows_of(start, torch.tensor([0, 2])), rows_of(start, torch.tensor([1, 3])))
         after = environment.step(actions_for(environment.simulator, 4, 1)).observation
-        assert same(observations.take(after, torch.tensor([0, 2])), observations.take(after, torch.tensor([1, 3])))
+        assert same(rows_of(after, torch.tensor([0, 2])), rows_of(after, torch.tensor([1, 3])))
 
     def test_a_restored_environment_goes_on_bit_for_bit(self, made):
         rules = Rules(seed=3, max_steps=self.steps)

@@ -22,6 +22,7 @@ from rlinf import __version__
 from rlinf.cli.main import main
 from rlinf.data.step import Step
 from rlinf.flows.grpo import grpo
+from rlinf.placement.grammar import parse
 
 FLOW = "benchmarks.grpo_ours.timed"
 WARM_UP = 5
@@ -52,8 +53,10 @@ def result_of(directory: Path, output: str) -> Result:
     found = Result.heard(output)
     peaks = dict(map(int, line.split()[1:]) for line in output.splitlines() if line.startswith("peak "))
     placement = yaml.safe_load((directory / "resolved.yaml").read_text())["placement"]
-    first, _, last = str(placement["trainer"]).partition("-")
-    trainers = range(int(first), int(last or first) + 1) if len(peaks) > 1 else [0]  # one process has every role
+    trainers = [0]  # one process has every role
+    if len(peaks) > 1:
+        where = parse(str(placement["trainer"]), len(peaks), key="placement.trainer")
+        trainers = [rank for process in where for rank in process]
     found.peak = max(peaks[rank] for rank in trainers)
     found.outside = outside(json.loads((directory / "trace.json").read_text()), found.seconds)
     return found

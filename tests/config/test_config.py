@@ -129,6 +129,12 @@ def test_a_value_of_the_wrong_type_names_key_value_and_expected_type(override, e
     assert line.startswith(f"command line: {key} = ")
 
 
+def test_a_back_end_is_fsdp_or_a_class_that_can_be_imported():
+    assert "no such module" in problems_of(None, "trainer.backend=megatron.core.BackEnd")["trainer.backend"]
+    for there in ("fsdp", "rlinf.training.fsdp_backend.FsdpBackEnd"):
+        assert load_config(None, [f"trainer.backend={there}"]).trainer.backend == there
+
+
 def test_overrides_reach_into_a_free_mapping_and_leave_its_other_keys(yaml_file):
     path = yaml_file("model:\n  config: {model_type: qwen2, hidden_size: 64}\n")
     config = load_config(path, ["model.config.hidden_size=96", "model.config.rope.theta=1e4"])

@@ -71,35 +71,52 @@ class Examined(JointActor):
         self._tokenizer = load_tokenizer(toys.ALPHABET)
 
     @endpoint
-    async def examine(self, directory: Path, begun: Path | None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        back, optimization = await self._made()
-        found["shares"] = list(back.data_ranks)
-        found["began"] = self._exported(back)
-        found["steps"] = [self._step(back, optimization, seed) for seed in (0, 1)]
-        found["exported"] = self._exported(back)
-        found["rounded"] = {name: tensor.clone() for name, tensor in back.export(torch.bfloat16)}
-        await write_checkpoint(directory, back.copies(optimization, 2, {"cursor": 5}, self._tokenizer))
-        found["parked"] = self._parked(back, optimization)
+    async def learn(self, directory: Path) -> None:
+        """Two steps, saved."""
+        self._back, self._optimization = await self._made()
+        self._found = await self.compute(self._learned)
+        copies = await self.compute(self._back.copies, self._optimization, 2, {"cursor": 5}, self._tokenizer)
+        await write_checkpoint(directory, copies)
+
+    @endpoint
+    async def go_on(self, directory: Path, begun: Path | None) -> dict[str, Any]:
+        """All else, once every rank has saved: rank 0's answers."""
+        found = self._found | await self.compute(self._went_on)
+        for name, path in (("resumed", directory), ("taken over", begun)):
+            if path is not None:
+                found |= await self.compute(self._resumed, *await self._made(seed=3), name, path)
+        found["frozen"] = await self.compute(self._with_adapters, *await self._made(lora=LORA))
+        found |= await self.compute(self._overwritten, (await self._made(seed=3))[0])
+        return found if self.rank == 0 else {}
+
+    def _learned(self) -> dict[str, Any]:
+        back, optimization = self._back, self._optimization
+        return {
+            "shares": list(back.data_ranks),
+            "began": self._exported(back),
+            "steps": [self._step(back, optimization, seed) for seed in (0, 1)],
+            "exported": self._exported(back),
+            "rounded": {name: tensor.clone() for name, tensor in back.export(torch.bfloat16)},
+        }
+
+    def _went_on(self) -> dict[str, Any]:
+        back, optimization = self._back, self._optimization
+        found: dict[str, Any] = {"parked": self._parked(back, optimization)}
         found["returned"] = self._exported(back)
         found["refused"] = self._refused(back, optimization)
         found["unchanged"] = self._exported(back)
         self._step(back, optimization, 2)
-        found["continued"] = self._exported(back)
-        for name, path in (("resumed", directory), ("taken over", begun)):
-            if path is not None:
-                other, fresh = await self._made(seed=3)
-                restored = other.restore(fresh, path / STATE)
-                found[f"{name} as"] = restored.version, restored.extra
-                self._step(other, fresh, 2)
-                found[name] = self._exported(other)
-        found["frozen"] = await self._with_adapters()
-        other, _ = await self._made(seed=3)
-        found["shapes"] = other.shapes()
+        return {**found, "continued": self._exported(back)}
+
+    def _resumed(self, back: Any, optimization: Any, name: str, path: Path) -> dict[str, Any]:
+        restored = back.restore(optimization, path / STATE)
+        self._step(back, optimization, 2)
+        return {f"{name} as": (restored.version, restored.extra), name: self._exported(back)}
+
+    def _overwritten(self, back: Any) -> dict[str, Any]:
         plain = build_model(toys.configuration(), self._tokenizer).double()
-        other.take({name: parameter.detach() for name, parameter in plain.named_parameters()})
-        found["taken"] = self._exported(other)
-        return found if self.rank == 0 else {}
+        back.take({name: parameter.detach() for name, parameter in plain.named_parameters()})
+        return {"shapes": back.shapes(), "taken": self._exported(back)}
 
     async def _made(self, **more: Any) -> tuple[Any, Any]:
         model = ModelSettings(toys.configuration(), sharding=self._sharding, logprob_chunk=5, **more)
@@ -148,18 +165,16 @@ class Examined(JointActor):
             return str(error)
         return ""
 
-    async def _with_adapters(self) -> dict[str, Any]:
+    def _with_adapters(self, back: Any, optimization: Any) -> dict[Any, Any]:
         """What adapters change: outputs before and after a step, with them and without."""
-        back, optimization = await self._made(lora=LORA)
         probe = pack(rows()[:4])
-        found = {}
+        found: dict[Any, Any] = {}
         for when in ("before", "after"):
             for adapters in (True, False):
                 found[when, adapters] = back.outputs(probe, adapters=adapters)[0].clone()
             if when == "before":
                 self._step(back, optimization, 0)
-        found["names"] = list(self._exported(back))
-        return found
+        return {**found, "names": list(self._exported(back))}
 
 
 async def main(system: rlinf.ActorSystem) -> None:
@@ -168,7 +183,8 @@ async def main(system: rlinf.ActorSystem) -> None:
     for name in names:
         group = await system.spawn(Examined, name=name, **CASES[name])
         directory = Path(out).parent / name
-        results[name] = (await group.examine(directory, Path(begun) if begun != "-" else None))[0]
+        await group.learn(directory)
+        results[name] = (await group.go_on(directory, Path(begun) if begun != "-" else None))[0]
     torch.save(results, out)
 
 

@@ -286,6 +286,27 @@ def _to_json(about: Mapping[str, Any]) -> str:
         ) from error
 
 
+async def write_checkpoint(directory: Path, copies: Mapping[str, HostCopy], *, lead: bool) -> None:
+    """Write this rank's part of a checkpoint, in a thread of its own. Cancelled, it stops and leaves what is there.
+
+    Args:
+        directory: of the checkpoint.
+        copies: what to write, by the directory in the checkpoint.
+        lead: this rank waits until the disk has the checkpoint's own directory, too.
+
+    Raises:
+        OSError: it cannot be written; the text says what is missing.
+    """
+
+    def write(stop: threading.Event) -> None:
+        for name, copy in copies.items():
+            copy.write(directory / name, stop)
+        if lead:
+            sync_directory(directory)
+
+    await write_in_thread(write)
+
+
 async def write_in_thread(write: Callable[[threading.Event], None]) -> None:
     """Run `write` in a thread of its own. Cancelled, tell it to stop, and wait until it has: its files can be removed.
 

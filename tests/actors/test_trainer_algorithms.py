@@ -30,17 +30,17 @@ async def trainer():
 async def test_later_epochs_begin_from_the_log_probs_before_the_first(trainer, algorithm):
     learning = await trainer(algorithm=algorithm, epochs=2, grad_clip=1e9, micro_batch_tokens=30)
     inner = system_actor(learning)
-    before, after, gradients = copy.deepcopy(inner.model), copy.deepcopy(inner.model), []
+    before, after, gradients = copy.deepcopy(inner._back.model), copy.deepcopy(inner._back.model), []
 
     def look(*_):
-        gradients.append(toys.gradients(inner.model))
+        gradients.append(toys.gradients(inner._back.model))
 
     def keep(*_):
         if len(gradients) == 1:
-            after.load_state_dict(inner.model.state_dict())
+            after.load_state_dict(inner._back.model.state_dict())
 
-    inner.optimizer.register_step_pre_hook(look)
-    inner.optimizer.register_step_post_hook(keep)
+    inner._learner.optimizer.register_step_pre_hook(look)
+    inner._learner.optimizer.register_step_post_hook(keep)
     batch = toys.told(toys.groups(6))
     await learning.train(batch)
     for net, found in zip((before, after), gradients, strict=True):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.engines.test_transformers import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
 from rlinf.data.offload import bytes_of
 from rlinf.data.rng import uniforms
@@ -16,6 +15,7 @@ from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
+from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
 ENGINES = {"transformers": "transformers", "process": "tests.engines.scripted_process.build"}
 ALPHABET = "abcdefghijklmnopqrstuvw"

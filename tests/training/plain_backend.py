@@ -21,9 +21,9 @@ from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.models.language.value_model import HEAD
 from rlinf.training.backend import HostCopy, Loss, ModelSettings, Outputs, Ranks
-from rlinf.weights.hf_export import copy_model
+from rlinf.weights.hf_export import MODEL, copy_model
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import MODEL, STATE, Restored, copy_state, load_state
+from rlinf.weights.train_state import STATE, Restored, copy_state, load_state
 
 
 class PlainOptimization:

@@ -10,7 +10,6 @@ A subclass makes its module and optimizer in `setup` and hands them to `_own`; i
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.actors.base.spmd import JointActor
-from rlinf.data.safetensors_io import sync_directory
 from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, HostCopy, Restored, copy_state, load_state, write_in_thread
+from rlinf.weights.train_state import STATE, HostCopy, Restored, copy_state, load_state, write_checkpoint
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -123,13 +121,7 @@ class BaseTrainer(ModelActor, JointActor):
         if (lease := lease_here()) is not None:
             lease.give()  # the writing needs no device, and other roles may be waiting for it
 
-        def write(stop: threading.Event) -> None:
-            for name, copy in copies.items():
-                copy.write(directory / name, stop)
-            if self.rank == 0:
-                sync_directory(directory)
-
-        await write_in_thread(write)
+        await write_checkpoint(directory, copies, lead=self.rank == 0)
         return str(path)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:

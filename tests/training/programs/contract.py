@@ -76,7 +76,7 @@ class Examined(JointActor):
         self._back, self._optimization = await self._made()
         self._found = await self.compute(self._learned)
         copies = await self.compute(self._back.copies, self._optimization, 2, {"cursor": 5}, self._tokenizer)
-        await write_checkpoint(directory, copies)
+        await write_checkpoint(directory, copies, lead=self.rank == 0)
 
     @endpoint
     async def go_on(self, directory: Path, begun: Path | None) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class JointActor(Actor):
             self._turn = Lock(f"turn of {self.group.names[self.rank]}")
         part = self._parts.setdefault(gang, _Part()) if gang is not None else _Part()
         task = asyncio.create_task(self._in_turn(part, gang, body, given), name="turn")
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, whoever still waits for it
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

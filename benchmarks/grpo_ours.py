@@ -65,8 +65,8 @@ def result_of(directory: Path, output: str) -> Result:
 def outside(trace: dict[str, Any], seconds: Sequence[float]) -> float:
     """Share of the steps' time in which no process was at a stage.
 
-    A stage computes in its actor's own thread, on a track named `<actor> compute`; the exception is the judge, whose
-    trusted rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the
+    A stage computes in its actor's own thread, as spans of category "compute"; the exception is the judge, whose trusted
+    rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the
     calls of the trainer. The trace goes on while we wait for our turn, but then nothing computes.
 
     Args:
@@ -74,14 +74,18 @@ def outside(trace: dict[str, Any], seconds: Sequence[float]) -> float:
         seconds: of each step but the last, waiting left out.
     """
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    calls = sorted(span["ts"] for span in spans if span["cat"] == "trainer[0]" and span["name"] == "train")
+    calls = sorted(span["ts"] for span in spans if _is_call(span, "trainer[0]", "train"))
     computing = [
         (span["ts"], span["ts"] + span["dur"])
         for span in spans
-        if span["cat"].endswith(" compute") or (span["cat"].startswith("judge[") and span["name"] == "score")
+        if span["cat"] == "compute" or _is_call(span, "judge[", "score")
     ]
     inside = covered(computing, (calls[WARM_UP], calls[-1]))
     return 1.0 - inside / 1e6 / sum(seconds[WARM_UP:])
+
+
+def _is_call(span: dict[str, Any], actor: str, endpoint: str) -> bool:
+    return span["cat"] == "call" and span["name"] == endpoint and span["args"]["actor"].startswith(actor)
 
 
 def covered(intervals: Iterable[Interval], window: Interval) -> float:

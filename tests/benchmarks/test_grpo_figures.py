@@ -116,13 +116,16 @@ def test_ours_failing_ends_the_run() -> None:
 
 
 def test_time_outside_is_what_no_stage_covers_from_one_call_of_the_trainer_to_the_next() -> None:
-    def span(track: str, name: str, start: float, end: float) -> dict[str, object]:
-        return {"ph": "X", "cat": track, "name": name, "ts": start, "dur": end - start}
+    def span(kind: str, actor: str, name: str, start: float, end: float) -> dict[str, object]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "args": {"actor": actor}}
 
     # Eight steps, of which the first five do not count. The calls stay open while the trainer waits, which is no work.
-    calls = [span("trainer[0]", "train", 1e6 * step, 1e6 * step + 9e5) for step in range(8)]
-    work = [span("rollout[0] compute", "decode", 5.0e6, 5.6e6), span("trainer[0] compute", "learn", 5.5e6, 5.8e6)]
-    work.append(span("judge[0] compute", "score", 6e6, 6.7e6))
+    calls = [span("call", "trainer[0]", "train", 1e6 * step, 1e6 * step + 9e5) for step in range(8)]
+    work = [
+        span("compute", "rollout[0]", "decode", 5.0e6, 5.6e6),
+        span("compute", "trainer[0]", "learn", 5.5e6, 5.8e6),
+    ]
+    work.append(span("call", "judge[0]", "score", 6e6, 6.7e6))
     waiting = 0.1  # for our turn, between the two: in the trace, but not in the steps' time
     assert outside({"traceEvents": [*calls, *work, {"ph": "M"}]}, [9] * 5 + [1, 1 - waiting]) == pytest.approx(
         0.4 / 1.9

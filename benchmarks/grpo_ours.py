@@ -65,8 +65,8 @@ def result_of(directory: Path, output: str) -> Result:
 def outside(trace: dict[str, Any], seconds: Sequence[float]) -> float:
     """Share of the steps' time in which no process was at a stage.
 
-    A stage computes in its actor's own thread, as spans of category "compute"; the exception is the judge, whose trusted
-    rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the
+    A stage computes in its actor's own thread, as spans of category "compute"; the exception is the judge, whose
+    trusted rewards take microseconds and run within its calls, so those are taken whole. Steps are told apart by the
     calls of the trainer. The trace goes on while we wait for our turn, but then nothing computes.
 
     Args:

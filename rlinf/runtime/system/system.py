@@ -136,7 +136,7 @@ class ActorSystem:
 
     @property
     def collectives(self) -> Collectives:
-        """Named process groups and device meshes over hosts; see `group_registry.py`."""
+        """Named process groups and device meshes over hosts; see `registry.py`."""
         if self._collectives is None:
             store = job_store() if self._network is None else None
             self._collectives = Collectives(store, self.host, self.hosts)

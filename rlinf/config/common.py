@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rlinf.config.importing import mistake_in
 from rlinf.config.schema import number
+
+
+@dataclass
+class CheckpointConfig:
+    """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
+
+    every: int = number(0, low=0)
+    """Write one after every this many steps; 0 writes only the last one."""
+    keep: int = number(3, low=0)
+    """How many stay; older ones are removed. 0 keeps all."""
+
+
+@dataclass
+class TrackingConfig:
+    """Where a run's numbers go, besides metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write event files into the run directory (needs `pip install rlinf[tracking]`)."""
+    wandb: str | None = None
+    """Project on Weights & Biases; offline with WANDB_MODE=offline (needs `pip install rlinf[tracking]`)."""
+    swanlab: str | None = None
+    """Project on SwanLab (needs `pip install rlinf[swanlab]`)."""
+    live: Literal["auto", "always", "never"] = "auto"
+    """A view that refreshes itself; `auto` has it on terminals. Otherwise a line per few steps."""
 
 
 @dataclass

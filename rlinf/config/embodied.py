@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rlinf.config.common import CommonConfig
+from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
 from rlinf.config.placement import EmbodiedPlacementConfig
 from rlinf.config.schema import number
-from rlinf.config.text import CheckpointConfig, TrackingConfig
 
 SAC = "sac"
 """The algorithm that learns off-policy."""

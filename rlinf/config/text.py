@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from rlinf.config.common import CommonConfig
+from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
 from rlinf.config.placement import PlacementConfig
 from rlinf.config.schema import number
 
@@ -338,30 +338,6 @@ class EvaluationConfig:
     """Longest answer; null takes rollout.max_new_tokens."""
     k: list[int] = number([], low=1)
     """For which k to tell pass@k (one of k answers is right) and maj@k (the most frequent of k is), up to samples."""
-
-
-@dataclass
-class CheckpointConfig:
-    """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
-
-    every: int = number(0, low=0)
-    """Write one after every this many steps; 0 writes only the last one."""
-    keep: int = number(3, low=0)
-    """How many stay; older ones are removed. 0 keeps all."""
-
-
-@dataclass
-class TrackingConfig:
-    """Where a run's numbers go, besides metrics.jsonl."""
-
-    tensorboard: bool = False
-    """Write event files into the run directory (needs `pip install rlinf[tracking]`)."""
-    wandb: str | None = None
-    """Project on Weights & Biases; offline with WANDB_MODE=offline (needs `pip install rlinf[tracking]`)."""
-    swanlab: str | None = None
-    """Project on SwanLab (needs `pip install rlinf[swanlab]`)."""
-    live: Literal["auto", "always", "never"] = "auto"
-    """A view that refreshes itself; `auto` has it on terminals. Otherwise a line per few steps."""
 
 
 @dataclass

@@ -17,12 +17,13 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config.common import TrackingConfig
 from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.importing import resolve
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.placement import Placing
 from rlinf.config.schema import nearest
-from rlinf.config.text import RewardConfig, RunConfig, TrackingConfig
+from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.embodied_async import embodied_async

@@ -74,7 +74,7 @@ def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_ru
     config = load_config(ROOT / QUICKSTART, ["steps=7"])
     (tmp_path / "again.yaml").write_text(describe(config, 2))
     assert load_config(tmp_path / "again.yaml") == config
-    assert "#   trainer    device 1" in describe(config, 2)
+    assert "#   trainer    devices 0-1" in describe(config, 2)
     assert "torchrun --nproc-per-node 2 would place them" in describe(config, 1)
     assert main(["--config", str(ROOT / QUICKSTART), "--dry-run", f"output_dir={tmp_path}/none"]) == 0
     assert "steps: 100" in capsys.readouterr().out

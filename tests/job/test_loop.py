@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.config.common import CheckpointConfig, TrackingConfig
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
-from rlinf.config.text import CheckpointConfig, TrackingConfig
 from rlinf.data.step import EmbodiedStep
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared

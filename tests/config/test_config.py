@@ -220,6 +220,22 @@ def test_references_that_cannot_be_are_told():
     assert "remove it" in problems_of(None, "reference.kind=ema", "reference.model=a/b")["reference.model"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rlinf.models.soft.SoftPolicy", "rlinf.models.policy.sac.SoftPolicy"),
+        ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.mlp.MlpPolicy"),
+        ("rlinf.envs.maniskill_batched.ManiSkillBatched", "rlinf.envs.maniskill.gpu.ManiSkillBatched"),
+        ("rlinf.envs.maniskill.ManiSkill", "rlinf.envs.maniskill.cpu.ManiSkill"),
+        ("rlinf.envs.gymnasium_vector.GymnasiumVector", "rlinf.envs.gymnasium.vector.GymnasiumVector"),
+    ],
+)
+def test_paths_in_configurations_and_checkpoints_outlive_the_files_that_they_named(old, new):
+    pytest.importorskip("gymnasium")
+    assert mistake_in(old) is None
+    assert resolve(old) is resolve(new)
+
+
 def test_a_flow_is_any_async_function_and_what_is_none_is_told_before_anything_starts(tmp_path, monkeypatch):
     (tmp_path / "mine_flow.py").write_text("async def mine_flow(): ...\nasync def other(): ...\ndef plain(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,1 +1,4 @@
-"""What travels between the roles, and where it comes from: prompts, samples, weights, tasks, tokenizers."""
+"""What travels between the roles, and where it comes from: prompts, samples, batches, weights, tokenizers.
+
+Plain data and pure functions of it; no roles, no models.
+"""

@@ -208,14 +208,15 @@ async def run_local(behaviour, open_transports):
 
 
 async def neighbours(end):
-    """Both ends are on one machine: wait until the lane between them is made, if there is to be one."""
+    """Both ends are on one machine: wait until the lane between them is made, if there is to be one. It may be over
+    already, if the other end is much quicker."""
     if not isinstance(end.transport, LaneTransport):
         return
     async with asyncio.timeout(DEADLINE):
         while end.peer == 0 and await end.transport._inner.ask_offer(0) is None:  # it does not listen yet
             await asyncio.sleep(0.001)
         end.transport.neighbours([end.peer])
-        while end.peer not in end.transport._lanes:
+        while end.peer not in end.transport._lanes and not end.losses and not end.gone:
             await asyncio.sleep(0.001)
 
 

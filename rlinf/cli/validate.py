@@ -125,17 +125,7 @@ def is_embodied(path: str | Path | None) -> bool:
 
 
 def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None) -> EmbodiedConfig:
-    """Read a configuration.
-
-    Args:
-        path: YAML file; None takes the defaults alone.
-        overrides: `a.b=value`; they win over the file, later ones over earlier ones.
-        hosts: number of processes of this job; given, the placement is checked against it too.
-
-    Raises:
-        ConfigError: with every mistake, before anything is started.
-        InputError: if the file cannot be read as YAML at all.
-    """
+    """Read the configuration of a run in which a policy acts; arguments and errors are those of `load_config`."""
     return load(EmbodiedConfig, path, overrides, lambda config: _embodied_mistakes(config, hosts))
 
 

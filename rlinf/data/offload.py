@@ -121,13 +121,14 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         if not tensor.is_meta:
-            storage = _local(tensor).untyped_storage()
+            storage = shard_of(tensor).untyped_storage()
             if storage.nbytes():
                 found[storage._cdata] = storage
     return found
 
 
-def _local(tensor: Tensor) -> Tensor:
+def shard_of(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this rank has; the tensor itself where it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -153,7 +154,7 @@ def _own(tensors: Iterable[Tensor]) -> None:
     """Give tensors whose storage cannot be resized one that can, shared among them as the old one was."""
     copies: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
     for tensor in tensors:
-        local = _local(tensor)
+        local = shard_of(tensor)
         if local.is_meta or _resizable(old := local.untyped_storage()):
             continue
         _, new = copies.setdefault(old._cdata, (old, old.clone()))

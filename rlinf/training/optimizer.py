@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
+from rlinf.data.offload import shard_of
 
 _BUCKET_BYTES = 1 << 26
 """Of gradients that are summed over ranks at once: enough for a network's full speed, little beside a model."""
@@ -87,7 +88,7 @@ def optimizer_step(
     Raises:
         FloatingPointError: the loss or the gradient is not finite; the parameters have not changed.
     """
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     square = torch.zeros((), dtype=torch.float64)
     if gradients:
         square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
@@ -146,7 +147,7 @@ def sum_over_copies(parameters: Sequence[Tensor], copies: DeviceMesh) -> None:
         given = torch.tensor([float(parameter.grad is not None) for parameter in bucket], device=bucket[0].device)
         for parameter in bucket:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients = [_local(parameter.grad) for parameter in bucket if parameter.grad is not None]
+        gradients = [shard_of(parameter.grad) for parameter in bucket if parameter.grad is not None]
         flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), given.to(gradients[0].dtype)])
         dist.all_reduce(flat, group=copies.get_group())
         *sums, counts = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
@@ -164,7 +165,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        mine = _local(parameter).nbytes
+        mine = shard_of(parameter).nbytes
         if bucket and (size + mine > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
@@ -204,8 +205,3 @@ def _addends(metric: Metric) -> tuple[Tensor, ...]:
     if isinstance(metric, Mean):
         return metric.total, metric.weight
     return (metric.moments,) if isinstance(metric, Explained) else ()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The shard of a tensor that this rank has; the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

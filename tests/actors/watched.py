@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from rlinf import endpoint
 from rlinf.actors.base.text_trainer import TextTrainer
-from rlinf.models.language.fsdp import local
+from rlinf.data.offload import shard_of
 from rlinf.models.language.load import ONE_AT_A_TIME
 from rlinf.models.language.lora import merged_named_parameters
 from rlinf.models.language.policy_model import PolicyModel
@@ -88,5 +88,5 @@ class Watched(TextTrainer):
 
     def _inspect(self) -> dict[str, Any]:
         named = {name: whole(tensor) for name, tensor in merged_named_parameters(self.model)}
-        mine = sum(local(parameter).numel() for parameter in self.model.parameters())
+        mine = sum(shard_of(parameter).numel() for parameter in self.model.parameters())
         return {"gradients": self.seen, "weights": named, "slice": mine}

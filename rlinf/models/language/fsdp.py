@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlinf.models.language.policy_model import PolicyModel, blocks
 
@@ -102,8 +100,3 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows neither AVG nor a factor within the sum
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The slice of a tensor that this rank owns; the tensor itself where it is not spread."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlinf import ActorSystem
+from rlinf.data.offload import shard_of
 from rlinf.data.packing import Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.build import Build, build_values
-from rlinf.models.language.fsdp import local
 from rlinf.models.language.value_model import ValueModel
 from tests.actors.toys import ALPHABET, VOCABULARY, configuration, furthest, gradients, model
 
@@ -38,7 +38,7 @@ def with_opinions(values):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in values.head.parameters():
-            local(parameter).copy_(torch.randn(parameter.shape, generator=generator))  # spread over one rank only
+            shard_of(parameter).copy_(torch.randn(parameter.shape, generator=generator))  # spread over one rank only
     return values
 
 

@@ -6,7 +6,8 @@ problems, the roles and the answers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from typing import Any
@@ -20,6 +21,7 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
+from rlinf.data.in_flight.ledger import CRITIC_ONLY, Ledger
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.data.step import Step
 from rlinf.flows.agentic.ahead import agentic_async
@@ -35,11 +37,15 @@ from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
 from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored
 from rlinf.metrics.console.answers import compared, in_words, rows
+from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
+
+_OUR_FLOWS = "rlinf.flows."
+"""Flows from here learn from everything that is drawn, once; others may do as they like."""
 
 
 class TextLoop(TrainingLoop[Evaluation]):
@@ -56,6 +62,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.data = load_data_of(config, prepared.objects)
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
+        self.ledger = Ledger(own=not prepared.flow.__module__.startswith(_OUR_FLOWS))
+        """What became of every sample that was drawn."""
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         self.notes = self.data.notes
@@ -68,8 +76,9 @@ class TextLoop(TrainingLoop[Evaluation]):
     @asynccontextmanager
     async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
         try:
-            async with super().started(begun):
-                yield
+            with JsonLines(self.directory.ledger) as self._account:
+                async with super().started(begun):
+                    yield
         finally:
             await self._endpoint.close()
 
@@ -111,16 +120,26 @@ class TextLoop(TrainingLoop[Evaluation]):
         assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
-            Stream.of(await self.data.train.draw(count)),
+            Stream.of(await self._drawn(count)),
             config.algorithm.group_size,
             prompts_per_step=count,
             sampling=self.prepared.algorithm.sampling,
-            draw=self.data.train.draw,
-            critic_only=CRITIC in self.roles and index < config.critic.head_start,
+            draw=self._drawn,
+            critic_only=self._critic_only(index),
             moving_reference=REFERENCE in self.roles and self.moving_reference,
             until=self.quiet_after(index),
             in_flight=self.in_flight,
+            ledger=self.ledger,
         )
+
+    async def _drawn(self, count: int) -> Sequence[Prompt]:
+        """The next prompts, entered in the ledger."""
+        prompts = await self.data.train.draw(count)
+        self.ledger.drawn((prompt.id for prompt in prompts), self.config.algorithm.group_size)
+        return prompts
+
+    def _critic_only(self, index: int) -> bool:
+        return CRITIC in self.roles and index < self.config.critic.head_start
 
     @property
     def session(self) -> RunningSession:
@@ -149,9 +168,10 @@ class TextLoop(TrainingLoop[Evaluation]):
             compares=algorithm.name if isinstance(algorithm.advantage, GroupRelative | LeaveOneOut) else None,
             judges=judges,
             counters=self.counters,
-            critic_only=lambda: CRITIC in self.roles and self.done < self.config.critic.head_start,
+            critic_only=lambda: self._critic_only(self.done),
             moving_reference=self.moving_reference,
             say=self.report.line,
+            dropped=lambda *samples: self.ledger.dropped(*samples),
             endpoint=self._endpoint,
         )
 
@@ -186,7 +206,25 @@ class TextLoop(TrainingLoop[Evaluation]):
             self._overlong_told = True
             for line in self._overlong():
                 self.report.line(f"step {self.done + 1}: {line} so far")
+        await self._account_for(self.done + 1)
         return await super().step_ended({**returned, **told})
+
+    async def _account_for(self, step: int) -> None:
+        """Write the step's line of the ledger."""
+        ledger, held = self.ledger, self.held()
+        ledger.learned(await self.roles["trainer"].learned())
+        if self._critic_only(step - 1):
+            for prompt_id in ledger.open.keys() - held.keys():
+                ledger.dropped(prompt_id, CRITIC_ONLY)
+        self._account.add([ledger.close(step, held)])
+
+    def held(self) -> Mapping[int, Iterable[int] | None]:
+        """The samples in flight between two steps, by the ids of their prompts; None: all that are open."""
+        return dict.fromkeys(self.ledger.open) if self.staleness else {}
+
+    async def save(self) -> None:
+        await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
+        await super().save()
 
     def _overlong(self) -> Iterator[str]:
         """What became of prompts that are too long."""
@@ -223,13 +261,17 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
-        return {"problems": self.data.state_dict(), "before": before, "after": after, "session": self.counters}
+        return {
+            "problems": self.data.state_dict(), "before": before, "after": after, "session": self.counters,
+            "ledger": self.ledger.state_dict(),
+        }  # fmt: skip
 
     async def restore(self, begun: Checkpoint) -> None:
         queue: Any = begun.queue
         self.data.load_state_dict(queue["problems"])
         self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
+        self.ledger = Ledger(own=self.ledger.own, state=queue.get("ledger"))
 
 
 # Data and evaluations -------------------------------------------------------------------------------------------------

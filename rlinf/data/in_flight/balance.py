@@ -31,6 +31,8 @@ class Balance:
     """Prompts drawn."""
     samples: int = 0
     """Samples drawn: so many answers were to be given."""
+    carried: int = 0
+    """Samples that were in flight in a run whose checkpoint this one began with."""
     trained: int = 0
     """Samples that were trained."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -94,6 +96,7 @@ class _Counting:
         self._step = self.found.steps = step
         self.found.lines += 1
         self._own = self._own or bool(line.get("own"))
+        self._goes_on(line.get("carried"), f"step {step}")
         self.events(line, f"step {step}")
         lost = list(_each(line.get("lost", {})))
         if lost:
@@ -101,6 +104,17 @@ class _Counting:
         for number, index in [*lost, *_each(line.get("unknown", {}))]:
             self._settle(number, index)
         self.found.unknown += sum(1 for _ in _each(line.get("unknown", {})))
+
+    def _goes_on(self, carried: Mapping[str, str] | None, where: str) -> None:
+        """A run was gone on with: what it had open then is what is open here, unless its lines are elsewhere."""
+        if carried is None:
+            return
+        found = {number: set(indices) for number, indices in unpacked(carried)}
+        if self.found.lines == 1:
+            self._open = found
+            self.found.carried = sum(map(len, found.values()))
+        elif found != self._open:
+            self._problem(f"{where}: the run went on with other samples in flight than it had before")
 
     def events(self, told: Mapping[str, Any], where: str) -> None:
         """Take in what was drawn, trained and dropped."""

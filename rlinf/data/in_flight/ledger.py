@@ -84,6 +84,10 @@ class Ledger:
         was = {} if state is None else state
         self._open = {number: set(indices) for number, indices in unpacked(was.get("open", {}))}
         """The samples that are neither trained nor dropped."""
+        self._before: Mapping[str, str] = was.get("before", {})
+        """What was open after the last line, packed."""
+        self._carried = self._before
+        """The same of the run that is gone on with, until the next line has told it."""
         events = was.get("since", {})
         self._drawn = {number: list(indices) for number, indices in unpacked(events.get("drawn", {}))}
         self._trained = {number: list(indices) for number, indices in unpacked(events.get("trained", {}))}
@@ -156,7 +160,8 @@ class Ledger:
         held = {number: sorted(self._held(number, indices)) for number, indices in (in_flight or {}).items()}
         gone = {number: sorted(left.difference(held.get(number, ()))) for number, left in self._open.items()}
         gone = {number: indices for number, indices in gone.items() if indices}
-        line: dict[str, Any] = {"step": step, **({"own": True} if self.own else {}), **self._since()}
+        line: dict[str, Any] = {"step": step, **({"own": True} if self.own else {})}
+        line |= {**({"carried": self._carried} if self._carried else {}), **self._since()}
         line |= {
             key: packed(found)
             for key, found in (
@@ -168,13 +173,14 @@ class Ledger:
         for number, indices in gone.items():
             self._settle(number, indices)
         self._drawn, self._trained, self._dropped, self._tokens = {}, {}, {}, {}
+        self._before, self._carried = packed(self.open), {}
         return line
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: what is open, and what has happened since the last line; as JSON.
 
         To be called at the same moment at which the samples in flight are listed for the checkpoint."""
-        return {"open": packed(self.open), "since": self._since()}
+        return {"open": packed(self.open), "before": self._before, "since": self._since()}
 
     def _since(self) -> dict[str, Any]:
         """What has happened since the last line."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlinf.config.loading import InputError
 from rlinf.data.in_flight.balance import Balance, balance
+from rlinf.data.in_flight.held import held_in
 from rlinf.data.in_flight.ledger import Held
 from rlinf.metrics.files import read_lines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory, find_checkpoint
@@ -152,10 +153,7 @@ def account(path: Path) -> Account:
 def held_by(checkpoint: Checkpoint) -> Held:
     """The samples in flight that a checkpoint holds; none where nothing was."""
     path = checkpoint.path / HELD
-    if not path.exists():
-        return {}
-    told: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return {int(each["id"]): each.get("indices") for each in told["prompts"]}
+    return held_in(path) if path.exists() else {}
 
 
 def _count(number: int, unit: str) -> str:

@@ -7,7 +7,7 @@ problems, the roles and the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from typing import Any
@@ -21,10 +21,11 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
-from rlinf.data.in_flight.ledger import CRITIC_ONLY, Ledger
+from rlinf.data.in_flight import InFlight, Ledger, Rules
+from rlinf.data.in_flight.held import held_of
+from rlinf.data.in_flight.ledger import CRITIC_ONLY
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
-from rlinf.data.step import Step
-from rlinf.flows.agentic.ahead import agentic_async
+from rlinf.data.step import Step, works_ahead
 from rlinf.flows.evaluate import evaluate
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
@@ -33,6 +34,7 @@ from rlinf.job.checks.footprint import spread_of
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.agents import running_of
+from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
 from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored
@@ -52,6 +54,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     """A run on text. Arguments are those of `TrainingLoop`."""
 
     generates = "rollout"
+    kinds = KINDS
     headline = "evaluation/accuracy"
     failures = (FloatingPointError, RewardError, NotScored)
     config: RunConfig
@@ -67,6 +70,22 @@ class TextLoop(TrainingLoop[Evaluation]):
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         self.notes = self.data.notes
+        self.ahead = works_ahead(prepared.flow)
+        """The flow takes what is in flight, and draws its prompts itself."""
+        if self.ahead:
+            assert prepared.algorithm is not None  # of every run on text
+            stale, rollout = config.staleness, config.rollout
+            rules = Rules(
+                stale.max,
+                config.algorithm.prompts_per_step,
+                mode=stale.mode,
+                carry=rollout.carry,
+                extra=rollout.extra,
+                sampling=prepared.algorithm.sampling,
+            )
+            keeper = RolloutKeeper(lambda: self.roles["rollout"])
+            draw = self.data.train.draw
+            self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._scoring = FailureAlarm()
         self._overlong_told = False
@@ -81,10 +100,6 @@ class TextLoop(TrainingLoop[Evaluation]):
                     yield
         finally:
             await self._endpoint.close()
-
-    @property
-    def staleness(self) -> int:
-        return self.config.staleness.max if self.prepared.flow is agentic_async else 0
 
     @property
     def evaluates_every(self) -> int:
@@ -120,14 +135,13 @@ class TextLoop(TrainingLoop[Evaluation]):
         assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
-            Stream.of(await self._drawn(count)),
+            () if self.ahead else Stream.of(await self._drawn(count)),
             config.algorithm.group_size,
             prompts_per_step=count,
-            sampling=self.prepared.algorithm.sampling,
+            sampling=None if self.ahead else self.prepared.algorithm.sampling,
             draw=self._drawn,
             critic_only=self._critic_only(index),
             moving_reference=REFERENCE in self.roles and self.moving_reference,
-            until=self.quiet_after(index),
             in_flight=self.in_flight,
             ledger=self.ledger,
         )
@@ -171,7 +185,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             critic_only=lambda: self._critic_only(self.done),
             moving_reference=self.moving_reference,
             say=self.report.line,
-            dropped=lambda *samples: self.ledger.dropped(*samples),
+            dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
         )
 
@@ -211,16 +225,14 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     async def _account_for(self, step: int) -> None:
         """Write the step's line of the ledger."""
-        ledger, held = self.ledger, self.held()
-        ledger.learned(await self.roles["trainer"].learned())
+        found = await self.roles["trainer"].learned()
+        self.in_flight.learned()
+        ledger, held = self.ledger, held_of(self.in_flight.entries)
+        ledger.learned(found)
         if self._critic_only(step - 1):
             for prompt_id in ledger.open.keys() - held.keys():
                 ledger.dropped(prompt_id, CRITIC_ONLY)
         self._account.add([ledger.close(step, held)])
-
-    def held(self) -> Mapping[int, Iterable[int] | None]:
-        """The samples in flight between two steps, by the ids of their prompts; None: all that are open."""
-        return dict.fromkeys(self.ledger.open) if self.staleness else {}
 
     async def save(self) -> None:
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
@@ -271,7 +283,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.data.load_state_dict(queue["problems"])
         self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
-        self.ledger = Ledger(own=self.ledger.own, state=queue.get("ledger"))
+        self.ledger.load_state_dict(queue.get("ledger", {}))
 
 
 # Data and evaluations -------------------------------------------------------------------------------------------------

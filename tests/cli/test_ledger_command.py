@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.data.in_flight.ledger import Ledger
+from rlinf.data.in_flight import Kept, Ledger
+from rlinf.data.in_flight.admission import Entry
+from rlinf.data.in_flight.held import held_in, held_of
+from rlinf.data.in_flight.kept_files import write_kept
+from rlinf.data.sample import Group, Prompt, Sample
+
+NONE = np.empty(0, np.int64)
+
+
+def kept(*ids, complete=0):
+    """What a checkpoint has in flight: prompts without an answer yet, and of the last one so many complete ones."""
+    entries = [Entry(number, Prompt(number, NONE), 4, 0) for number in ids]
+    if complete:
+        prompt, empty = entries[-1].item, np.empty(0, np.float32)
+        answers = [Sample(prompt, index, NONE, empty, NONE.astype(np.int32), "", False) for index in range(complete)]
+        entries[-1].result = (Group(prompt, tuple(answers)),)
+    return Kept(1, tuple(entries))
 
 
 @pytest.fixture
@@ -17,7 +34,7 @@ def run(tmp_path):
     ledger.drawn(range(6), 4)
     ledger.trained({0: range(4), 1: range(4)}, tokens=1234)
     ledger.dropped(2, "equal rewards", tokens=60)
-    lines.append(ledger.close(1, {3: None, 4: None, 5: None}))
+    lines.append(ledger.close(1, {3: 4, 4: 4, 5: 4}))
     state = ledger.state_dict()
     ledger.trained({3: range(4), 4: [0, 1, 2]}, tokens=766)
     ledger.dropped(4, "unscored", [3])
@@ -25,8 +42,7 @@ def run(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "queue.json").write_text(json.dumps({"step": 1, "ledger": state}))
-    held = {"prompts": [{"id": number} for number in (3, 4, 5)]}
-    (checkpoint / "in_flight.json").write_text(json.dumps(held))
+    write_kept(checkpoint, kept(3, 4, 5))
     (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return tmp_path
 
@@ -55,8 +71,7 @@ def test_a_line_that_is_being_written_does_not_count(run, capsys):
 
 
 def test_a_checkpoint_that_lacks_a_sample_is_found_out(run, capsys):
-    held = {"prompts": [{"id": 3}, {"id": 5, "indices": [0, 1, 2]}]}
-    (run / "checkpoints" / "step_000001" / "in_flight.json").write_text(json.dumps(held))
+    write_kept(run / "checkpoints" / "step_000001", kept(3, 5, complete=3))
     assert main(["ledger", str(run)]) == 1
     said = capsys.readouterr().out
     assert "wrong: at the checkpoint of step 1: lost" in said
@@ -75,7 +90,8 @@ def test_a_sample_that_is_trained_twice_is_found_out(run, capsys):
 
 def test_a_run_that_went_on_from_another_runs_checkpoint_begins_with_what_that_had_in_flight(run, capsys, tmp_path):
     state = json.loads((run / "checkpoints" / "step_000001" / "queue.json").read_text())["ledger"]
-    again = Ledger(state=state)
+    again = Ledger()
+    again.load_state_dict(state)
     again.trained({3: range(4), 4: range(4), 5: range(4)})
     (other := tmp_path / "other").mkdir()
     (other / "ledger.jsonl").write_text(json.dumps(again.close(2)) + "\n")
@@ -113,3 +129,14 @@ def test_what_cannot_be_added_up_is_one_line(tmp_path, run, capsys):
     (run / "ledger.jsonl").write_text("")
     assert main(["ledger", str(run)]) == 0
     assert "no step is over yet" in capsys.readouterr().out
+
+
+def test_what_a_checkpoint_holds_is_read_as_it_was_written(tmp_path):
+    entries = kept(3, 5, 9, complete=3).entries
+    split = Entry(3, entries[0].item, 2, 0, entries[2].result)  # a part of prompt 3 is complete, the rest is not
+    entries[0].size = 2
+    write_kept(tmp_path, Kept(1, (*entries, split)))
+    assert held_in(tmp_path / "in_flight.json") == held_of((*entries, split)) == {3: 5, 5: 4, 9: [0, 1, 2]}
+    (tmp_path / "in_flight.json").write_text('{"objects": [["Entry", {}]]}')
+    with pytest.raises(ValueError, match="is damaged: KeyError"):
+        held_in(tmp_path / "in_flight.json")

@@ -60,7 +60,7 @@ def test_what_is_neither_trained_nor_dropped_nor_in_flight_is_lost():
     ledger = Ledger()
     ledger.drawn([1, 2, 3], 2)
     ledger.trained({1: [0]})
-    line = ledger.close(1, {2: None, 3: [1]})
+    line = ledger.close(1, {2: 2, 3: [1]})
     assert line["in_flight"] == {"0-1": "2", "1": "3"}
     assert line["lost"] == {"1": "1", "0": "3"}
     found = balance([line])
@@ -103,14 +103,18 @@ def test_a_checkpoint_is_held_against_the_lines_before_it():
     ledger = Ledger()
     ledger.drawn([0, 1], 2)
     ledger.trained({0: [0, 1]})
-    lines = [ledger.close(1, {1: None})]
+    lines = [ledger.close(1, {1: 2})]
     ledger.drawn([2], 2)  # between the end of the step and the checkpoint
     ledger.dropped(1, "too old", [0], tokens=7)
     state = json.loads(json.dumps(ledger.state_dict()))
     assert balance(lines, {1: [1], 2: [0, 1]}, state["since"]).balances
+    assert balance(lines, {1: 1, 2: 2}, state["since"]).balances
+    assert not balance(lines, {1: 1, 2: 1}, state["since"]).balances, "a sample is missing in the checkpoint"
+    assert not balance(lines, {1: 2, 2: 2}, state["since"]).balances, "it has more than there are"
     assert not balance(lines, {2: [0, 1]}, state["since"]).balances, "a sample is missing in the checkpoint"
     assert not balance(lines, {1: [0, 1], 2: [0, 1]}, state["since"]).balances, "it has one that was dropped"
-    again = Ledger(state=state)
+    again = Ledger()
+    again.load_state_dict(state)
     assert again.open == ledger.open == {1: [1], 2: [0, 1]}
     again.trained({1: [1], 2: [0, 1]})
     found = balance([*lines, again.close(2)])
@@ -153,7 +157,7 @@ def test_whatever_happens_the_ledger_balances_and_no_single_change_does(data):
                 elif what == "drop":
                     ledger.dropped(number, data.draw(st.sampled_from(["too old", "surplus"])), [index])
         if data.draw(st.booleans()):
-            ledger = Ledger(state=json.loads(json.dumps(ledger.state_dict())))
+            ledger.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
         lines.append(ledger.close(step, ledger.open))
     assert all("lost" not in line for line in lines)
     found = balance(lines)

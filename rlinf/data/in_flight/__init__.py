@@ -1,9 +1,7 @@
-"""Work in flight between steps, and the account of what became of every sample.
+"""Work in flight between steps: what was begun for steps to come, what is known of it, and what became of it."""
 
-Prompts drawn and answers begun for steps to come, and what a checkpoint keeps of them; the ledger, and its balance.
-"""
-
-from rlinf.data.in_flight.in_flight import InFlight, Kept
+from rlinf.data.in_flight.in_flight import InFlight
 from rlinf.data.in_flight.ledger import Ledger
+from rlinf.data.in_flight.rules import Batch, Kept, Made, Rules
 
-__all__ = ["InFlight", "Kept", "Ledger"]
+__all__ = ["Batch", "InFlight", "Kept", "Ledger", "Made", "Rules"]

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from rlinf.data.in_flight.ledger import Held, unpacked
@@ -150,13 +151,16 @@ class _Counting:
     def ends(self, held: Held, who: str) -> None:
         """Hold what is open against what is held."""
         lost, settled = [], []
-        for number, indices in self._open.items():
-            here = held.get(number, ()) if number in held else ()
-            kept = indices if here is None else indices.intersection(here)
-            self.found.in_flight += len(kept)
-            lost += [(number, index) for index in sorted(indices - kept)]
-        for number, claimed in held.items():
-            settled += [(number, index) for index in claimed or () if index not in self._open.get(number, ())]
+        for number in {**self._open, **held}:
+            left, said = self._open.get(number, set()), held.get(number, ())
+            if isinstance(said, int):  # so many, and nobody knows which
+                here = set(islice(sorted(left), said))
+                settled += [(number, at) for at in range(len(left), said)]
+            else:
+                here = left.intersection(said)
+                settled += [(number, index) for index in said if index not in left]
+            self.found.in_flight += len(here)
+            lost += [(number, index) for index in sorted(left - here)]
         self._samples_problem(f"lost: neither trained nor dropped, and {who} does not have them", lost)
         self._samples_problem(f"{who} has in flight what was trained, dropped or never drawn", settled)
 

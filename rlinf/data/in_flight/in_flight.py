@@ -1,149 +1,120 @@
-"""Work in flight between steps: begun for steps to come, so that it goes on while earlier steps are learned from.
+"""Work in flight between steps: answers that are begun for steps to come, while earlier ones are learned from.
 
-Consumes the steps of a run, and weights as they are published. Produces what each step learns from, never made by
-weights older than the bound. Who wakes whom: the end of one step's work begins the next one's, and wakes the flow that
-waits for it. The run owns an `InFlight` and closes it however it ends; a flow asks it for its batch and publishes:
+Consumes prompts, as many as there is room for, and weights as they are published. Produces what each step learns from,
+never older than the bound. Who wakes whom: a finished answer wakes the step that waits for it; a published version, and
+every answer that is learned from or dropped, wakes the drawing of more prompts. The run owns an `InFlight` and closes
+it however it ends; a flow asks it for its batch and publishes:
 
-    async def embodied_async(step, env, policy, trainer):
-        trajectories = await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
-        metrics = await trainer.train(trajectories)             # acting for the next step has begun
-        await step.in_flight.publish(policy, trainer.weights())
-        return metrics
+    async def grpo_async(step, rollout, judge, trainer):
+        def answers(prompts):
+            return judge.score.map(rollout.generate(prompts, n=step.group_size))
+
+        batch = step.in_flight.next_batch(step, answers, rollout)
+        metrics = await trainer.train(batch.groups)             # answers for the next steps are under way
+        await step.in_flight.publish(rollout, trainer.weights())
+        return {**metrics, **batch.metrics}
+
+`answers` is called once, and its stream goes on from step to step: what one step does not learn from is there for the
+next one. `admission.py` says what may be begun and taken, and why nothing is too old then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from rlinf.data.in_flight.admission import Admission, Entry
+from rlinf.data.in_flight.choosing import Choosing
+from rlinf.data.in_flight.freshness import Fresh, fresh, oldest
+from rlinf.data.in_flight.held import sample_numbers
+from rlinf.data.in_flight.ledger import EQUAL_REWARDS, FAILED, TOO_OLD
+from rlinf.data.in_flight.rules import Answers, Batch, Books, Draw, Keeper, Kept, Made, Rules
+from rlinf.data.sample import Group
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.observe.stalls import Work
+from rlinf.runtime.streams.stream import Stream, each
 
 
-class Numbered(Protocol):
-    """A step, as far as it matters here."""
-
-    @property
-    def index(self) -> int:
-        """Which, from 0."""
-
-    @property
-    def until(self) -> int | None:
-        """Work may begin early for steps before this one; None: for no step."""
-
-
-S = TypeVar("S", bound=Numbered)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Kept(Generic[T]):
-    """What a checkpoint keeps of the work of one step."""
-
-    step: Any
-    """What the work was given, such as drawn prompts."""
-    version: int = 0
-    """How many times weights had been published to whoever made `result`."""
-    result: T | None = None
-    """What came of the work; None: it was not done, and begins anew."""
-
-
-@dataclass(slots=True)
-class _Work(Generic[T]):
-    """The work of one step, begun or only drawn."""
-
-    step: Any
-    version: int = 0
-    task: asyncio.Future[T] | None = None
-
-
-class InFlight(Generic[T]):
+class InFlight:
     """What was begun for the steps to come.
 
-    When a step begins, all steps before it were learned from. So work may then begin for as many steps more as the
-    weights may be versions old. Work for one step follows on that of the one before, and weights are switched only
-    between the two, so that every batch is of one version. A batch that is too old all the same, because it was kept
-    under a larger bound, is made anew. With a staleness of 1, which version makes a batch does not depend on how long
-    anything takes; with more it does.
-
     Args:
-        staleness: by how many published versions the weights that make a batch may be older than the newest. With 0
-            nothing begins early.
-        draw: draws what a step is given, by its index; called once for each index, in order. None: every step is given
-            what the first one was, but for its index.
+        rules: what may be in flight; a number is its `staleness`.
+        draw: draws prompts. None: a step brings its own; what is no prompt is drawn by counting steps on.
+        keeper: where answers are made, for checkpoints; None: what is not complete begins anew.
+        ledger: is told what is drawn and dropped.
+        end: of the run, in steps; nothing is begun for later ones.
         kept: what `state` said when a checkpoint was written.
-        version: how many times weights had been published then.
     """
 
     def __init__(
         self,
-        staleness: int = 0,
+        rules: Rules | int = 0,
         *,
-        draw: Callable[[int], Awaitable[Any]] | None = None,
-        kept: Iterable[Kept[T]] = (),
-        version: int = 0,
+        draw: Draw | None = None,
+        keeper: Keeper | None = None,
+        ledger: Books | None = None,
+        end: int | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        self._staleness, self._draw = staleness, draw
-        self._works = {each.step.index: _Work[T](each.step, each.version, _done(each.result)) for each in kept}
-        self._weights: Any = None  # published, and not loaded yet
-        self.version = version
+        self.rules = Rules(rules) if isinstance(rules, int) else rules
+        self.version = 0
         """How many times weights were published."""
+        self._draw, self._keeper, self._ledger, self._end = draw, keeper, ledger, end
+        self._book: Admission | None = None
+        self._kept = kept
+        self._base = 0  # version of the weights when nothing was published yet
+        self._loaded = 0  # published versions when those in use were
+        self._weights: Any = None  # published, and not loaded yet
+        self._step: Any = None  # the last one that began
+        self._index = 0  # of the step that takes what is complete now
+        self._open = True  # that one has not begun
+        self._taken: list[Entry] = []  # by the last step that began
+        self._aside: list[Entry] = []  # that it has looked at, and takes nothing of
+        self._told: list[Callable[[], None]] = []  # what is entered in the ledger once the step is over
+        self._queue: deque[Entry] = deque()  # admitted, and not handed on
+        self._making: set[int] = set()  # handed on, and not complete
+        self._own: list[Any] = []  # prompts of steps that bring their own
+        self._next = 0  # what is drawn next, where steps are counted
+        self._size = 1  # answers of a prompt
+        self._loading = asyncio.Lock()
+        self._drawing = asyncio.Lock()  # the data have been read, and what was drawn is not entered yet
+        self._settled: list[int] = []
+        self._exhausted = False  # there is no more to draw
+        self._steps = 0  # what has happened, for the stall report
+        self._pipe: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        if kept is not None:
+            self.resume(kept)
 
-    async def step(self, index: int) -> Any:
-        """What a step is given: as it was drawn when its work began early, or drawn now.
+    def resume(self, kept: Kept) -> None:
+        """Go on from what a checkpoint kept; before the first step."""
+        self._kept, self.version = kept, kept.version
 
-        Raises:
-            ValueError: there is no `draw`.
-        """
-        if (work := self._works.get(index)) is None:
-            if self._draw is None:
-                raise ValueError(f"InFlight.step({index}): nothing says what a step is given; make it with `draw`")
-            return await self._draw(index)
-        if work.task is None:
-            del self._works[index]
-        return work.step
+    # Steps -------------------------------------------------------------------------------------------------------
 
-    async def next_batch(self, step: S, make: Callable[[S], Awaitable[T]], actor: Any) -> T:
-        """What a step learns from, once all of it is made; begins to make that of the steps that may follow.
+    def next_batch(self, step: Any, answers: Answers, actor: Any) -> Batch:
+        """What a step learns from; answers for later steps go on being made.
 
         Args:
             step: the one that begins; all before it were learned from.
-            make: does the work of one step, and returns when it is complete.
-            actor: the role whose weights make it; has `load`.
+            answers: has prompts answered and scored; called once, or again after a failure.
+            actor: the role whose weights make the answers; has `load`, and `version` where tokens have versions.
 
-        Raises:
-            Exception: what `make` raised for this step.
+        Returns:
+            The batch, at once. Its stream raises what `answers` raised, if the step lacks something because of it.
         """
-        own = self._works.setdefault(step.index, _Work(step))
-        if own.task is not None and own.task.done():
-            too_old = self.version - own.version > self._staleness
-            if own.task.cancelled() or (too_old and _made(own.task)):
-                own.task = None
-        end = step.index + 1 if step.until is None else min(step.until, step.index + 1 + self._staleness)
-        before: asyncio.Future[T] | None = None
-        for index in range(step.index, end):
-            if index > step.index and index not in self._works:
-                ahead = replace(step, index=index) if self._draw is None else await self._draw(index)  # type: ignore[type-var]
-                self._works[index] = _Work(ahead)
-            work = self._works[index]
-            if work.task is None:
-                work.task = asyncio.create_task(self._do(work, make, actor, before), name=f"work for step {index}")
-            before = work.task
-        assert own.task is not None
-        try:
-            found = await own.task
-        except asyncio.CancelledError:
-            own.task = None  # the step may be taken once more
-            raise
-        except Exception:
-            del self._works[step.index]
-            raise
-        del self._works[step.index]
-        return found
+        metrics: dict[str, float] = {}
+        return Batch(Stream.of(self._batch(step, answers, actor, metrics), name="batch"), metrics)
 
     async def publish(self, actor: Any, weights: Any = None) -> None:
-        """Let the actor have the newest weights: at once, or before its next work if it is at work now.
+        """Let the actor have the newest weights: at once, in the middle of its answers; where the rules say so, before
+        its next work.
 
         Args:
             actor: the role.
@@ -151,49 +122,333 @@ class InFlight(Generic[T]):
         """
         if weights is not None:
             self._weights, self.version = weights, self.version + 1
-        if not any(work.task is not None for work in self._works.values()):
+        self.learned()
+        if not (self.rules.between and self._making):
             await self._load(actor)
+        await self._give_up_old()
+        self._stir()
 
-    def state(self) -> tuple[Kept[T], ...]:
-        """What a checkpoint keeps, in the order of steps: everything drawn and not yet handed to a step, with its batch
-        if that is made. Given back as `kept`, nothing of it is lost or made twice."""
-        return tuple(
-            Kept(work.step, work.version, work.task.result()) if _made(work.task) else Kept(work.step)  # type: ignore[union-attr]
-            for _, work in sorted(self._works.items())
-        )
+    def learned(self) -> None:
+        """What the step has taken was learned from, and is not in flight any more."""
+        for tell in self._told:
+            tell()
+        for done in (self._taken, self._aside, self._told):
+            done.clear()  # type: ignore[attr-defined]
+        if self._book is not None:
+            self._book.version = self._base + self.version
+        if self.rules.staleness:  # otherwise nothing may begin before the next step does
+            self._open_next()
+
+    def _open_next(self) -> None:
+        if not self._open and self._book is not None:
+            self._open, self._index = True, self._index + 1
+            self._book.next_step()
+
+    async def state(self) -> Kept:
+        """What a checkpoint keeps: everything drawn and not learned from or dropped, with its answers so far.
+
+        Given back by `resume`, nothing of it is lost or made twice. It holds of the moment at which this returns.
+        """
+        partials = {} if self._keeper is None or self._pipe is None else await self._keeper.partials()
+        async with self._drawing:
+            kept = [
+                replace(one, partial=partials.get(one.id, one.partial)) if one.result is None else one
+                for one in self.entries
+            ]
+            return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
+
+    @property
+    def ids(self) -> list[int]:
+        """Of what is in flight; several parts of one thing have one id."""
+        return sorted({one.id for one in self.entries})
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What is in flight: what the step under way has taken, too."""
+        kept = self._kept.entries if self._kept is not None else ()
+        return [*kept, *(() if self._book is None else self._book.entries.values()), *self._taken, *self._aside]
+
+    async def suspend(self) -> None:
+        """Stop all work under way, and keep it: the next batch goes on from there."""
+        kept = await self.state()
+        await self.close()
+        self._book = None
+        self.resume(kept)
 
     async def close(self) -> None:
-        """Give up work under way; what was drawn, batches that are made, and weights to be loaded are kept."""
-        under_way = [work for work in self._works.values() if work.task is not None and not _made(work.task)]
-        await cancel_all(work.task for work in under_way if isinstance(work.task, asyncio.Task))
-        for work in under_way:
-            work.task = None
+        """Give up work under way; what was drawn and what is complete is kept, and weights that are to be loaded."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            await cancel_all([pipe])
+        self._error = None
+        self._making.clear()
+        if self._book is not None:
+            unfinished = [one for one in self._book.entries.values() if one.result is None]
+            self._queue = deque(sorted(unfinished, key=lambda one: one.id))
 
-    async def _do(
-        self, work: _Work[T], make: Callable[[Any], Awaitable[T]], actor: Any, before: asyncio.Future[T] | None
-    ) -> T:
-        if before is not None:
-            await asyncio.wait([before])
-            if not _made(before):  # its failure is its own step's to tell; this work may begin again after that
-                raise asyncio.CancelledError
-        await self._load(actor)
-        work.version = self.version
-        return await make(work.step)
+    # A batch -----------------------------------------------------------------------------------------------------
+
+    async def _batch(self, step: Any, answers: Answers, actor: Any, metrics: dict[str, float]) -> AsyncIterator[Any]:
+        book = await self._begin(step)
+        if self._pipe is None:
+            self._pipe = asyncio.create_task(self._make(answers, actor), name="answers in flight")
+        self._stir()
+        found, choosing = Fresh(), Choosing(self.rules.sampling, max(1, book.left // self._size))
+        while book.left > 0 and not choosing.over:
+            entry = book.take() or await self._wait_for(book, step.index)
+            if entry is None:
+                break
+            self._settled.append(entry.id)
+            results = self._usable(entry, found)
+            if results is None or not choosing.keep(entry, results):
+                book.reject(entry)
+                if results is not None:
+                    self._aside.append(entry)
+            else:
+                self._taken.append(entry)
+                for result in results:
+                    yield result
+            self._stir()
+        for _, results in choosing.instead():
+            for result in results:
+                yield result
+        for entry, results in choosing.even:
+            gone = sample_numbers(results)
+            self._told.append(partial(self._drop, entry.id, EQUAL_REWARDS, entry.tokens, gone))
+        metrics |= {**choosing.metrics(), **found.metrics()}
+        metrics["in_flight/prompts"] = float(len(book.entries))
+        metrics["in_flight/ready"] = float(sum(one.result is not None for one in book.entries.values()))
+
+    async def _begin(self, step: Any) -> Admission:
+        """The step begins, or begins anew after it was given up."""
+        if self._book is None:
+            self._base = 0 if self._keeper is None else await self._keeper.version() - self.version
+            self._loaded = self.version
+            self._book = Admission(
+                0, self.rules.staleness, carry=self.rules.carry, extra=0, version=self._base + self.version
+            )
+        book = self._book
+        again = not self._open and step.index == self._index
+        if again:
+            for entry in self._taken:
+                book.give_back(entry)
+            for entry in self._aside:
+                book.enter(entry)
+            for undone in (self._taken, self._aside, self._told):
+                undone.clear()  # type: ignore[attr-defined]
+        else:
+            self.learned()
+            self._open_next()
+        self._step, self._index, self._open = step, step.index, False
+        self._size = getattr(step, "group_size", 1)
+        if not again and self._draw is None and hasattr(step, "prompts"):
+            own = [prompt async for prompt in each(step.prompts)]
+            self._own += own
+            book.batch = book.left = len(own) * self._size
+        elif not book.batch:
+            book.batch = book.left = max(self.rules.batch, 1) * self._size
+        extra = self.rules.staleness * book.batch if self.rules.extra is None else self.rules.extra * self._size
+        book.extra = extra
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            for entry in kept.entries:
+                self._enter_again(entry)
+        return book
+
+    async def _wait_for(self, book: Admission, index: int) -> Entry | None:
+        """The next entry that the step may take; None if there will be none.
+
+        Raises:
+            Exception: of what makes answers.
+        """
+        asked = False
+        while (entry := book.take()) is None:
+            if self._error is not None:
+                error, self._error = self._error, None
+                await self.close()
+                raise error
+            if self._pipe is None or self._pipe.done():  # it has come to its end: nothing was left to draw
+                unfinished = [one for one in book.entries.values() if one.result is None]
+                if not unfinished:
+                    self._pipe = None
+                    return None
+                for one in unfinished:
+                    book.drop(one)
+                    self._drop(one.id, "not answered", 0, self._unfinished(one.id))
+                continue
+            if self.rules.partial and self._keeper is not None and not asked:
+                asked = True
+                await self._keeper.split()
+                continue
+            change = self._change()
+            with Work(f"batch of step {index}, which waits for {book.waits_for}", change, lambda: self._steps):
+                await change
+        return entry
+
+    def _usable(self, entry: Entry, found: Fresh) -> Sequence[Any] | None:
+        """What may be learned of an entry; None for nothing."""
+        version, mode = self._base + self.version - self.rules.staleness, self.rules.mode
+        results: Sequence[Any] = entry.result
+        if entry.version >= version:
+            return results
+        if mode == "resample":
+            found.resampled += entry.tokens
+            self._drop(entry.id, TOO_OLD, entry.tokens, ())
+            self._enter_again(replace(entry, result=None, partial=()))
+            return None
+        masked, lost = found.masked, len(found.lost)
+        usable = [fresh(one, version, mode, found) if isinstance(one, Group) else one for one in results]
+        left = [one for one in usable if one is not None] or None
+        if left is None:
+            self._drop(entry.id, TOO_OLD, entry.tokens, sample_numbers(results))
+        elif self._ledger is not None:
+            gone = sample_numbers(results) - sample_numbers(left)
+            tokens = sum(each for _, _, each in found.lost[lost:])
+            self._told.append(partial(self._ledger.masked, found.masked - masked))
+            self._told.append(partial(self._drop, entry.id, TOO_OLD, tokens, gone))
+        return left
+
+    # Making ------------------------------------------------------------------------------------------------------
+
+    async def _make(self, answers: Answers, actor: Any) -> None:
+        try:
+            made = answers(Stream.of(self._feed(actor), name="prompts"))
+            try:
+                async for one in each(made):
+                    self._arrived(one)
+            finally:
+                if isinstance(made, Stream):
+                    await made.close()
+        except Exception as error:
+            self._error = self._error or error
+        self._stir()
+
+    async def _feed(self, actor: Any) -> AsyncIterator[Any]:
+        """What is to be made, as soon as it may be begun."""
+        while True:
+            if not (self.rules.between and self._making):
+                if self.rules.between:
+                    await self._load(actor)
+                if not self._queue:
+                    await self._admit()
+                if self._queue:
+                    entry = self._queue.popleft()
+                    if entry.result is None and self._book is not None and (entry.id, 0) in self._book.entries:
+                        self._making.add(entry.id)
+                        for one in entry.partial or (entry.item,):
+                            yield one
+                    continue
+            if self._exhausted and not self._queue:
+                return
+            await self._change()
+
+    async def _admit(self) -> None:
+        """Draw as many as there is room for."""
+        book, step = self._book, self._step
+        if book is None or step is None:
+            return
+        end = getattr(step, "until", None) if self._end is None else self._end
+        after = None if end is None else end - self._index - 1
+        count = book.room(self._size, self._base + self._loaded, after)
+        if not count:
+            return
+        async with self._drawing:
+            try:
+                drawn = await self._drawn(count, step)
+            except Exception as error:  # of the data: it is not the answers' failure
+                self._error, self._exhausted = error, True
+                return
+            self._exhausted = not drawn
+            for number, item in drawn:
+                entry = Entry(number, item, self._size, self._base + self._loaded)
+                book.enter(entry)
+                self._queue.append(entry)
+            if drawn and self._ledger is not None:
+                self._ledger.drawn([number for number, _ in drawn], self._size)
+
+    async def _drawn(self, count: int, step: Any) -> list[tuple[int, Any]]:
+        if self._draw is not None:
+            return [(item.id, item) for item in await self._draw(count)]
+        if hasattr(step, "prompts"):
+            own, self._own = self._own[:count], self._own[count:]
+            return [(prompt.id, prompt) for prompt in own]
+        first = max(self._next, step.index)
+        self._next = first + count
+        return [(index, replace(step, index=index)) for index in range(first, self._next)]
+
+    def _enter_again(self, entry: Entry) -> None:
+        """It is in flight once more, complete or not."""
+        assert self._book is not None
+        if entry.result is None:
+            if not entry.partial:
+                entry.version = self._base + self._loaded
+            self._queue.append(entry)
+        self._next = max(self._next, entry.id + 1)
+        self._book.enter(entry)
+
+    def _arrived(self, one: Any) -> None:
+        """Something has come of what was begun."""
+        book = self._book
+        assert book is not None
+        made = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
+        version, tokens = oldest(made.results)
+        size = sum(len(group.samples) for group in made.results) if self.rules.partial else None
+        if not made.results:
+            if (entry := book.entries.get((made.id, 0))) is not None and entry.result is None:
+                book.drop(entry)
+                self._drop(made.id, made.dropped or FAILED)
+        else:
+            if not self.rules.partial:  # all that will come of it: the other attempts at a task have failed
+                self._drop(made.id, FAILED, 0, {*range(self._size)} - sample_numbers(made.results))
+            book.complete(made.id, made.results, version=version, size=size, tokens=tokens)
+        if (rest := book.entries.get((made.id, 0))) is None or rest.result is not None:
+            self._making.discard(made.id)
+        self._stir()
+
+    async def _give_up_old(self) -> None:
+        """Give up what is not complete and has tokens that are too old already, if it is not to be masked."""
+        book, keeper = self._book, self._keeper
+        if keeper is not None and self._settled:
+            settled, self._settled = self._settled, []
+            await keeper.settled(settled)
+        if book is None or keeper is None or self.rules.mode == "mask":
+            return
+        for entry in [one for one in book.too_old() if one.id in self._making]:
+            tokens = await keeper.drop([entry.id])
+            if entry.result is not None or (entry.id, 0) not in book.entries:
+                continue  # it was completed meanwhile
+            self._making.discard(entry.id)
+            if self.rules.mode == "drop":
+                book.drop(entry)
+                self._drop(entry.id, TOO_OLD, tokens, self._unfinished(entry.id))
+            else:
+                book.drop(entry)
+                self._drop(entry.id, TOO_OLD, tokens, ())
+                self._enter_again(replace(entry, partial=()))
 
     async def _load(self, actor: Any) -> None:
-        weights, self._weights = self._weights, None
-        if weights is not None:
-            await actor.load(weights)
+        async with self._loading:
+            weights, self._weights, version = self._weights, None, self.version
+            if weights is not None:
+                await actor.load(weights)
+                self._loaded = version
 
+    # Waiting -----------------------------------------------------------------------------------------------------
 
-def _made(task: asyncio.Future[Any] | None) -> bool:
-    return task is not None and task.done() and not task.cancelled() and task.exception() is None
+    def _drop(self, number: int, reason: str, tokens: int = 0, indices: Iterable[int] | None = None) -> None:
+        if self._ledger is not None:
+            self._ledger.dropped(number, reason, indices, tokens)
 
+    def _unfinished(self, number: int) -> set[int]:
+        """Samples of which nothing complete has come."""
+        parts = (one.result for one in self.entries if one.id == number and one.result is not None)
+        return {*range(self._size)}.difference(*map(sample_numbers, parts))
 
-def _done(result: T | None) -> asyncio.Future[T] | None:
-    """A batch that was made before."""
-    if result is None:
-        return None
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    future.set_result(result)
-    return future
+    def _stir(self) -> None:
+        """Something has changed: whoever waits looks again."""
+        self._steps += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self) -> None:
+        await self._changed.wait()

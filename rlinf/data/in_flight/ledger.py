@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from rlinf.data.in_flight.held import sample_number
 from rlinf.data.sample import Group
 
 Samples = Mapping[int, Sequence[int]]
 """Samples as their indices by the prompt's id."""
-Held = Mapping[int, Iterable[int] | None]
-"""Samples in flight, as indices by the prompt's id; None: all of the prompt that are neither trained nor dropped."""
-EQUAL_REWARDS, SURPLUS, UNSCORED, FAILED, CRITIC_ONLY = (
-    *("equal rewards", "surplus", "unscored", "failed", "critic only"),
+Held = Mapping[int, Iterable[int] | int]
+"""Samples in flight by the prompt's id: their indices; or how many there are, where it is not known yet which."""
+EQUAL_REWARDS, SURPLUS, UNSCORED, FAILED, CRITIC_ONLY, TOO_OLD = (
+    *("equal rewards", "surplus", "unscored", "failed", "critic only", "too old"),
 )
 """Reasons for a drop: dynamic sampling learns nothing from a group, or has a full batch without it; no reward could be
-given; an agent's attempt raised or took too long; only the critic learned from it."""
+given; an agent's attempt raised or took too long; only the critic learned from it; its tokens are too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Learned:
         tokens = 0
         for group in groups:
             for sample in sorted(group.samples, key=lambda sample: sample.reward is None):
-                where = sample.index if sample.attempt is None else sample.attempt
+                where = sample_number(sample)
                 name = (group.id, where)
                 again = (group.id, sample.agent, sample.index) in seen
                 seen.add((group.id, sample.agent, sample.index))
@@ -76,19 +78,21 @@ class Ledger:
     Args:
         own: the flow is the user's own: it may learn from samples whenever and as often as it likes, so what it says
             nothing about is unknown and not lost.
-        state: what `state_dict` gave when a checkpoint was written.
     """
 
-    def __init__(self, *, own: bool = False, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, own: bool = False) -> None:
         self.own = own
-        was = {} if state is None else state
-        self._open = {number: set(indices) for number, indices in unpacked(was.get("open", {}))}
-        """The samples that are neither trained nor dropped."""
-        self._before: Mapping[str, str] = was.get("before", {})
+        self.load_state_dict({})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave when a checkpoint was written; {} begins anew."""
+        self._before: Mapping[str, str] = state.get("before", {})
         """What was open after the last line, packed."""
         self._carried = self._before
         """The same of the run that is gone on with, until the next line has told it."""
-        events = was.get("since", {})
+        self._open = {number: set(indices) for number, indices in unpacked(state.get("open", {}))}
+        """The samples that are neither trained nor dropped."""
+        events = state.get("since", {})
         self._drawn = {number: list(indices) for number, indices in unpacked(events.get("drawn", {}))}
         self._trained = {number: list(indices) for number, indices in unpacked(events.get("trained", {}))}
         self._dropped = {
@@ -107,7 +111,7 @@ class Ledger:
                 self._drawn[number] = list(range(answers))
 
     def dropped(self, prompt_id: int, reason: str, indices: Iterable[int] | None = None, tokens: int = 0) -> None:
-        """Samples will never be trained.
+        """Samples will never be trained; those of them that are not open are left as they are.
 
         Args:
             prompt_id: whose.
@@ -115,7 +119,8 @@ class Ledger:
             indices: which; None: all that are open. None of them, (), where tokens alone were thrown away.
             tokens: generated tokens that were thrown away.
         """
-        gone = sorted(self._open.get(prompt_id, ())) if indices is None else list(indices)
+        left = self._open.get(prompt_id, set())
+        gone = sorted(left if indices is None else left.intersection(indices))
         if gone:
             self._dropped.setdefault(reason, {}).setdefault(prompt_id, []).extend(gone)
             self._settle(prompt_id, gone)
@@ -157,7 +162,7 @@ class Ledger:
             step: which, from 1.
             in_flight: what whoever holds unfinished samples says that it holds.
         """
-        held = {number: sorted(self._held(number, indices)) for number, indices in (in_flight or {}).items()}
+        held = {number: self._held(number, indices) for number, indices in (in_flight or {}).items()}
         gone = {number: sorted(left.difference(held.get(number, ()))) for number, left in self._open.items()}
         gone = {number: indices for number, indices in gone.items() if indices}
         line: dict[str, Any] = {"step": step, **({"own": True} if self.own else {})}
@@ -192,8 +197,8 @@ class Ledger:
         }
         return {key: value for key, value in found.items() if value}
 
-    def _held(self, number: int, indices: Iterable[int] | None) -> Iterable[int]:
-        return self._open.get(number, ()) if indices is None else indices
+    def _held(self, number: int, said: Iterable[int] | int) -> list[int]:
+        return list(islice(sorted(self._open.get(number, ())), said)) if isinstance(said, int) else sorted(said)
 
     def _settle(self, number: int, indices: Iterable[int]) -> None:
         if number in self._open:

@@ -74,8 +74,8 @@ class Tally:
 
     played: int = 0
     """How many ended."""
-    failed: int = 0
-    """Of those, how many raised, took too long or returned no sample."""
+    failed: list[tuple[int, int]] = field(default_factory=list)
+    """Those that raised, took too long or returned no sample: number of the task, and which attempt at it."""
     timeouts: int = 0
     """Of those, how many took too long."""
     remark: str = ""
@@ -91,9 +91,9 @@ class Tally:
     blocked: float = 0.0
     """Seconds of the longest time in which an episode kept all others waiting; 0 where none did for long."""
 
-    def failure(self, error: BaseException, remark: str) -> None:
+    def failure(self, episode: Episode, error: BaseException, remark: str) -> None:
         """An episode failed."""
-        self.failed += 1
+        self.failed.append((episode.task, episode.index))
         self.timeouts += isinstance(error, TimeoutError)
         if not self.remark:
             self.remark, self.cause = remark, error.with_traceback(_outside(error))
@@ -127,7 +127,7 @@ class Tally:
             return {}
         told = {
             "episodes": float(self.played),
-            "episodes/failed": self.failed / self.played,
+            "episodes/failed": len(self.failed) / self.played,
             "episodes/timeout": self.timeouts / self.played,
         }
         if self.calls:
@@ -137,7 +137,8 @@ class Tally:
     def warnings(self) -> Iterator[str]:
         """What a person should know."""
         if self.failed:
-            yield f"{self.failed} of {self.played} episodes failed and count as not drawn; the first: {self.remark}"
+            failed = f"{len(self.failed)} of {self.played} episodes failed"
+            yield f"{failed} and count as not drawn; the first: {self.remark}"
         if self.blocked:
             yield (
                 f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still; put what "
@@ -253,7 +254,7 @@ class Episodes:
             if isinstance(error, RuntimeFault) and not isinstance(error, UserError):
                 raise  # a lost host or actor is not the episode's own failure
             for tally in self._tallies:
-                tally.failure(error, _remark(error, self._timeout))
+                tally.failure(episode, error, _remark(error, self._timeout))
         finally:
             self._room.release()
             for conversation in episode.conversations:
@@ -362,7 +363,7 @@ def _samples(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
 
 def _groups(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
     """A group for each agent: its samples, numbered from 0; those that begin alike share their prompt."""
-    ordered = [sample for _, samples in sorted(found.items()) for sample in samples]
+    ordered = [replace(sample, attempt=attempt) for attempt, own in sorted(found.items()) for sample in own]
     names = dict.fromkeys(sample.agent for sample in ordered)
     return [_group([sample for sample in ordered if sample.agent == name]) for name in names]
 

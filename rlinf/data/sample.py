@@ -17,7 +17,6 @@ Outcome = Literal["ok", "truncated", "timeout", "error"]
 raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
 as 0."""
 
-
 REWARDS = "rewards"
 """Key of `Sample.per_token`: the part of the sample's reward that fell at each token, 0 where none did. An advantage
 over tokens (`gae`) has it there, and what the sample's reward is more at the end; others take that reward alone."""
@@ -151,6 +150,8 @@ class Sample:
     share a reward weigh 1/3 each where the task shall count once."""
     agent: str = ""
     """Which of the agents of its task made it: each is compared with itself alone. "" where there is one."""
+    attempt: int | None = None
+    """Which of the attempts at its task it came of, where one may leave several samples; None: the one of its index."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:
@@ -267,6 +268,7 @@ class Sample:
             self.loss_mask,
             self.weight,
             self.agent,
+            self.attempt,
         )
 
 
@@ -359,7 +361,7 @@ class Group:
 
 _REST = (
     *("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark"),
-    *("loss_mask", "weight", "agent"),
+    *("loss_mask", "weight", "agent", "attempt"),
 )
 """Fields of a sample besides its prompt and the arrays that every sample has."""
 
@@ -375,8 +377,8 @@ def _group_arrived(
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask, weight, agent)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
-        for i, (index, *others, mask, weight, agent) in enumerate(zip(*rest, strict=True))
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask, weight, agent, attempt)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
+        for i, (index, *others, mask, weight, agent, attempt) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))
 

@@ -20,6 +20,7 @@ from rlinf.agents.awaited import Awaited, plainly
 from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_function, shown
 from rlinf.agents.episodes import Episode, Episodes, Gathered, Play, Tally, here
 from rlinf.agents.prompts import prompt_of
+from rlinf.data.in_flight.ledger import FAILED
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.flows.parts.answering import TASKS, TRIALS, Answering
@@ -217,6 +218,8 @@ class RunningSession(Answering):
         """Metrics of episodes; failures are said aloud."""
         for warning in tally.warnings():
             self._running.say(f"warning: {warning}")
+        for task, attempt in tally.failed:
+            self._running.dropped(task, FAILED, (attempt,))
         return tally.metrics()
 
     async def _checked(self, groups: Any) -> AsyncIterator[Group]:

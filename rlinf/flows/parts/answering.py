@@ -19,7 +19,7 @@ from rlinf.agents.checks import WrongType, at_least_one, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.endpoint.served import Served, serving_config
-from rlinf.agents.episodes import Tally, here
+from rlinf.agents.episodes import Episodes, Tally, here
 from rlinf.agents.llm import Reply, Setting
 from rlinf.agents.prompts import are_messages, prompt_of
 from rlinf.agents.rollout_model import RolloutModel
@@ -101,6 +101,7 @@ class Answering:
         self._calls = call_format(running.call_format, running.tokenizer)
         self._numbers = itertools.count()
         self._tally = Tally()
+        self._playing: list[Episodes] = []
         self._untold: list[Tally] = []
 
     # What is at hand --------------------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class Answering:
             sampling: for every call, such as temperature=0.7.
         """
         running, episode = self._open("llm"), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
         if episode is None:
             key: tuple[int, ...] = (running.seed, ANSWERS, self._counted("answers"))
             task, index = None, 0
@@ -150,7 +152,7 @@ class Answering:
             task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
             sampling = {**episode.sampling, **sampling}
         return AgentLLM.begin(
-            self._setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
+            setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
             sampling=sampling, open=None if running.endpoint is None else running.endpoint.session,
         )  # fmt: skip
 
@@ -203,6 +205,7 @@ class Answering:
     ) -> Conversation:
         """A conversation; arguments as of `conversation`, and its number among those of several turns."""
         running, episode = self._open("conversation"), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
         if episode is not None:
             key = (*episode.seed, episode.index, len(episode.conversations))
             sampling = {**episode.sampling, **sampling}
@@ -215,7 +218,7 @@ class Answering:
         chat = self._chat if tools is None else self._chat.with_arguments(tools=tools)
         task = None if episode is None else episode.prompt or Prompt(episode.task, self._chat.ids(""))
         begun = Conversation(
-            self._setting, chat, key, number, sampling, task,
+            setting, chat, key, number, sampling, task,
             0 if episode is None else episode.index, lambda: next(self._numbers),
         )  # fmt: skip
         if system is not None:

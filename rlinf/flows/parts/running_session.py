@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from rlinf.agents.agent import Agent, is_agent, samples_of
 from rlinf.agents.awaited import Awaited, plainly
 from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_function, shown
-from rlinf.agents.episodes import Episode, Episodes, Gathered, Play, Tally, here
+from rlinf.agents.episodes import Episode, Episodes, Gathered, OpenTask, Outcome, Play, Tally, here
 from rlinf.agents.prompts import prompt_of
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
 from rlinf.flows.evaluate import evaluate, measure
@@ -74,14 +75,75 @@ class RunningSession(Answering):
         at_once: int | None,
         tally: Tally,
     ) -> Stream[Group]:
-        running = self._open("gather")
-        count = at_least_one(running.group_size if n is None else n, "n", "session.gather")
+        count = self._episodes_per_task("gather", n)
+        played = self._played("gather", tasks, episode, count, TASKS, {}, timeout, at_once, (tally,))
+        return Stream.of(played.groups(tasks), name="episodes")
+
+    def _episodes_per_task(self, call: str, n: int | None) -> int:
+        running = self._open(call)
+        count = at_least_one(running.group_size if n is None else n, "n", f"session.{call}")
         if count < 2 and running.compares is not None:
             raise WrongValue(
-                f"session.gather: n={count}, and {running.compares} compares the episodes of one task with each other: "
+                f"session.{call}: n={count}, and {running.compares} compares the episodes of one task with each other: "
                 "it needs at least 2"
             )
-        return self._played("gather", tasks, episode, count, TASKS, {}, timeout, at_once, (tally,))
+        return count
+
+    def gather_tasks(
+        self,
+        tasks: Iterable[Any] | AsyncIterable[Any],
+        episode: Play | Agent | None = None,
+        n: int | None = None,
+        *,
+        timeout: float | None = None,
+        at_once: int | None = None,
+    ) -> Stream[Outcome]:
+        """As `gather`, by tasks: what became of each, also of one whose episodes have all failed. Made for a stream of
+        tasks that stays open while the run learns: episodes are told with the step in which their task was over, and a
+        task counts as open (`in_flight`) until it is `settled`. An `OpenTask` among the tasks goes on."""
+        with plainly():
+            count = self._episodes_per_task("gather_tasks", n)
+            played = self._played("gather_tasks", tasks, episode, count, TASKS, {}, timeout, at_once, ())
+
+        async def made() -> AsyncIterator[Outcome]:
+            self._playing.append(played)
+            try:
+                async with aclosing(played.made(tasks)) as found:
+                    async for each in found:
+                        self._tally.add(each.tally)
+                        yield each
+            finally:
+                self._playing.remove(played)
+
+        return Stream.of(made(), name="episodes")
+
+    async def in_flight(self) -> list[OpenTask]:
+        """The tasks of `gather_tasks` that are open, with all that was said in their episodes so far: what a checkpoint
+        keeps. They go on here; `gather_tasks` of another process goes on from there."""
+        if not self._playing:
+            return []
+        partial = await self._model.answering()
+        return [task for episodes in self._playing for task in episodes.open(partial)]
+
+    def settled(self, ids: Collection[int]) -> None:
+        """What became of these tasks of `gather_tasks` was kept: they are open no more.
+
+        Args:
+            ids: of prompts.
+        """
+        for episodes in self._playing:
+            episodes.settled(ids)
+
+    async def drop(self, ids: Collection[int]) -> int:
+        """Give up tasks of `gather_tasks`, by ids of prompts; nothing more comes of them.
+
+        Returns:
+            How many generated tokens were thrown away.
+        """
+        tokens = sum(task.tokens for task in await self.in_flight() if task.prompt.id in ids)
+        for episodes in list(self._playing):
+            await episodes.drop(ids)
+        return tokens
 
     def gather_groups(
         self,
@@ -117,7 +179,7 @@ class RunningSession(Answering):
         timeout: float | None,
         at_once: int | None,
         tallies: Sequence[Tally],
-    ) -> Stream[Group]:
+    ) -> Episodes:
         running = self._open(call)
         play = running.agent if episode is None else episode
         if play is None:
@@ -147,13 +209,12 @@ class RunningSession(Answering):
             judged: Group = await ranks[group.prompt.id % len(ranks)].score(group)
             return judged
 
-        played = Episodes(
+        return Episodes(
             self._by_agent(play) if is_agent(play) else play, n, begin, tallies,
             timeout=running.timeout if timeout is None else timeout,
             at_once=at_least_one(running.at_once if at_once is None else at_once, "at_once", f"session.{call}"),
             judge=judge if running.judges else None,
         )  # fmt: skip
-        return Stream.of(played.groups(tasks), name="episodes")
 
     def _by_agent(self, agent: Agent) -> Play:
         """An episode in which an agent works on the task."""
@@ -217,6 +278,8 @@ class RunningSession(Answering):
         """Metrics of episodes; failures are said aloud."""
         for warning in tally.warnings():
             self._running.say(f"warning: {warning}")
+        for note in tally.notes():
+            self._running.say(note)
         return tally.metrics()
 
     async def _checked(self, groups: Any) -> AsyncIterator[Group]:
@@ -301,7 +364,8 @@ class RunningSession(Answering):
             return Awaited(
                 evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **chosen), "session.evaluate(…)"
             )
-        groups = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        groups = Stream.of(trials.groups(tasks), name="episodes")
 
         async def played() -> Evaluation:
             found = sorted(await groups.collect(), key=lambda group: group.prompt.id)

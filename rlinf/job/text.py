@@ -74,7 +74,7 @@ class TextLoop(TrainingLoop[Evaluation]):
                 extra=rollout.extra,
                 sampling=prepared.algorithm.sampling,
             )
-            keeper = RolloutKeeper(lambda: self.roles["rollout"])
+            keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)
             self.in_flight = InFlight(rules, draw=self.data.train.draw, keeper=keeper, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._scoring = FailureAlarm()

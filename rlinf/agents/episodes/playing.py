@@ -121,24 +121,21 @@ class Episodes:
         """The groups, in order of completion.
 
         Args:
-            tasks: as of `made`.
+            tasks: as of `outcomes`.
 
         Raises:
             UserError: not one episode went well; the first one's exception is its cause.
         """
         count = 0
-        async for made in self.made(tasks):
-            self._open.pop(made.number, None)
-            for group in made.groups:
+        async for outcome in self.outcomes(tasks):
+            self._open.pop(outcome.number, None)
+            for group in outcome.groups:
                 count += 1
                 yield group
         if self._own.played and not count:
-            raise UserError(
-                f"gather: not one of {self._own.played} episodes went well, so there is nothing to learn from; the "
-                f"first: {self._own.remark}"
-            ) from self._own.cause
+            raise self._own.nothing_to_learn()
 
-    async def made(self, tasks: Any) -> AsyncGenerator[Outcome]:
+    async def outcomes(self, tasks: Any) -> AsyncGenerator[Outcome]:
         """What became of each task, in order of completion. It counts as open until it is settled.
 
         Args:
@@ -169,7 +166,7 @@ class Episodes:
         return [task.open(partial) for task in self._open.values() if task.first.prompt is not None]
 
     def settled(self, ids: Collection[int]) -> None:
-        """Whoever reads `made` has kept what became of these tasks."""
+        """Whoever reads `outcomes` has kept what became of these tasks."""
         for number in [number for number, task in self._open.items() if task.first.task in ids and not _left(task)]:
             del self._open[number]
 

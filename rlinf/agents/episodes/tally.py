@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rlinf.agents.episodes.episode import Episode
 from rlinf.agents.episodes.outcome import way_outside
 from rlinf.data.sample import Group
+from rlinf.runtime.base.errors import UserError
 
 
 @dataclass(slots=True)
@@ -20,8 +21,10 @@ class Tally:
 
     played: int = 0
     """How many ended."""
+    failures: int = 0
+    """Of those, how many raised, took too long or returned no sample."""
     failed: list[tuple[int, int]] = field(default_factory=list)
-    """Those that raised, took too long or returned no sample: number of the task, and which attempt at it."""
+    """Which, unless somebody else tells of them: number of the task, and which attempt at it."""
     timeouts: int = 0
     """Of those, how many took too long."""
     remark: str = ""
@@ -47,6 +50,7 @@ class Tally:
 
     def failure(self, episode: Episode, error: BaseException, remark: str) -> None:
         """An episode failed."""
+        self.failures += 1
         self.failed.append((episode.task, episode.index))
         self.timeouts += isinstance(error, TimeoutError)
         if not self.remark:
@@ -72,6 +76,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         """Take in what became of other episodes."""
         self.played += other.played
+        self.failures += other.failures
         self.failed += other.failed
         self.timeouts += other.timeouts
         self.calls += other.calls
@@ -85,13 +90,22 @@ class Tally:
         if not self.remark:
             self.remark, self.cause = other.remark, other.cause
 
+    def nothing_to_learn(self) -> UserError:
+        """Not one episode went well; the error is caused by the first one's."""
+        error = UserError(
+            f"gather: not one of {self.played} episodes went well, so there is nothing to learn from; the first: "
+            f"{self.remark}"
+        )
+        error.__cause__ = self.cause
+        return error
+
     def metrics(self) -> dict[str, float]:
         """Numbers of a step; nothing if no episode was played."""
         if not self.played:
             return {}
         told = {
             "episodes": float(self.played),
-            "episodes/failed": len(self.failed) / self.played,
+            "episodes/failed": self.failures / self.played,
             "episodes/timeout": self.timeouts / self.played,
         }
         if self.calls:
@@ -100,8 +114,8 @@ class Tally:
 
     def warnings(self) -> Iterator[str]:
         """What a person should know."""
-        if self.failed:
-            failed = f"{len(self.failed)} of {self.played} episodes failed"
+        if self.failures:
+            failed = f"{self.failures} of {self.played} episodes failed"
             yield f"{failed} and count as not drawn; the first: {self.remark}"
         if self.blocked:
             yield (

@@ -370,12 +370,14 @@ class InFlight:
         assert book is not None
         made = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
         version, tokens = oldest(made.results)
-        size = sum(len(group.samples) for group in made.results) if self.rules.partial else None
+        size = sum(len(group.samples) for group in made.results) if self.rules.partial and made is not one else None
         if not made.results:
             if (entry := book.entries.get((made.id, 0))) is not None and entry.result is None:
                 book.drop(entry)
                 self._drop(made.id, made.dropped or "nothing came of it")
         else:
+            if made.lost and self._ledger is not None:
+                self._ledger.dropped(made.id, made.dropped, made.lost)
             book.complete(made.id, made.results, version=version, size=size, tokens=tokens)
         if (rest := book.entries.get((made.id, 0))) is None or rest.result is not None:
             self._making.discard(made.id)

@@ -48,7 +48,9 @@ class Made:
     results: tuple[Any, ...]
     """To learn from; none, where nothing came of it."""
     dropped: str = ""
-    """Why, if nothing came of it."""
+    """Why, if nothing came of it, or not of all of it."""
+    lost: tuple[int, ...] = ()
+    """Of which of its answers nothing came, where something came of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from rlinf.agents.checks import WrongType, at_least_one, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.endpoint.served import Served, serving_config
-from rlinf.agents.episodes import Episodes, Tally, here
+from rlinf.agents.episodes import Tally, here
 from rlinf.agents.llm import Reply, Setting
 from rlinf.agents.prompts import are_messages, prompt_of
 from rlinf.agents.rollout_model import RolloutModel
@@ -101,7 +101,6 @@ class Answering:
         self._calls = call_format(running.call_format, running.tokenizer)
         self._numbers = itertools.count()
         self._tally = Tally()
-        self._playing: list[Episodes] = []
         self._untold: list[Tally] = []
 
     # What is at hand --------------------------------------------------------------------------------------------

@@ -48,9 +48,7 @@ class Made:
     results: tuple[Any, ...]
     """To learn from; none, where nothing came of it."""
     dropped: str = ""
-    """Why, if nothing came of it, or not of all of it."""
-    lost: tuple[int, ...] = ()
-    """Of which of its answers nothing came, where something came of others."""
+    """Why, if nothing came of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -129,9 +129,9 @@ class Gathering(Answering):
                         failing, lost = Tally(), 0
                     elif lost == give_up:
                         raise failing.nothing_to_learn()
-                    outcome.tally.failed.clear()  # whoever takes `Made` tells of them
+                    outcome.tally.failed.clear()  # who takes `Made` tells of those of which nothing came
                     self._over.add(outcome.tally)
-                    yield Made(outcome.task, outcome.groups, "failed", tuple(outcome.failed))
+                    yield Made(outcome.task, outcome.groups, "failed")
         finally:
             self._playing.remove(played)
 

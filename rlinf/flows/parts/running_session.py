@@ -20,7 +20,7 @@ from rlinf.agents.checks import WrongType, at_least_one, shown
 from rlinf.agents.episodes import Gathered, Play, Tally
 from rlinf.agents.prompts import prompt_of
 from rlinf.data.sample import Evaluation, Group, Prompt
-from rlinf.flows.evaluate import evaluate, measure
+from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.flows.parts.answering import TRIALS
 from rlinf.flows.parts.gathering import Gathering
 from rlinf.runtime.base.errors import UserError

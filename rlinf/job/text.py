@@ -83,7 +83,7 @@ class TextLoop(TrainingLoop[Evaluation]):
                 extra=rollout.extra,
                 sampling=prepared.algorithm.sampling,
             )
-            keeper = RolloutKeeper(lambda: self.roles["rollout"])
+            keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)
             draw = self.data.train.draw
             self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)

@@ -326,7 +326,7 @@ def test_the_stall_report_names_an_episode_that_waits():
 
 
 def test_one_that_blocks_the_loop_is_told(monkeypatch):
-    monkeypatch.setattr("rlinf.agents.episodes._BLOCKING", 0.02)
+    monkeypatch.setattr("rlinf.agents.episodes.playing._BLOCKING", 0.02)
 
     async def blocking(task, llm):
         await llm.generate("Hi")

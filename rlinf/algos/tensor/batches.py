@@ -78,9 +78,9 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """Under the reference."""
     behavior_logprobs: Tensor | None = None
-    """The engine's, for `correction`."""
+    """The engine's, for `correction` and `rejection`."""
     proximal_logprobs: Tensor | None = None
-    """Under the weights just before the update, for `loss.decoupled`."""
+    """Under the weights just before the update, for `loss.decoupled` and `rejection`."""
     versions: Tensor | None = None
     """Version of the weights that made each token."""
     version: int | None = None

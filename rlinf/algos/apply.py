@@ -40,7 +40,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
     mask = answers.mask.bool()
     rewards = answers.rewards.detach().float()
     if spec.shaping is not None:
-        rewards = rewards + shaping.overlong(mask.sum(1), longest=spec.shaping.longest, cache=spec.shaping.cache)
+        lengths = mask.sum(1) if answers.lengths is None else answers.lengths
+        rewards = rewards + shaping.overlong(lengths, longest=spec.shaping.longest, cache=spec.shaping.cache)
     if spec.truncated == "mask":
         mask = filters.whole(mask, answers.need("truncated"))
     penalty = None

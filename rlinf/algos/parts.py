@@ -93,7 +93,7 @@ class Gae:
     def __call__(
         self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None
     ) -> tuple[Tensor, Tensor]:
-        rewards, fallen = answers.rewards, answers.token_rewards
+        rewards, fallen = answers.unspent, answers.token_rewards
         rewards = at_end(rewards if fallen is None else rewards - fallen.sum(1), answers.mask)
         rewards = rewards if fallen is None else rewards + fallen
         if penalty is not None:

@@ -28,8 +28,8 @@ from rlinf.envs.base import CannotSimulate
 from rlinf.envs.episodes import Episode, NothingHappened
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
-from rlinf.flows.policy_evaluation import trials
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared

@@ -23,7 +23,7 @@ from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.data.step import Step, works_ahead
-from rlinf.flows.evaluate import evaluate
+from rlinf.flows.evaluation.answers import evaluate
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.flows.sft import sft

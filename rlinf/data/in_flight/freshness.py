@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -44,6 +45,12 @@ def oldest(results: Sequence[Any]) -> tuple[int | None, int]:
     return (min(int(column.min()) for column in versions) if versions else None), sum(map(len, versions))
 
 
+def without_old(results: Sequence[Any], version: int, mode: Mode, found: Fresh) -> list[Any]:
+    """Results without what was made by weights older than `version`, see `fresh`; those without versions stay."""
+    kept = [fresh(one, version, mode, found) if isinstance(one, Group) else one for one in results]
+    return [one for one in kept if one is not None]
+
+
 def fresh(group: Group, version: int, mode: Mode, found: Fresh) -> Group | None:
     """A group without what was made by weights older than `version`; None if nothing is left of it.
 
@@ -67,10 +74,6 @@ def fresh(group: Group, version: int, mode: Mode, found: Fresh) -> Group | None:
         else:
             found.dropped += sample.learned_tokens
             found.lost.append((group.prompt.id, sample.index, sample.learned_tokens))
-    if len(kept) == len(group.samples) and all(map(_same, kept, group.samples)):
+    if len(kept) == len(group.samples) and all(map(operator.is_, kept, group.samples)):
         return group
     return Group(group.prompt, tuple(kept)) if kept else None
-
-
-def _same(one: Sample, other: Sample) -> bool:
-    return one is other

@@ -28,9 +28,9 @@ from typing import Any
 
 from rlinf.data.in_flight.admission import Admission, Entry
 from rlinf.data.in_flight.choosing import Choosing
-from rlinf.data.in_flight.freshness import Fresh, fresh, oldest
+from rlinf.data.in_flight.drawing import Drawing
+from rlinf.data.in_flight.freshness import Fresh, oldest, without_old
 from rlinf.data.in_flight.rules import Answers, Batch, Books, Draw, Keeper, Kept, Made, Rules
-from rlinf.data.sample import Group
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
 from rlinf.runtime.streams.stream import Stream, each
@@ -58,14 +58,10 @@ class InFlight:
         end: int | None = None,
         kept: Kept | None = None,
     ) -> None:
-        self.rules = Rules(rules) if isinstance(rules, int) else rules
-        self.version = 0
-        """How many times weights were published."""
-        self._draw, self._keeper, self._ledger, self._end = draw, keeper, ledger, end
+        self.rules = rules if isinstance(rules, Rules) else Rules(rules)
+        self._drawing, self._keeper, self._ledger, self._end = Drawing(draw), keeper, ledger, end
         self._book: Admission | None = None
-        self._kept = kept
-        self._base = 0  # version of the weights when nothing was published yet
-        self._loaded = 0  # published versions when those in use were
+        self._base = self._loaded = 0  # version of the weights at first; what was published when those in use were
         self._weights: Any = None  # published, and not loaded yet
         self._step: Any = None  # the last one that began
         self._index = 0  # of the step that takes what is complete now
@@ -73,22 +69,18 @@ class InFlight:
         self._taken: list[Entry] = []  # by the last step that began
         self._queue: deque[Entry] = deque()  # admitted, and not handed on
         self._making: set[int] = set()  # handed on, and not complete
-        self._own: list[Any] = []  # prompts of steps that bring their own
-        self._next = 0  # what is drawn next, where steps are counted
         self._size = 1  # answers of a prompt
         self._loading = asyncio.Lock()
         self._settled: list[int] = []
-        self._exhausted = False  # there is no more to draw
         self._steps = 0  # what has happened, for the stall report
         self._pipe: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._changed = asyncio.Event()
-        if kept is not None:
-            self.resume(kept)
+        self.resume(kept)
 
-    def resume(self, kept: Kept) -> None:
+    def resume(self, kept: Kept | None) -> None:
         """Go on from what a checkpoint kept; before the first step."""
-        self._kept, self.version = kept, kept.version
+        self._kept, self.version = kept, 0 if kept is None else kept.version
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -97,8 +89,8 @@ class InFlight:
 
         Args:
             step: the one that begins; all before it were learned from.
-            answers: has prompts answered and scored; called once, or again after a failure.
-            actor: the role whose weights make the answers; has `load`, and `version` where tokens have versions.
+            answers: has prompts answered and scored; called once, and again after a failure.
+            actor: the role whose weights make the answers; has `load`.
 
         Returns:
             The batch, at once. Its stream raises what `answers` raised, if the step lacks something because of it.
@@ -107,11 +99,9 @@ class InFlight:
         return Batch(Stream.of(self._batch(step, answers, actor, metrics), name="batch"), metrics)
 
     async def publish(self, actor: Any, weights: Any = None) -> None:
-        """Let the actor have the newest weights: at once, in the middle of its answers; where the rules say so, before
-        its next work.
+        """Let the actor have the newest weights, in the middle of its answers or, by the rules, before its next work.
 
         Args:
-            actor: the role.
             weights: a promise of them; None where a step brought none.
         """
         if weights is not None:
@@ -152,9 +142,13 @@ class InFlight:
     @property
     def ids(self) -> list[int]:
         """Of what is in flight; several parts of one thing have one id."""
-        kept = self._kept.entries if self._kept is not None else ()
-        entries = kept if self._book is None else [*self._book.entries.values(), *self._taken]
-        return sorted({one.id for one in entries})
+        return sorted({one.id for one in self._all})
+
+    @property
+    def _all(self) -> Sequence[Entry]:
+        if self._book is None:
+            return () if self._kept is None else self._kept.entries
+        return [*self._book.entries.values(), *self._taken]
 
     async def suspend(self) -> None:
         """Stop all work under way, and keep it: the next batch goes on from there."""
@@ -166,13 +160,11 @@ class InFlight:
     async def close(self) -> None:
         """Give up work under way; what was drawn and what is complete is kept, and weights that are to be loaded."""
         pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            await cancel_all([pipe])
+        await cancel_all([] if pipe is None else [pipe])
         self._error = None
         self._making.clear()
-        if self._book is not None:
-            unfinished = [one for one in self._book.entries.values() if one.result is None]
-            self._queue = deque(sorted(unfinished, key=lambda one: one.id))
+        unfinished = [one for one in self._book.entries.values() if one.result is None] if self._book else []
+        self._queue = deque(sorted(unfinished, key=lambda one: one.id))
 
     # A batch -----------------------------------------------------------------------------------------------------
 
@@ -202,8 +194,8 @@ class InFlight:
         for entry, _ in choosing.even:
             self._drop(entry.id, "equal rewards", entry.tokens)
         metrics |= {**choosing.metrics(), **found.metrics()}
-        metrics["in_flight/prompts"] = float(len(book.entries))
-        metrics["in_flight/ready"] = float(sum(one.result is not None for one in book.entries.values()))
+        ready = sum(one.result is not None for one in book.entries.values())
+        metrics |= {"in_flight/prompts": float(len(book.entries)), "in_flight/ready": float(ready)}
 
     async def _begin(self, step: Any) -> Admission:
         """The step begins, or begins anew after it was given up."""
@@ -224,26 +216,19 @@ class InFlight:
             self._open_next()
         self._step, self._index, self._open = step, step.index, False
         self._size = getattr(step, "group_size", 1)
-        if not again and self._draw is None and hasattr(step, "prompts"):
-            own = [prompt async for prompt in each(step.prompts)]
-            self._own += own
-            book.batch = book.left = len(own) * self._size
+        if not again and (own := await self._drawing.own(step)) is not None:
+            book.batch = book.left = own * self._size
         elif not book.batch:
             book.batch = book.left = max(self.rules.batch, 1) * self._size
-        extra = self.rules.staleness * book.batch if self.rules.extra is None else self.rules.extra * self._size
-        book.extra = extra
+        book.extra = self.rules.staleness * book.batch if self.rules.extra is None else self.rules.extra * self._size
         if self._kept is not None:
             kept, self._kept = self._kept, None
             for entry in kept.entries:
-                self._enter_again(entry)
+                self._enter_again(replace(entry))
         return book
 
     async def _wait_for(self, book: Admission, index: int) -> Entry | None:
-        """The next entry that the step may take; None if there will be none.
-
-        Raises:
-            Exception: of what makes answers.
-        """
+        """The next entry that the step may take; None if there will be none. Raises what ended the answers."""
         asked = False
         while (entry := book.take()) is None:
             if self._error is not None:
@@ -279,25 +264,27 @@ class InFlight:
             self._enter_again(replace(entry, result=None, partial=()))
             return None
         masked, lost = found.masked, len(found.lost)
-        usable = [fresh(one, version, mode, found) if isinstance(one, Group) else one for one in results]
+        usable = without_old(results, version, mode, found)
         if self._ledger is not None:
             if found.masked > masked:
                 self._ledger.masked(found.masked - masked)
             for number, index, tokens in found.lost[lost:]:
                 self._ledger.dropped(number, "too old", [index], tokens)
-        return [one for one in usable if one is not None] or None
+        return usable or None
 
     # Making ------------------------------------------------------------------------------------------------------
 
     async def _make(self, answers: Answers, actor: Any) -> None:
+        prompts: Stream[Any] = Stream.of(self._feed(actor), name="prompts")
         try:
-            made = answers(Stream.of(self._feed(actor), name="prompts"))
+            made = answers(prompts)
             try:
                 async for one in each(made):
                     self._arrived(one)
             finally:
                 if isinstance(made, Stream):
                     await made.close()
+                await prompts.close()  # or it would go on to hand out what the next ones are to get
         except Exception as error:
             self._error = self._error or error
         self._stir()
@@ -317,7 +304,7 @@ class InFlight:
                         for one in entry.partial or (entry.item,):
                             yield one
                     continue
-            if self._exhausted and not self._queue:
+            if self._drawing.exhausted and not self._queue:
                 return
             await self._change()
 
@@ -332,27 +319,16 @@ class InFlight:
         if not count:
             return
         try:
-            drawn = await self._drawn(count, step)
+            drawn = await self._drawing.take(count, step)
         except Exception as error:  # of the data: it is not the answers' failure
-            self._error, self._exhausted = error, True
+            self._error, self._drawing.exhausted = error, True
             return
-        self._exhausted = not drawn
         for number, item in drawn:
             entry = Entry(number, item, self._size, self._base + self._loaded)
             book.enter(entry)
             self._queue.append(entry)
-        if drawn and self._ledger is not None:
+        if self._ledger is not None:
             self._ledger.drawn([number for number, _ in drawn], self._size)
-
-    async def _drawn(self, count: int, step: Any) -> list[tuple[int, Any]]:
-        if self._draw is not None:
-            return [(item.id, item) for item in await self._draw(count)]
-        if hasattr(step, "prompts"):
-            own, self._own = self._own[:count], self._own[count:]
-            return [(prompt.id, prompt) for prompt in own]
-        first = max(self._next, step.index)
-        self._next = first + count
-        return [(index, replace(step, index=index)) for index in range(first, self._next)]
 
     def _enter_again(self, entry: Entry) -> None:
         """It is in flight once more, complete or not."""
@@ -361,7 +337,7 @@ class InFlight:
             if not entry.partial:
                 entry.version = self._base + self._loaded
             self._queue.append(entry)
-        self._next = max(self._next, entry.id + 1)
+        self._drawing.drawn_before(entry.id)
         self._book.enter(entry)
 
     def _arrived(self, one: Any) -> None:

@@ -21,7 +21,7 @@ from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_f
 from rlinf.agents.episodes import Episode, Episodes, Gathered, Play, Tally, here
 from rlinf.agents.prompts import prompt_of
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
-from rlinf.flows.evaluate import evaluate, measure
+from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.flows.parts.answering import TASKS, TRIALS, Answering
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream, each

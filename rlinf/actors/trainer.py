@@ -54,6 +54,7 @@ class Trainer(TextTrainer):
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
         rescue_dir: str | None = None,
+        staleness: int = 0,
         **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
@@ -71,6 +72,8 @@ class Trainer(TextTrainer):
             lora: `{"r": 8, "alpha": 16, "target_modules": "auto"}` trains adapters, see `add_adapters`; None all
                 weights.
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
+            staleness: by how many versions tokens may be older than the weights that learn from them; above 0, metrics
+                tell their ages apart.
             given: any of `config.text.TrainerSettings`, such as lr=1e-4, which has all keys with their meaning.
 
         Raises:
@@ -101,7 +104,7 @@ class Trainer(TextTrainer):
         await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
-        self._rescue_dir = rescue_dir
+        self._rescue_dir, self._staleness = rescue_dir, staleness
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
@@ -131,7 +134,7 @@ class Trainer(TextTrainer):
         met = self.version
         own = own_columns(self._spec, minibatches=self._minibatches, own=self._others)
         batch = BatchSchedule(
-            partial(advantage_rows, self._spec, later=own.first_pass),
+            partial(advantage_rows, self._spec, later=own.first_pass, ages=self._staleness > 0),
             where="train",
             ranks=self._shares,
             in_order=self._in_order,
@@ -154,7 +157,8 @@ class Trainer(TextTrainer):
         self._learned.append(Learned.of(batch.groups))
         sums = [gathered for gathered, _ in steps]
         shaped = None if self._spec.shaping is None else batch.learned.rewards
-        described = await self.compute(describe, batch.groups, met, shaped)
+        told = partial(describe, oldest=self._staleness, learns_cut=self._spec.truncated == "keep")
+        described = await self.compute(told, batch.groups, met, shaped)
         return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
 
     @endpoint(device=True, joint=True)
@@ -191,7 +195,15 @@ class Trainer(TextTrainer):
         for name in self._others.keys() & command.columns - command.kept.keys():
             command.kept[name] = self._logprobs(batch, name)
         compare = command.compare and not again
-        learn_policy(learner, batch, self._spec, version=self.version, compare=compare, kept=command.kept)
+        learn_policy(
+            learner,
+            batch,
+            self._spec,
+            version=self.version,
+            compare=compare,
+            kept=command.kept,
+            oldest=self._staleness,
+        )
 
     def _score(self, command: Forward) -> Tensor:
         batch = command.packed()

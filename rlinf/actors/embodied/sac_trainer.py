@@ -24,7 +24,7 @@ from rlinf.training.embodied.behavior_cloning import demonstrated_transitions
 from rlinf.training.embodied.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.sac_step import SacLearner, SacSettings
 from rlinf.training.embodied.trajectory import Trajectory, transitions
-from rlinf.training.embodied.trajectory_batch import summary
+from rlinf.training.embodied.trajectory_batch import ages_of, summary
 from rlinf.weights.train_state import Restored
 
 REPLAY = "replay"
@@ -132,7 +132,7 @@ class SacTrainer(PolicyTrainer):
             "decisions": float(len(rows["steps"])),
             "reward/step": float(rows["rewards"].sum()) / max(steps, 1.0),
             "episodes/lost": float(whole.lost),
-            "staleness/mean": float(self.version - whole.version),
+            **ages_of(trajectories, self.version),
             "replay/rows": float(len(self._replay)),
             **summary(whole.episodes),
         }

@@ -9,7 +9,7 @@ business. Who wakes whom: each step begins when the one before has ended; checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlinf.data.step import AnyStep
 from rlinf.job.kind import E, RunKind
 from rlinf.job.placement_manager import PlacementManager
 from rlinf.job.prepare import Prepared
-from rlinf.job.roles.running import Roles, restore_roles, save_roles
+from rlinf.job.roles.running import Roles, restore_roles
 from rlinf.metrics.best import Best
 from rlinf.metrics.checkpoints import Checkpoints
 from rlinf.metrics.console.report import Report, tracking_of
@@ -323,19 +323,10 @@ class TrainingLoop(RunKind[E]):
         await roles[self.generates].load(roles["trainer"].weights())
 
     async def _move(self, seconds: float) -> None:
-        """Move roles, if it is time to: they are saved, started elsewhere, and restored."""
-        run = self.directory.path
-
-        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
-            return save_roles(roles, aside, self.moving_reference, self.own_roles)
-
-        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
-            await restore_roles({role: roles[role] for role in moving}, aside, run, own=self.own_roles)
-            await self._publish(roles)
-
+        """Move roles, if it is time to."""
         self.roles = await self.placement.after(
-            seconds, self.system, self.roles, run,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=self.spawn, restore=restore,
+            seconds, self.system, self.roles, self.directory.path,
+            say=self.report.line, rest=self.checkpoints.finish, spawn=self.spawn, publish=self._publish,
         )  # fmt: skip
 
 

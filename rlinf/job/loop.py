@@ -204,7 +204,7 @@ class TrainingLoop(RunKind[E]):
     @property
     def over(self) -> bool:
         """There are no more steps to take."""
-        return self._over or self.done == self.steps
+        return self._over or (self.steps is not None and self.done >= self.steps)
 
     async def _begin(self) -> None:
         """What comes before the first step of a new run."""
@@ -223,7 +223,7 @@ class TrainingLoop(RunKind[E]):
         try:
             await restore_roles(self.roles, begun.path, begun.run, self.directory.path, self.own_roles)
             await self.restore(begun)
-        except (ValueError, FileNotFoundError, DataError) as error:
+        except (ValueError, LookupError, FileNotFoundError, DataError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
         await self._publish(self.roles)
         self.done = begun.step
@@ -232,6 +232,8 @@ class TrainingLoop(RunKind[E]):
             if (why := self.best.exhausted) is not None:
                 self._over = True
                 self.report.line(f"nothing is left to do: {why}")
+        for each in begun.passed_over:
+            self.report.line(f"passed over, as it is damaged: {each}")
         self.report.resumed(self.done, begun.path)
         for change in self.directory.changed:
             self.report.line(f"changed since then: {change}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.loading import RunFailure
+from rlinf.metrics.durable.manifest import MANIFEST
 from rlinf.metrics.run_directory import QUEUE, RunDirectory
 from rlinf.runtime.base.tasks import finish
 
@@ -49,13 +50,18 @@ class Checkpoints:
             RunFailure: the one before could not be written.
         """
         await self.finish()
-        content = json.dumps({"step": step, **queue})
+        content = json.dumps({"step": step, "manifest": MANIFEST, **queue})  # who reads it knows what belongs to it
         aside = self._directory.begin_checkpoint(step)
         filled = fill(aside)  # called here, so that no later call of the run can come before it
         self._writing = asyncio.create_task(self._write(step, aside, filled, content, best), name=f"checkpoint {step}")
 
     def check(self) -> None:
-        """Raise what went wrong with the checkpoint under way, if anything has."""
+        """Raise what went wrong with the checkpoint under way, if anything has.
+
+        Raises:
+            RunFailure: it could not be written, or the run directory is another run's by now.
+        """
+        self._check_lock()
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -74,6 +80,11 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
+
+    def _check_lock(self) -> None:
+        lock = self._directory.lock
+        if lock is not None and (why := lock.lost()) is not None:
+            raise RunFailure(f"this run must not go on: {why}; nothing was written since")
 
     async def _write(self, step: int, aside: Path, filled: Awaitable[Any], content: str, best: int | None) -> None:
         try:
@@ -99,5 +110,6 @@ class Checkpoints:
             await self._written(step, naming.result())
 
     def _name(self, step: int, aside: Path, content: str, best: int | None) -> Path:
+        self._check_lock()
         (aside / QUEUE).write_text(content, encoding="utf-8")
         return self._directory.finish_checkpoint(step, self._keep, best)

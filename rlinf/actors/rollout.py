@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -132,6 +132,7 @@ class Rollout(Receiver, TailMigration):
         *,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        listed: bool = True,
         **sampling: Any,
     ) -> AsyncIterator[Group]:
         """Answer every prompt `n` times.
@@ -141,10 +142,13 @@ class Rollout(Receiver, TailMigration):
 
         Args:
             prompts: what to answer, a list or a stream. Called on several ranks, they share a stream between them; a
-                list is answered by each. A partial group, as `in_flight` returns it, is continued.
+                list is answered by each. A partial group, as `in_flight` returns it, is continued; one of which all
+                answers have ended comes out at once.
             n: samples per prompt.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
+            listed: `in_flight`, `settled` and `drop` are about these prompts too. False for answers that no checkpoint
+                keeps, such as those of an evaluation, whose prompts are numbered like others.
             sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
 
         Yields:
@@ -160,7 +164,7 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "generate", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        call = Generation(self._engine, self._ids)
+        call = Generation(self._engine, self._ids, listed=listed)
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
@@ -185,10 +189,9 @@ class Rollout(Receiver, TailMigration):
             call.start(requests())
             async for complete in call.complete():
                 self._tell(key)
-                for group in await self._groups(complete):
-                    yield group
-            for group in await self._groups(call.rest):
-                yield group
+                for partial, group in zip(complete, await self._groups(complete), strict=True):
+                    if group.samples and call.puts_out(partial):
+                        yield group
         finally:
             await call.close()
             self._tell(key)
@@ -244,12 +247,33 @@ class Rollout(Receiver, TailMigration):
 
     @endpoint
     async def in_flight(self) -> list[PartialGroup]:
-        """The groups of this rank that are being answered, with their answers so far: what a checkpoint keeps.
+        """The groups of this rank that are being answered, with their answers so far: what a checkpoint keeps. After
+        them those that have come out of a `generate` which goes on, until they are `settled`: with nothing left.
 
         They go on here; `generate` of a rollout with the same weights continues them to the same samples, up to
         rounding.
         """
         return await self._in_flight.partial()
+
+    @endpoint
+    async def settled(self, answers: Iterable[int] | Mapping[int, Collection[int] | None]) -> None:
+        """Keep these groups no more for `in_flight`: whoever got them looks after them now.
+
+        Args:
+            answers: ids of prompts; or by prompt the indices of those of its answers that arrived, None for all. Others
+                than those of this rank are ignored.
+        """
+        self._in_flight.settled(answers if isinstance(answers, Mapping) else dict.fromkeys(answers))
+
+    @endpoint
+    async def drop(self, prompts: Iterable[int]) -> dict[int, int]:
+        """End the answers to prompts, given by their ids; `generate` yields nothing for them.
+
+        Returns:
+            Tokens that are thrown away, by prompt, for those that were in flight on this rank. Of any other it has
+            nothing, or has put it out before.
+        """
+        return await self._in_flight.drop(set(prompts))
 
     @endpoint
     async def abort(self) -> None:
@@ -299,17 +323,18 @@ def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
 
 
 def _groups(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """The samples of each prompt, in order of their index."""
-    groups = []
-    for group in answered:
-        samples = tuple(
-            _sample(group.prompt, index, completion, group.temperature, tokenizer)
-            for index, completion in sorted(group.done.items())
-            if len(completion.response_ids)  # nothing, where it was aborted before it began
+    """The samples of each prompt, in order of their index; none where it was aborted before one began."""
+    return [
+        Group(
+            group.prompt,
+            tuple(
+                _sample(group.prompt, index, completion, group.temperature, tokenizer)
+                for index, completion in sorted(group.done.items())
+                if len(completion.response_ids)
+            ),
         )
-        if samples:
-            groups.append(Group(group.prompt, samples))
-    return groups
+        for group in answered
+    ]
 
 
 def _sample(

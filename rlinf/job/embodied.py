@@ -22,6 +22,7 @@ from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
+from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.episodes import Episode, NothingHappened
@@ -64,12 +65,9 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
     ) -> None:
         super().__init__(system, config, prepared, directory)
+        self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
-
-    @property
-    def staleness(self) -> int:
-        return self.config.algorithm.staleness
 
     @property
     def evaluates_every(self) -> int:

@@ -20,9 +20,9 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
+from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
-from rlinf.data.step import Step
-from rlinf.flows.agentic.ahead import agentic_async
+from rlinf.data.step import Step, works_ahead
 from rlinf.flows.evaluate import evaluate
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
@@ -31,6 +31,7 @@ from rlinf.job.checks.footprint import spread_of
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.agents import running_of
+from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
 from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored
@@ -46,6 +47,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     """A run on text. Arguments are those of `TrainingLoop`."""
 
     generates = "rollout"
+    kinds = KINDS
     headline = "evaluation/accuracy"
     failures = (FloatingPointError, RewardError, NotScored)
     config: RunConfig
@@ -59,6 +61,21 @@ class TextLoop(TrainingLoop[Evaluation]):
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         self.notes = self.data.notes
+        self.ahead = works_ahead(prepared.flow)
+        """The flow takes what is in flight, and draws its prompts itself."""
+        if self.ahead:
+            assert prepared.algorithm is not None  # of every run on text
+            stale, rollout = config.staleness, config.rollout
+            rules = Rules(
+                stale.max,
+                config.algorithm.prompts_per_step,
+                mode=stale.mode,
+                carry=rollout.carry,
+                extra=rollout.extra,
+                sampling=prepared.algorithm.sampling,
+            )
+            keeper = RolloutKeeper(lambda: self.roles["rollout"])
+            self.in_flight = InFlight(rules, draw=self.data.train.draw, keeper=keeper, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._scoring = FailureAlarm()
         self._overlong_told = False
@@ -72,10 +89,6 @@ class TextLoop(TrainingLoop[Evaluation]):
                 yield
         finally:
             await self._endpoint.close()
-
-    @property
-    def staleness(self) -> int:
-        return self.config.staleness.max if self.prepared.flow is agentic_async else 0
 
     @property
     def evaluates_every(self) -> int:
@@ -111,14 +124,13 @@ class TextLoop(TrainingLoop[Evaluation]):
         assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
-            Stream.of(await self.data.train.draw(count)),
+            () if self.ahead else Stream.of(await self.data.train.draw(count)),
             config.algorithm.group_size,
             prompts_per_step=count,
-            sampling=self.prepared.algorithm.sampling,
+            sampling=None if self.ahead else self.prepared.algorithm.sampling,
             draw=self.data.train.draw,
             critic_only=CRITIC in self.roles and index < config.critic.head_start,
             moving_reference=REFERENCE in self.roles and self.moving_reference,
-            until=self.quiet_after(index),
             in_flight=self.in_flight,
         )
 

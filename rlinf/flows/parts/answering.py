@@ -278,7 +278,9 @@ class Answering:
             made = [self._prompt(given) for given in prompts]
         else:
             made = self._prompts(prompts)
-        answers = running.roles()["rollout"].generate(Stream.of(made, name="prompts"), n=count, **sampling)
+        answers = running.roles()["rollout"].generate(
+            Stream.of(made, name="prompts"), n=count, listed=False, **sampling
+        )
         scored: Stream[Group] = running.roles()["judge"].score.map(answers) if running.judges else answers
         return scored
 

@@ -43,6 +43,8 @@ class Role:
     """Bytes on each of its devices while it is loaded, and while it is parked."""
     hosts: tuple[int, ...] | None = None
     """Where it runs if the placement does not know it."""
+    lease_items: int | None = None
+    """After so many items it offers devices that it shares, where the plan says nothing."""
 
 
 async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, Role]) -> Roles:
@@ -61,7 +63,11 @@ async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, R
     async def spawn(names: Iterable[str]) -> None:
         for name in names:
             role = roles[name]
-            where = placed.spawning(name, *role.held) if role.hosts is None else {"hosts": role.hosts}
+            where: dict[str, Any] = {"hosts": role.hosts}
+            if role.hosts is None:
+                where = placed.spawning(name, *role.held)
+            if role.lease_items is not None and "devices" in where:
+                where.setdefault("lease_items", role.lease_items)
             found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait

@@ -44,10 +44,11 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     Raises:
         InputError: what the configuration names is not there or does not fit; nothing was started.
         RunFailure: the run cannot go on, for a reason outside the code.
+        SystemExit: the process was told to end; with code 75 if the run is to be started again.
     """
     path = Path(config.output_dir).expanduser() / config.name
     if rank != 0:
-        run_to_end(_serve_only, config.system)
+        run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return
     from rlinf.job.prepare import prepare  # torch comes with it, which takes seconds
 
@@ -60,6 +61,7 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
             lambda system: loop_of(system, config, prepared, directory).run(begun),
             config.system,
             prepared.placed.memory_of(hosts),
+            config.checkpoint.grace,
         )
 
 
@@ -188,7 +190,10 @@ def _changed(config: RunConfig | EmbodiedConfig, begun: Checkpoint, text: str) -
 
 
 def run_to_end(
-    main: Callable[[ActorSystem], Awaitable[T]], limits: SystemConfig, memory: Mapping[int, int] | None = None
+    main: Callable[[ActorSystem], Awaitable[T]],
+    limits: SystemConfig,
+    memory: Mapping[int, int] | None = None,
+    grace: float = 0.0,
 ) -> T | None:
     """Run a program on the processes that torchrun started, or in this one; its value, on rank 0.
 
@@ -196,6 +201,7 @@ def run_to_end(
         main: what rank 0 runs.
         limits: how long to wait for hosts, and for something to move.
         memory: bytes per device; None lets any number of roles fit.
+        grace: see `rlinf.run`.
 
     Raises:
         InputError: the job cannot run as it was started, for instance because its processes do not meet.
@@ -214,6 +220,7 @@ def run_to_end(
             device_memory=memory,
             stall_after=limits.stall_after,
             host_timeout=limits.host_timeout,
+            grace=grace,
         )
 
 

@@ -235,7 +235,14 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
-        return {"problems": self.data.state_dict(), "before": before, "after": after, "session": self.counters}
+        return {**self.position(), "before": before, "after": after}
+
+    def position(self) -> dict[str, Any]:
+        return {"problems": self.data.state_dict(), "session": self.counters}
+
+    @property
+    def restartable(self) -> bool:
+        return not any("save" in self.roles[name].endpoints for name in self.own_roles)
 
     async def restore(self, begun: Checkpoint) -> None:
         queue: Any = begun.queue

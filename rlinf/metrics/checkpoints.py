@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ class Checkpoints:
     ) -> None:
         self._directory, self._keep, self._written = directory, keep, written
         self._writing: asyncio.Task[None] | None = None
+        self.newest: int | None = None
+        """Steps done at the newest whole one that this process wrote."""
+        self.seconds: float | None = None
+        """How long that took."""
 
     async def begin(
         self, step: int, fill: Callable[[Path], Awaitable[Any]], queue: Mapping[str, Any], best: int | None = None
@@ -87,6 +92,7 @@ class Checkpoints:
             raise RunFailure(f"this run must not go on: {why}; nothing was written since")
 
     async def _write(self, step: int, aside: Path, filled: Awaitable[Any], content: str, best: int | None) -> None:
+        began = time.perf_counter()
         try:
             await filled
             naming = asyncio.create_task(asyncio.to_thread(self._name, step, aside, content, best), name="naming")
@@ -106,6 +112,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} cannot be written to {aside.parent}: {error}; {kept}. "
                 "Make room, or set output_dir, and go on with --resume auto"
             ) from error
+        self.newest, self.seconds = step, time.perf_counter() - began
         if self._written is not None:
             await self._written(step, naming.result())
 

@@ -164,6 +164,15 @@ class RunDirectory:
         """Remove what was begun for `step`."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
 
+    def withdraw(self, step: int) -> None:
+        """Remove the checkpoint of a step, and point `latest` to the newest of the others."""
+        _remove(self.checkpoints / f"step_{step:06d}")
+        others = sorted(_checkpoints_in(self.checkpoints), key=_step_of)
+        if others:
+            self._point(self.latest, others[-1])
+        else:
+            _remove(self.latest)
+
     @property
     def latest(self) -> Path:
         """The link to the newest whole checkpoint."""

@@ -79,6 +79,7 @@ def train(
         InputError: a mistake in what was passed; as `ConfigError` with all mistakes that settings have. Nothing was
             started.
         RunFailure: the run cannot go on, for a reason outside the code, or a callback raised.
+        SystemExit: a signal told the process to end; with code 75 if `resume="auto"` is to go on.
         Exception: what a flow or a role raised.
     """
     if _in_loop():
@@ -128,8 +129,10 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
 def _train(call: _Call) -> Result | None:
     """What `train` does in this process."""
     if int(os.environ.get("RANK", "0")):
-        limits = {name: each for name, each in call.settings.items() if (key_of(name) or "").startswith("system")}
-        run_to_end(_serve_only, configured(call.run_dir, limits, WHO).system)
+        shared = ("system", "checkpoint")  # what every process has to know
+        limits = {name: each for name, each in call.settings.items() if (key_of(name) or "").startswith(shared)}
+        config = configured(call.run_dir, limits, WHO)
+        run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
     from rlinf.session.opening import opened  # torch comes with it, which takes seconds
 
@@ -137,7 +140,8 @@ def _train(call: _Call) -> Result | None:
     given = _sorted(call, hosts)
     with locked(given.run_dir, WHO) as lock:
         ready = opened(given, hosts, lock)
-        return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory)
+        grace = ready.config.checkpoint.grace
+        return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)
 
 
 @dataclass(frozen=True, slots=True)

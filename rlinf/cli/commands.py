@@ -135,9 +135,13 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
+    from rlinf.job.checks.whole import check_parts
     from rlinf.job.embodied import in_words, try_policy
     from rlinf.job.start import run_to_end
     from rlinf.training.embodied.trajectory_batch import summary
+
+    if os.environ.get("RANK", "0") == "0":
+        check_parts(config)
 
     async def main(system: ActorSystem) -> None:
         episodes = await try_policy(system, config, videos if config.trials.videos else None)

@@ -235,9 +235,9 @@ class TextLoop(TrainingLoop[Evaluation]):
                 ledger.dropped(prompt_id, CRITIC_ONLY)
         self._account.add([ledger.close(step, held)])
 
-    async def save(self) -> None:
+    async def save(self, position: Mapping[str, Any] | None = None) -> None:
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
-        await super().save()
+        await super().save(position)
 
     def _overlong(self) -> Iterator[str]:
         """What became of prompts that are too long."""
@@ -276,10 +276,14 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
-        return {
-            "problems": self.data.state_dict(), "before": before, "after": after, "session": self.counters,
-            "ledger": self.ledger.state_dict(),
-        }  # fmt: skip
+        return {**self.position(), "before": before, "after": after, "ledger": self.ledger.state_dict()}
+
+    def position(self) -> dict[str, Any]:
+        return {"problems": self.data.state_dict(), "session": self.counters}
+
+    @property
+    def restartable(self) -> bool:
+        return not any("save" in self.roles[name].endpoints for name in self.own_roles)
 
     async def restore(self, begun: Checkpoint) -> None:
         queue: Any = begun.queue

@@ -42,6 +42,7 @@ from rlinf.config.learning import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import ModelSettings, Optimization, back_end_of
@@ -86,6 +87,7 @@ class TextTrainer(BaseTrainer):
         self._learner = self._at_work = self._back.optimization(**settings.learner)
         self._coming_again: list[ForwardBackward] = []
         self.version = 0
+        self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
 
     @property
@@ -158,6 +160,7 @@ class TextTrainer(BaseTrainer):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
                     steps.append(await self.computed(learner.step))
+                    self._optimizer_steps += 1
                     self.version += command.new_version
                     unnumbered |= not command.new_version
             except FloatingPointError as error:
@@ -201,6 +204,11 @@ class TextTrainer(BaseTrainer):
             await finish(work)
             if not work.cancelled():
                 work.exception()  # seen: raised above, unless nobody listens any more
+
+    @endpoint
+    async def optimizer_steps(self) -> int:
+        """How many were taken here: whether the weights have changed since, also in the middle of a batch."""
+        return self._optimizer_steps
 
     # Checkpoints and devices -------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Trainer(TextTrainer):
 
     # Learning ----------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def train(self, groups: Groups) -> dict[str, float]:
         """Learn from a batch of scored groups: `epochs` x `minibatches` optimizer steps.
 
@@ -145,6 +145,7 @@ class Trainer(TextTrainer):
             compute=self.compute,
             own=own,
             whole_batch=self._spec.needs_whole_batch,
+            copies=self._side_by_side,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
@@ -161,7 +162,7 @@ class Trainer(TextTrainer):
         described = await self.compute(told, batch.groups, met, shaped)
         return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def sft(self, batches: Batches, *, lr: float = 2e-3) -> dict[str, float]:
         """Learn from worked examples, one optimizer step per batch, with an optimizer of its own.
 
@@ -178,7 +179,7 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite.
         """
         learner = self._back.optimization(lr=lr)
-        commands = supervised_commands(example_rows(batches), self._shares, self._budget)
+        commands = supervised_commands(example_rows(batches), self._shares, self._budget, copies=self._side_by_side)
         steps = await self._work_together(commands, learner)
         if self.rank > 0:
             return {}

@@ -127,6 +127,9 @@ class BackEnd(Protocol):
     data_ranks: Sequence[int]
     """Of each rank, which share of a round of micro-batches it computes, from 0. Ranks that are parts of one model
     (tensor-parallel, or stages of a pipeline) have the same."""
+    copies_of_ranks: Sequence[Sequence[int]]
+    """The ranks of each copy of the model, as many in each. `accumulate` and `outputs` communicate within one alone,
+    and copies meet in `step`; a single one if that is not so."""
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:

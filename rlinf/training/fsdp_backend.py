@@ -41,6 +41,7 @@ class FsdpBackEnd:
         self._base = model.source if isinstance(model.source, str) and model.lora is not None else None
         self._adapted = model.lora is not None
         self.data_ranks: Sequence[int] = range(ranks.world_size)
+        self.copies_of_ranks = copies_of(model.sharding, ranks.machines)
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod

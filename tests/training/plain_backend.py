@@ -73,6 +73,7 @@ class PlainBackEnd:
     def __init__(self, module: Any, ranks: Ranks):
         self.module = module
         self.data_ranks = [0] * ranks.world_size
+        self.copies_of_ranks = [range(ranks.world_size)]
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod

@@ -19,12 +19,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Request, Sampling
+from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
@@ -119,6 +120,7 @@ class Rollout(Receiver, TailMigration):
         if rescale and not self._engine.hands_over:
             await self._engine.close()
             raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
+        self._single = SingleAnswers(self._engine)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._rescale = rescale
 
@@ -206,6 +208,8 @@ class Rollout(Receiver, TailMigration):
         *,
         seed: int,
         conversation: int | None = None,
+        name: str | None = None,
+        begun: PartialAnswer | None = None,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         **sampling: Any,
@@ -214,7 +218,7 @@ class Rollout(Receiver, TailMigration):
 
         It is a function of the weights, the prompt and the seed, up to rounding: callers who want different answers
         give different seeds. A caller who is cancelled gives its row back. `abort` ends it where it stands, `pause`
-        and a parked device make it wait; `in_flight` does not list it, since nobody waits for it after a restart.
+        and a parked device make it wait; `answering` tells how far it is, `in_flight` does not list it.
 
         Args:
             prompt: a prompt, or its token ids, int64 [prompt].
@@ -222,6 +226,9 @@ class Rollout(Receiver, TailMigration):
             conversation: names the conversation of which this is a turn, unique on this rank. If the next prompt of
                 that name begins with this prompt and its answer, the engine may read only what follows them; call
                 `forget` when there will be none. It changes no answer, up to rounding.
+            name: of the call, unique: `answering` tells by it how far the answer is. None: it does not.
+            begun: the beginning of the answer, as `answering` told it: it is read, not made again, where the engine can
+                go on with it.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
             sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
@@ -236,8 +243,14 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "answer", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        request = Request(next(self._ids), ids, rules, seed, images=images, conversation=conversation)
-        return await self._engine.answer(request)
+        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
+        return await self._single.answer(request, name)
+
+    @endpoint
+    async def answering(self) -> dict[str, PartialAnswer]:
+        """How far the calls of `answer` are that have a name, by that name: their tokens so far. They go on here; those
+        that have no token yet are left out."""
+        return await self._single.partial()
 
     @endpoint
     async def forget(self, conversations: Sequence[int] | None = None) -> None:

@@ -43,13 +43,10 @@ class RunKind(ABC, Generic[E]):
     moving_reference: bool = False
     """The reference policy changes from step to step, so that checkpoints keep it."""
 
+    kinds: Sequence[type[Any]] = ()
+    """Dataclasses of half made work, as checkpoints keep it."""
     own_roles: Collection[str] = ()
     """Names of the user's own roles."""
-
-    @property
-    def staleness(self) -> int:
-        """By how many versions what is learned from may be older than what learns."""
-        return 0
 
     @property
     def evaluates_every(self) -> int:

@@ -9,7 +9,7 @@ business. Who wakes whom: each step begins when the one before has ended; checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight
+from rlinf.data.in_flight.kept_files import read_kept, write_kept
 from rlinf.data.step import AnyStep
 from rlinf.job.kind import E, RunKind
 from rlinf.job.placement_manager import PlacementManager
 from rlinf.job.prepare import Prepared
-from rlinf.job.roles.running import Roles, restore_roles, save_roles
+from rlinf.job.roles.running import Roles, restore_roles
 from rlinf.metrics.best import Best
 from rlinf.metrics.checkpoints import Checkpoints
 from rlinf.metrics.console.report import Report, tracking_of
@@ -51,7 +52,7 @@ class TrainingLoop(RunKind[E]):
         self.system, self.config, self.prepared, self.directory = system, config, prepared, directory
         self.placement = PlacementManager(config.placement, prepared)
         self.checkpoints = Checkpoints(directory, config.checkpoint.keep, self._written)
-        self.in_flight = InFlight[Any](self.staleness, draw=self.draw)
+        self.in_flight = InFlight()
         """What flows have begun for steps to come."""
         self.roles: Roles = {}
         self.steps: int | None = config.steps
@@ -88,7 +89,7 @@ class TrainingLoop(RunKind[E]):
         try:
             async with self.started(begun):
                 while not self.over:
-                    step = await self.in_flight.step(self.done)
+                    step = await self.draw(self.done)
                     self.step_begins()
                     await self.step_ended(await self.call_flow(step))
         except self.failures as error:
@@ -162,6 +163,7 @@ class TrainingLoop(RunKind[E]):
         """
         config = self.config
         self.done += 1
+        self.in_flight.learned()
         metrics = await self.recorder.step_ends(self.done, returned)
         rows = await self.samples()
         self.recorder.samples(self.done, rows)
@@ -191,7 +193,21 @@ class TrainingLoop(RunKind[E]):
     async def save(self) -> None:
         """Begin to write a checkpoint of this moment."""
         best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
-        await self.checkpoints.begin(self.done, await self.saving(), {**self.queue(), "best": best}, kept)
+        save = await self.saving()
+        begun = await self.in_flight.state()
+        queue = {**self.queue(), "best": best}  # of the same moment as what is in flight
+
+        def fill(directory: Path) -> Coroutine[Any, Any, None]:
+            saved = save(directory)  # called at once: of this moment, whatever comes next
+
+            async def written() -> None:
+                await saved
+                if begun.entries:
+                    await asyncio.to_thread(write_kept, directory, begun, self.kinds)
+
+            return written()
+
+        await self.checkpoints.begin(self.done, fill, queue, kept)
 
     def stop(self, why: str) -> None:
         """Let the step under way be the last one: it is evaluated and saved like the last step of a run.
@@ -223,6 +239,8 @@ class TrainingLoop(RunKind[E]):
         try:
             await restore_roles(self.roles, begun.path, begun.run, self.directory.path, self.own_roles)
             await self.restore(begun)
+            if (kept := await asyncio.to_thread(read_kept, begun.path, self.kinds)) is not None:
+                self.in_flight.resume(kept)
         except (ValueError, FileNotFoundError, DataError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
         await self._publish(self.roles)
@@ -305,19 +323,10 @@ class TrainingLoop(RunKind[E]):
         await roles[self.generates].load(roles["trainer"].weights())
 
     async def _move(self, seconds: float) -> None:
-        """Move roles, if it is time to: they are saved, started elsewhere, and restored."""
-        run = self.directory.path
-
-        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
-            return save_roles(roles, aside, self.moving_reference, self.own_roles)
-
-        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
-            await restore_roles({role: roles[role] for role in moving}, aside, run, own=self.own_roles)
-            await self._publish(roles)
-
+        """Move roles, if it is time to."""
         self.roles = await self.placement.after(
-            seconds, self.system, self.roles, run,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=self.spawn, restore=restore,
+            seconds, self.system, self.roles, self.directory.path,
+            say=self.report.line, rest=self.checkpoints.finish, spawn=self.spawn, publish=self._publish,
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from rlinf.training.text.commands import (
 from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
 from rlinf.weights.publish import publish
-from rlinf.weights.train_state import STATE, HostCopy, Restored
+from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Taken = tuple[LossSum, dict[str, float]]
 """An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
@@ -212,11 +212,14 @@ class TextTrainer(BaseTrainer):
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)
 
+    def _state(self) -> StateCopy:
+        return self._back.state(self._learner, self.version, self._extra())
+
     def _extra(self) -> Mapping[str, Any]:
         return {} if self._in_order is None else {"prompts": self._in_order.state}
 
-    def _read(self, directory: Path) -> Restored:
-        found = self._back.restore(self._learner, directory / STATE)
+    def _take(self, source: Path | Source) -> Restored:
+        found = self._back.restore(self._learner, source)
         self.version = found.version
         if self._in_order is not None and "prompts" in found.extra:
             self._in_order = InOrder(found.extra["prompts"])

@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16 in copies": {"model": toys.configuration("qwen2"), "dtype": "bfloat16", "sharding": "replicate"},
     "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
-    "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis"},
+    "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis", "staleness": 3},
     "own reference": {
         "model": toys.configuration("qwen2"),
         "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},

@@ -30,6 +30,7 @@ from rlinf.flows.evaluation.answers import evaluate
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.flows.sft import sft
+from rlinf.job.algorithm import default_correction
 from rlinf.job.checks.footprint import spread_of
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
@@ -114,6 +115,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
         if spread.words is not None:
             self.report.line(f"{self.config.name}: {spread.words}")
+        if names is None and (words := default_correction(self.config, self.prepared.algorithm)) is not None:
+            self.report.line(f"{self.config.name}: {words}")
         directory = str(self.directory.path)
         roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
         return await spawn_roles(self.system, placed, only(roles, names))

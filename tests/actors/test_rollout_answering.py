@@ -62,5 +62,6 @@ async def test_an_answer_whose_caller_has_left_is_told_no_more():
             pass
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await rollout[0].version()
-        assert await rollout.answering() == [{}]
+        async with asyncio.timeout(30):
+            while await rollout.answering() != [{}]:  # each asking lets the cancellation come further
+                pass

@@ -12,13 +12,13 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.base.in_flight import Generation, PartialGroup, one_by_one
 from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
@@ -31,10 +31,7 @@ from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.runtime.streams.stream import Consumer, Stream, each
 from rlinf.weights.receive import Receiver
-
-T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -172,7 +169,7 @@ class Rollout(Receiver, TailMigration):
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
-            async for prompt in _one_by_one(prompts):
+            async for prompt in one_by_one(prompts):
                 if isinstance(prompt, PartialGroup):
                     group = call.continued(prompt)
                 elif not isinstance(prompt, Prompt):
@@ -291,6 +288,20 @@ class Rollout(Receiver, TailMigration):
         return await self._in_flight.drop(set(prompts))
 
     @endpoint
+    async def split(self, least: int = 2) -> int:
+        """Let the finished answers to a prompt come out of `generate` now, as a group of their own, and the others as
+        another later: of each group with at least so many finished answers, and as many that are not.
+
+        Indices stay those of the whole group, so that no sample is made twice. Returns how many groups were split.
+
+        Raises:
+            ValueError: `least` is below 2: a group of one answer has nothing to compare its reward with.
+        """
+        if least < 2:
+            raise ValueError(f"split: least={least} must be at least 2: rewards are compared within a group")
+        return self._in_flight.split(least)
+
+    @endpoint
     async def abort(self) -> None:
         """End all answers in flight where they stand, and read no more prompts: `generate` yields what there is."""
         self._in_flight.abort()
@@ -324,11 +335,6 @@ class Rollout(Receiver, TailMigration):
     async def onload(self) -> None:
         """Come back to the device."""
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
-
-
-def _one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
-    """The same, of a stream nothing ahead: what one rank takes before it has rows for it, no other can begin with."""
-    return Consumer(prompts, prefetch=False) if isinstance(prompts, Stream) else each(prompts)
 
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:

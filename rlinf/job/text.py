@@ -82,6 +82,7 @@ class TextLoop(TrainingLoop[Evaluation]):
                 mode=stale.mode,
                 carry=rollout.carry,
                 extra=rollout.extra,
+                partial=rollout.groups == "partial",
                 sampling=prepared.algorithm.sampling,
             )
             keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)

@@ -194,3 +194,31 @@ async def test_it_gives_its_device_to_a_trainer_with_half_finished_answers_and_g
         rows = [sample.versions.tolist() for group in groups for sample in group.samples]
         assert all(row == sorted(row) for row in rows)
         assert sum(row[0] < row[-1] for row in rows) >= 3  # answers of several versions
+
+
+async def test_a_group_comes_in_two_parts_when_it_is_split(system, engine):
+    settings = {**LONG, "engine": engine, "max_rows": 8}
+    rollout = await system.spawn(Rollout, name="rollout", **settings)
+    whole = {group.id: answered(group) for group in await collected(rollout.generate(asked(3), n=4))}
+    stream = answers(rollout, Stream.of(asked(3)), n=4)
+    found = []
+    while not any(await rollout.split()):
+        await asyncio.sleep(0)
+        groups = [group for group in (await rollout.in_flight())[0] if not group.left]
+        assert len(groups) < 3, "not one group was ever half finished"
+    kept = await rollout.in_flight()
+    found = await collected(stream)
+    parts = {}
+    for group in found:
+        parts.setdefault(group.id, []).append(len(group.samples))
+    assert [2, 2] in parts.values()
+    assert all(sizes in ([2, 2], [4]) for sizes in parts.values())
+    rows = {id: sorted(row for group in found if group.id == id for row in answered(group)) for id in whole}
+    assert rows == whole  # no sample is another because of it
+    if engine != ENGINES["plain"]:  # which does not go on with half answers
+        again = await system.spawn(Rollout, name="again", **settings)
+        unread = [prompt for prompt in asked(3) if prompt.id not in {group.prompt.id for group in kept[0]}]
+        resumed = await collected(again.generate(Stream.of([*kept[0], *unread]), n=4))
+        assert {id: sorted(row for one in resumed if one.id == id for row in answered(one)) for id in whole} == whole
+    with pytest.raises(ValueError, match="least=1 must be at least 2"):
+        await rollout.split(1)

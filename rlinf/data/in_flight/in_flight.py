@@ -124,10 +124,18 @@ class InFlight(Making):
         partials = {} if self._keeper is None or self._pipe is None else await self._keeper.partials()
         async with self._reading:
             kept = [
-                replace(one, partial=partials.get(one.id, one.partial)) if one.result is None else one
+                replace(one, partial=self._rest(one.id, partials.get(one.id, one.partial)))
+                if one.result is None
+                else one
                 for one in self.entries
             ]
             return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
+
+    def _rest(self, number: int, begun: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What was begun of one thing, without the parts that have been received."""
+        if self._keeper is None or not self.rules.partial:
+            return begun
+        return self._keeper.rest(begun, {*range(self._size)} - self._unfinished(number))
 
     @property
     def ids(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlinf.actors.base.in_flight import PartialGroup
@@ -56,3 +57,13 @@ class RolloutKeeper:
     async def split(self) -> None:
         """Let the complete answers of groups under way come by themselves."""
         await self._rollout().split()
+
+    def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
+        """What was begun of one prompt, without these answers; nothing of a group that has no others."""
+        groups = [
+            replace(group, done={index: one for index, one in group.done.items() if index not in samples})
+            for group in partial
+            if isinstance(group, PartialGroup)
+        ]
+        tasks = [task for task in partial if not isinstance(task, PartialGroup)]
+        return (*tasks, *(group for group in groups if group.done or group.left))

@@ -106,13 +106,17 @@ class Rollout:
     async def split(self) -> None:
         return
 
+    def rest(self, partial: tuple[Any, ...], samples: Any) -> tuple[Any, ...]:
+        assert not samples  # of no group a part has come
+        return partial
+
 
 class Keeper:
     """A rollout as its `InFlight` asks it."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.partials, self.settled, self.drop, self.split = (
-            rollout.partials, rollout.settled, rollout.drop, rollout.split,
+        self.partials, self.settled, self.drop, self.split, self.rest = (
+            rollout.partials, rollout.settled, rollout.drop, rollout.split, rollout.rest,
         )  # fmt: skip
         self._rollout = rollout
 

@@ -18,8 +18,8 @@ from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
+from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
-from rlinf.flows.policy_evaluation import trials
 from rlinf.flows.record import record
 from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.runtime.system.handles import ActorGroup

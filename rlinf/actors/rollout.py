@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,12 +19,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Request, Sampling
+from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
@@ -117,6 +118,7 @@ class Rollout(Receiver, TailMigration):
         if rescale and not self._engine.hands_over:
             await self._engine.close()
             raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
+        self._single = SingleAnswers(self._engine)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._rescale = rescale
 
@@ -132,6 +134,7 @@ class Rollout(Receiver, TailMigration):
         *,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        listed: bool = True,
         **sampling: Any,
     ) -> AsyncIterator[Group]:
         """Answer every prompt `n` times.
@@ -141,10 +144,13 @@ class Rollout(Receiver, TailMigration):
 
         Args:
             prompts: what to answer, a list or a stream. Called on several ranks, they share a stream between them; a
-                list is answered by each. A partial group, as `in_flight` returns it, is continued.
+                list is answered by each. A partial group, as `in_flight` returns it, is continued; one of which all
+                answers have ended comes out at once.
             n: samples per prompt.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
+            listed: `in_flight`, `settled` and `drop` are about these prompts too. False for answers that no checkpoint
+                keeps, such as those of an evaluation, whose prompts are numbered like others.
             sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
 
         Yields:
@@ -160,7 +166,7 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "generate", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        call = Generation(self._engine, self._ids)
+        call = Generation(self._engine, self._ids, listed=listed)
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
@@ -185,10 +191,9 @@ class Rollout(Receiver, TailMigration):
             call.start(requests())
             async for complete in call.complete():
                 self._tell(key)
-                for group in await self._groups(complete):
-                    yield group
-            for group in await self._groups(call.rest):
-                yield group
+                for partial, group in zip(complete, await self._groups(complete), strict=True):
+                    if group.samples and call.puts_out(partial):
+                        yield group
         finally:
             await call.close()
             self._tell(key)
@@ -201,6 +206,8 @@ class Rollout(Receiver, TailMigration):
         *,
         seed: int,
         conversation: int | None = None,
+        name: str | None = None,
+        begun: PartialAnswer | None = None,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         **sampling: Any,
@@ -209,7 +216,7 @@ class Rollout(Receiver, TailMigration):
 
         It is a function of the weights, the prompt and the seed, up to rounding: callers who want different answers
         give different seeds. A caller who is cancelled gives its row back. `abort` ends it where it stands, `pause`
-        and a parked device make it wait; `in_flight` does not list it, since nobody waits for it after a restart.
+        and a parked device make it wait; `answering` tells how far it is, `in_flight` does not list it.
 
         Args:
             prompt: a prompt, or its token ids, int64 [prompt].
@@ -217,6 +224,9 @@ class Rollout(Receiver, TailMigration):
             conversation: names the conversation of which this is a turn, unique on this rank. If the next prompt of
                 that name begins with this prompt and its answer, the engine may read only what follows them; call
                 `forget` when there will be none. It changes no answer, up to rounding.
+            name: of the call, unique: `answering` tells by it how far the answer is. None: it does not.
+            begun: the beginning of the answer, as `answering` told it: it is read, not made again, where the engine can
+                go on with it.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
             sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
@@ -231,8 +241,14 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "answer", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        request = Request(next(self._ids), ids, rules, seed, images=images, conversation=conversation)
-        return await self._engine.answer(request)
+        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
+        return await self._single.answer(request, name)
+
+    @endpoint
+    async def answering(self) -> dict[str, PartialAnswer]:
+        """How far the calls of `answer` are that have a name, by that name: their tokens so far. They go on here; those
+        that have no token yet are left out."""
+        return await self._single.partial()
 
     @endpoint
     async def forget(self, conversations: Sequence[int] | None = None) -> None:
@@ -244,12 +260,33 @@ class Rollout(Receiver, TailMigration):
 
     @endpoint
     async def in_flight(self) -> list[PartialGroup]:
-        """The groups of this rank that are being answered, with their answers so far: what a checkpoint keeps.
+        """The groups of this rank that are being answered, with their answers so far: what a checkpoint keeps. After
+        them those that have come out of a `generate` which goes on, until they are `settled`: with nothing left.
 
         They go on here; `generate` of a rollout with the same weights continues them to the same samples, up to
         rounding.
         """
         return await self._in_flight.partial()
+
+    @endpoint
+    async def settled(self, answers: Iterable[int] | Mapping[int, Collection[int] | None]) -> None:
+        """Keep these groups no more for `in_flight`: whoever got them looks after them now.
+
+        Args:
+            answers: ids of prompts; or by prompt the indices of those of its answers that arrived, None for all. Others
+                than those of this rank are ignored.
+        """
+        self._in_flight.settled(answers if isinstance(answers, Mapping) else dict.fromkeys(answers))
+
+    @endpoint
+    async def drop(self, prompts: Iterable[int]) -> dict[int, int]:
+        """End the answers to prompts, given by their ids; `generate` yields nothing for them.
+
+        Returns:
+            Tokens that are thrown away, by prompt, for those that were in flight on this rank. Of any other it has
+            nothing, or has put it out before.
+        """
+        return await self._in_flight.drop(set(prompts))
 
     @endpoint
     async def abort(self) -> None:
@@ -299,17 +336,18 @@ def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
 
 
 def _groups(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """The samples of each prompt, in order of their index."""
-    groups = []
-    for group in answered:
-        samples = tuple(
-            _sample(group.prompt, index, completion, group.temperature, tokenizer)
-            for index, completion in sorted(group.done.items())
-            if len(completion.response_ids)  # nothing, where it was aborted before it began
+    """The samples of each prompt, in order of their index; none where it was aborted before one began."""
+    return [
+        Group(
+            group.prompt,
+            tuple(
+                _sample(group.prompt, index, completion, group.temperature, tokenizer)
+                for index, completion in sorted(group.done.items())
+                if len(completion.response_ids)
+            ),
         )
-        if samples:
-            groups.append(Group(group.prompt, samples))
-    return groups
+        for group in answered
+    ]
 
 
 def _sample(

@@ -50,6 +50,9 @@ class AlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     correction: Any = field(default_factory=dict)
     """Importance sampling between engine and trainer: {cap: 2.0, level: token, outside: truncate}; null for none."""
+    rejection: Any = field(default_factory=dict)
+    """Leave out whole answers by the geometric mean of their tokens' ratios, trainer over engine: {floor: 0.5, cap:
+    2.0}, or by one token's, {least: 0.0001}; null for none."""
     max_drift: float | None = number(None, above=0)
     """Bad answers that the policy has left further behind, nats per token, are left out; null for no bound."""
     shaping: Any = field(default_factory=dict)

@@ -175,6 +175,13 @@ class RolloutConfig:
     """Tokens for which the key-value cache has room, prompts and answers together; null makes room for max_rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which answers are generated."""
+    carry: int | None = number(None, low=0)
+    """Where the flow works ahead: by how many versions an unfinished answer may be carried over before a step waits for
+    it. null is staleness.max: nothing is ever too old. With more, no answer holds a step up for longer than that, and
+    staleness.mode says what becomes of tokens that are too old then."""
+    extra: int | None = number(None, low=0)
+    """Where the flow works ahead: prompts under way beside those of the step in hand; the surplus is there for the next
+    step. null is staleness.max batches, and more than that never helps."""
     rescale: bool = False
     """When the last answers of a step are few, gather them on fewer ranks, so that the devices of the others are free
     earlier. Samples stay the same up to rounding; see docs/rescaling.md for when it pays."""
@@ -227,7 +234,11 @@ class StalenessConfig:
     """How old the weights may be that made what is learned from, in flows that begin steps early."""
 
     max: int = number(1, low=0)
-    """In published versions; 0 begins nothing early. Read by rlinf.flows.agentic.agentic_async alone."""
+    """In published versions: no token is learned that is older; 0 begins nothing early. Read by flows that work ahead:
+    rlinf.flows.grpo_async, ppo_async, agentic.agentic_async, and your own where `rlinf.data.step.ahead` marks it."""
+    mode: Literal["mask", "drop", "resample"] = "mask"
+    """What becomes of answers that were carried over for so long (rollout.carry) that some of their tokens are too old:
+    `mask` learns their other tokens, `drop` leaves them out, `resample` answers their prompts again."""
 
 
 @dataclass

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rlinf.algos.parts import DynamicSampling
-from rlinf.data.in_flight import InFlight
+from rlinf.data.in_flight import InFlight, Ledger
 from rlinf.data.sample import Group, Prompt
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]
 """Draws so many more prompts of the run."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ahead(flow: F) -> F:
+    """Marks a flow that takes its batches from `step.in_flight`: `staleness.max` bounds how far it works ahead, and
+    `step.prompts` is empty where a run calls it, since prompts are drawn as there is room for them."""
+    flow.ahead = True  # type: ignore[attr-defined]  # an attribute of its own
+    return flow
+
+
+def works_ahead(flow: Any) -> bool:
+    """Whether a flow is marked by `ahead`."""
+    return bool(getattr(flow, "ahead", False))
 
 
 async def _nothing(count: int) -> Sequence[Prompt]:
@@ -38,11 +51,10 @@ class Step:
     """Only the critic learns yet."""
     moving_reference: bool = False
     """The reference policy follows the one that learns."""
-    until: int | None = None
-    """Work may begin early for steps before this one; None: for no step. Nothing may be in flight when the model is
-    evaluated or saved."""
-    in_flight: InFlight[Any] = field(default_factory=InFlight)
+    in_flight: InFlight = field(default_factory=InFlight)
     """What was begun early; the run's."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """The run's account of samples, told of those that are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +70,9 @@ class EmbodiedStep:
     fresh: bool = True
     """New episodes begin with the step; otherwise those that are under way go on."""
     until: int | None = None
-    """Acting may begin early for steps before this one; None: for no step. Nothing may be in flight when the policy is
+    """Acting may begin early for steps before this one; None: for no limit. Nothing may be in flight when the policy is
     evaluated or saved."""
-    in_flight: InFlight[Any] = field(default_factory=InFlight)
+    in_flight: InFlight = field(default_factory=InFlight)
     """What was begun early; the run's."""
 
 
@@ -72,8 +84,6 @@ class SupervisedStep:
     """Which, from 0."""
     batch: Sequence[Group]
     """What is learned in it: conversations of one sample each, or pairs of the chosen and the rejected one."""
-    until: int | None = None
-    """Work may begin early for steps before this one; None: for no step."""
 
 
 AnyStep = Step | EmbodiedStep | SupervisedStep

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.data.step import EmbodiedStep
-from rlinf.flows.parts.interact import act
+from rlinf.data.step import EmbodiedStep, ahead
+from rlinf.flows.parts.interact import acting
 
 
+@ahead
 async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict[str, float]:
     """One step of `flows.embodied`, acted by weights that are a bounded number of versions old.
 
@@ -21,7 +22,7 @@ async def embodied_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any
     Returns:
         The trainer's metrics; `staleness/mean` says how many versions old the acting weights were.
     """
-    trajectories = await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
-    metrics: dict[str, float] = await trainer.train(trajectories)
+    batch = step.in_flight.next_batch(step, lambda steps: acting(steps, env, policy), policy)
+    metrics: dict[str, float] = await trainer.train(await batch.groups.collect())
     await step.in_flight.publish(policy, trainer.weights())
     return metrics

@@ -15,8 +15,8 @@ from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.text import RunConfig
 
 PLACES = (
-    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "max_drift", "shaping", "truncated",
-    "sampling", "critic",
+    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "rejection", "max_drift", "shaping",
+    "truncated", "sampling", "critic",
 )  # fmt: skip
 """Keys of `algorithm` that change a part of the recipe."""
 _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}

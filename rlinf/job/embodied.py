@@ -22,17 +22,19 @@ from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
+from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.episodes import Episode, NothingHappened
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
-from rlinf.flows.policy_evaluation import trials
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, only, spawn_roles
+from rlinf.metrics.alarm import StalenessAlarm
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.placement.seats import CONTROL, Placed, place
@@ -64,12 +66,10 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
     ) -> None:
         super().__init__(system, config, prepared, directory)
+        self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
+        self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
-
-    @property
-    def staleness(self) -> int:
-        return self.config.algorithm.staleness
 
     @property
     def evaluates_every(self) -> int:
@@ -135,6 +135,10 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
         return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._too_old.heard(self.done, metrics)) is not None:
+            self.report.line(warning)
 
     def in_words(self, evaluation: dict[str, float]) -> str:
         return in_words(evaluation)

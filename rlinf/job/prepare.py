@@ -36,6 +36,7 @@ from rlinf.job.checks.fits import oversized, too_long
 from rlinf.job.checks.footprint import Spread, complaints, footprints, spread_of
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
+from rlinf.job.checks.whole import check_parts
 from rlinf.job.roles.agents import configured_agent
 from rlinf.job.roles.named import (
     collected,
@@ -139,6 +140,7 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
         ConfigError: with every mistake.
         Exception: what the imported code itself raised, with its traceback.
     """
+    check_parts(config)
     if isinstance(config, EmbodiedConfig):
         return _prepare_embodied(config, hosts)
     if config.algorithm.name in SUPERVISED:

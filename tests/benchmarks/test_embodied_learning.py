@@ -12,7 +12,7 @@ from benchmarks.embodied_learning_cases import CASES, Expert, SparseReach, shrun
 from benchmarks.embodied_learning_run import Outcome, outcome
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.envs.toy import NEAR, Reach
-from rlinf.flows.policy_evaluation import trials
+from rlinf.flows.evaluation.trials import trials
 from rlinf.runtime.system.system import ActorSystem
 from tests.launching import launch
 

@@ -68,11 +68,19 @@ class Scripted(Actor):
             done.put_nowait(None if asked.id in self.lost else asked)
 
         tasks = []
-        try:
+        left = [1]  # prompts on their way, and the reading of more
+
+        async def read() -> None:
             async for asked in each(prompts):  # type: ignore[arg-type]
+                left[0] += 1
                 tasks.append(asyncio.create_task(answer(asked)))
-            for _ in tasks:
+            done.put_nowait(None)
+
+        tasks.append(asyncio.create_task(read()))
+        try:
+            while left[0]:
                 asked = await done.get()
+                left[0] -= 1
                 if asked is None:
                     continue
                 if asked.id == self.fails:

@@ -7,8 +7,8 @@ from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
-from rlinf.flows.policy_evaluation import trials
 from rlinf.flows.record import record
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.system.system import ActorSystem

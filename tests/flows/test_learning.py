@@ -9,7 +9,7 @@ from rlinf.actors.trainer import Trainer
 from rlinf.data.datasets.toy_tasks import PromptStream, examples, make_task, prompts
 from rlinf.data.step import Step
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.flows.evaluate import evaluate
+from rlinf.flows.evaluation.answers import evaluate
 from rlinf.flows.grpo import grpo
 from rlinf.flows.sft import sft
 

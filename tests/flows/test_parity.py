@@ -18,8 +18,8 @@ from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
 from rlinf.data.step import EmbodiedStep
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, Transition
+from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.parts.interact import interactions
-from rlinf.flows.policy_evaluation import trials
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
 

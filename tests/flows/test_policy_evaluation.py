@@ -5,7 +5,7 @@ import pytest
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.envs.episodes import Episode
-from rlinf.flows.policy_evaluation import trials
+from rlinf.flows.evaluation.trials import trials
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH

@@ -7,7 +7,7 @@ import pytest
 from rlinf.config.loading import RunFailure
 from rlinf.envs.episodes import NothingHappened
 from rlinf.flows.embodied_async import embodied_async
-from rlinf.flows.parts.interact import act
+from rlinf.flows.parts.interact import acting
 from rlinf.job.embodied import MOST_SKIPPED
 from rlinf.job.start import train
 from rlinf.job.validate import load_embodied
@@ -20,7 +20,7 @@ SMALL = ("log_every=1", "trials.episodes=0", "policy.horizon=5", "env.max_steps=
 async def unlucky(step, env, policy, trainer):
     """Acts ahead, and now and then loses everything."""
     if step.index in LOST:
-        await step.in_flight.next_batch(step, lambda step: act(step, env, policy), policy)
+        await step.in_flight.next_batch(step, lambda steps: acting(steps, env, policy), policy).groups.collect()
         raise NothingHappened("all was lost")
     return await embodied_async(step, env, policy, trainer)
 

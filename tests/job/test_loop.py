@@ -15,6 +15,7 @@ import torch
 from rlinf.config.common import CheckpointConfig, TrackingConfig
 from rlinf.config.embodied import EmbodiedConfig, TrialsConfig
 from rlinf.config.loading import InputError, Problem, RunFailure
+from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.loop import TrainingLoop
@@ -80,7 +81,11 @@ SCORES: list[float] = []
 
 
 async def toy(step, policy, trainer):
-    batch = await step.in_flight.next_batch(step, lambda step: policy[0].act(step.index), policy)
+    async def acted(steps):
+        async for one in steps:
+            yield Made(one.index, (await policy[0].act(one.index),))
+
+    (batch,) = await step.in_flight.next_batch(step, acted, policy).groups.collect()
     if step.index in BREAKS:
         raise BREAKS.pop(step.index)
     metrics = await trainer.train(batch)
@@ -97,8 +102,11 @@ class Toy(TrainingLoop[dict[str, float]]):
 
     generates = "policy"
     headline = "evaluation/score"
-    staleness = 1
     evaluates_every = 2
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.in_flight = InFlight(Rules(1, between=True))
 
     async def spawn(self, placed, names=None):
         return await spawn_roles(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,6 +250,18 @@ def test_the_mismatch_is_measured_when_asked():
     learn_policy(learner, pack(ROWS), **CLIP, compare=True)
     values = learner.step()[0].values()
     assert 0 < values["mismatch/mean"] < values["mismatch/max"] < 10
+
+
+def test_with_ages_the_mismatch_is_that_of_tokens_of_these_weights_and_older_ones_have_drifted():
+    learner, quiet = Learner(PolicyModel(model()), lr=0.0), Learner(PolicyModel(model()), lr=0.0)
+    aged = [replace(row, columns={"versions": np.full(row.learned, 5 - n % 3)}) for n, row in enumerate(ROWS)]
+    learn_policy(learner, pack(aged), **CLIP, version=5, compare=True, oldest=2)
+    learn_policy(learner, pack([]), **CLIP, version=5, compare=True, oldest=2)  # a rank without work
+    found = learner.step()[0].values()
+    for age, name in enumerate(("mismatch/mean", "staleness/drift/1", "staleness/drift/2")):
+        learn_policy(quiet, pack(ROWS[age::3]), **CLIP, compare=True)
+        assert found[name] == pytest.approx(quiet.step()[0].values()["mismatch/mean"], rel=1e-4)
+    assert 0 < found["staleness/ess"] < 1
 
 
 def test_a_step_without_a_token_is_refused():

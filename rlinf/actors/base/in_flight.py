@@ -1,4 +1,5 @@
-"""What one rank of a rollout has in flight: groups of answers that are not finished, by call of `generate`.
+"""What one rank of a rollout has in flight, by call of `generate`: groups of answers that are not finished, and
+finished ones of which nobody has said yet that they arrived.
 
 Flows in: prompts, and partial groups of another rank or of a checkpoint. Flows out: groups whose answers have all
 ended; partial groups for other ranks and checkpoints. Who wakes whom: every use of the engine is a task that passes on
@@ -10,7 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,7 +41,8 @@ class PartialGroup:
     done: dict[int, Completion] = field(default_factory=dict)
     """The finished answers, by index."""
     left: dict[int, Request] = field(default_factory=dict)
-    """The others, by index; on its way, each with its tokens so far."""
+    """The others, by index; on its way, each with its tokens so far. Empty: all have ended, and `generate` puts the
+    group out at once."""
     temperature: float = 1.0
     """At which they are sampled."""
 
@@ -59,9 +72,11 @@ class Generation:
     Args:
         engine: answers.
         ids: names for requests and groups, unique among all calls.
+        listed: `InFlight` tells of its groups, and has them settled and dropped.
     """
 
-    def __init__(self, engine: Engine, ids: Iterator[int]):
+    def __init__(self, engine: Engine, ids: Iterator[int], *, listed: bool = True):
+        self.listed = listed
         self.exhausted = False
         """All prompts have been read."""
         self.aborted = False
@@ -72,8 +87,11 @@ class Generation:
         """It could not be handed over once, and is not to be tried again."""
         self._engine, self._ids = engine, ids
         self._groups: dict[int, PartialGroup] = {}
+        self._dropped: dict[int, PartialGroup] = {}  # by the same numbers, while their answers are being ended
+        self._ready: dict[PartialGroup, None] = {}  # complete, and not put out yet
+        self._out: dict[PartialGroup, None] = {}  # put out, and not settled yet
         self._places: dict[int, _Place] = {}  # of requests that the engine has, by id
-        self._news: asyncio.Queue[list[Completion] | _End] = asyncio.Queue()
+        self._news: asyncio.Queue[list[PartialGroup] | PartialGroup | _End] = asyncio.Queue()
         self._room = asyncio.Semaphore()  # the engine waits for our reader
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running = 0
@@ -94,10 +112,16 @@ class Generation:
         return replace(group, done=dict(group.done), left=left)
 
     def requests(self, group: PartialGroup) -> Iterator[Request]:
-        """The unfinished answers of a group; each is in flight from when it is taken."""
+        """The unfinished answers of a group; each is in flight from when it is taken. Without any it is complete."""
+        if not group.left:
+            self._ready[group] = None
+            self._news.put_nowait(group)
+            return
         number = next(self._ids)
         self._groups[number] = group
         for index, request in list(group.left.items()):
+            if number not in self._groups:  # dropped meanwhile
+                return
             self._places[request.id] = _Place(number, index, self._engine.stats.steps)
             yield request
 
@@ -114,26 +138,37 @@ class Generation:
         return task
 
     async def complete(self) -> AsyncIterator[list[PartialGroup]]:
-        """Groups of which all answers have ended; once per batch of the engine's, so perhaps none."""
+        """Groups of which all answers have ended; once per batch of the engine's, so perhaps none. Last come those of
+        which some have ended and others were never asked for, because of `abort`."""
         while self._running:
             news = await self._news.get()
             if isinstance(news, _End):
                 self._running -= 1
                 if news.error is not None:
                     raise news.error
+            elif isinstance(news, PartialGroup):
+                yield [news]
             else:
                 self._room.release()
-                yield list(self._note(news))
+                yield news
         self.over = True
+        if rest := [replace(group, left={}) for group in self._groups.values() if group.done]:
+            self._groups.clear()
+            self._ready.update(dict.fromkeys(rest))
+            yield rest
 
-    @property
-    def rest(self) -> list[PartialGroup]:
-        """Groups of which some answers have ended and others were never asked for, because of `abort`."""
-        return [group for group in self._groups.values() if group.done]
+    def puts_out(self, group: PartialGroup) -> bool:
+        """A complete group is put out now, and kept until it is settled; False: no, it was dropped."""
+        if group not in self._ready:
+            return False
+        del self._ready[group]
+        self._out[group] = None
+        return True
 
     async def close(self) -> None:
         """End everything."""
         self.over = True
+        self._tell_noted()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -149,29 +184,71 @@ class Generation:
                 await self._pass_on(completions)
 
     async def _pass_on(self, completions: list[Completion]) -> None:
+        complete = self._note(completions)
         await self._room.acquire()
-        self._news.put_nowait(completions)
+        self._news.put_nowait(complete)
 
-    def _note(self, completions: Sequence[Completion]) -> Iterator[PartialGroup]:
+    def _note(self, completions: Sequence[Completion]) -> list[PartialGroup]:
+        complete: list[PartialGroup] = []
         for completion in completions:
             place = self._places.pop(completion.id)
-            group = self._groups[place.group]
+            group = self._groups.get(place.group) or self._dropped[place.group]
             group.done[place.answer] = completion
             del group.left[place.answer]
-            if not group.left:
-                yield self._groups.pop(place.group)
+            if not group.left and place.group in self._groups:
+                complete.append(self._groups.pop(place.group))
+        self._ready.update(dict.fromkeys(complete))
+        self._tell_noted()
+        return complete
+
+    def _tell_noted(self) -> None:
         self._noted.set()
         self._noted = asyncio.Event()
 
     # Partial groups ----------------------------------------------------------------------------------------------
 
     async def partial(self) -> list[PartialGroup]:
-        """All groups in flight with what there is of their answers, as a checkpoint keeps them; they go on here."""
+        """All groups in flight with what there is of their answers, as a checkpoint keeps them, and then all that are
+        complete and not settled, with nothing left; they go on here."""
         begun = {request.id: request for request in await self._engine.partial(list(self._places))}
         return [
             replace(group, done=dict(group.done), left={at: begun.get(one.id, one) for at, one in group.left.items()})
-            for group in self._groups.values()
+            for group in (*self._groups.values(), *self._ready, *self._out)
         ]
+
+    def settled(self, answers: Mapping[int, Collection[int] | None]) -> None:
+        """Keep these no more, which were put out: by prompt the indices of answers, None for all of them."""
+        for group in [group for group in self._out if group.prompt.id in answers]:
+            some = answers[group.prompt.id]
+            if some is None or group.done.keys() <= set(some):
+                del self._out[group]
+
+    async def drop(self, prompts: Collection[int]) -> dict[int, int]:
+        """End the answers to these prompts, and put out nothing of them any more.
+
+        Returns:
+            How many tokens there were, by prompt, for those that this call has and has not put out.
+        """
+        dropped = {number: group for number, group in self._groups.items() if group.prompt.id in prompts}
+        for number in dropped:
+            self._dropped[number] = self._groups.pop(number)
+        ready = [group for group in self._ready if group.prompt.id in prompts]
+        for group in ready:
+            del self._ready[group]
+        tokens = Counter({group.prompt.id: 0 for group in (*dropped.values(), *ready)})
+        wanted = {id: place for id, place in self._places.items() if place.group in dropped}
+        if not self._engine.hands_over:
+            await self._engine.abort(wanted)
+        else:
+            for request in await self._engine.take_out(wanted):
+                tokens[dropped[self._places.pop(request.id).group].prompt.id] += request.answered
+        while not (self.over or self._places.keys().isdisjoint(wanted)):  # ended, and on their way to `_note`
+            await self._noted.wait()
+        for group in (*dropped.values(), *ready):
+            tokens[group.prompt.id] += sum(len(one.response_ids) for one in group.done.values())
+        for number in dropped:
+            del self._dropped[number]
+        return dict(tokens)
 
     def load(self, rank: int) -> Load:
         """What is left, by group."""
@@ -191,7 +268,7 @@ class Generation:
             taken.setdefault(place.group, {})[place.answer] = request
         while not self._places.keys().isdisjoint(wanted):  # finished, and on their way through `complete`
             await self._noted.wait()
-        groups = {number: self._groups.pop(number) for number in taken}
+        groups = {number: self._groups.pop(number) for number in taken if number in self._groups}
         return {number: replace(group, left=taken[number]) for number, group in groups.items()}
 
     def take_in(self, groups: Iterable[PartialGroup]) -> None:
@@ -215,9 +292,25 @@ class InFlight:
         for call in self.calls.values():
             call.aborted = True
 
+    @property
+    def _listed(self) -> list[Generation]:
+        return [call for call in self.calls.values() if call.listed]
+
     async def partial(self) -> list[PartialGroup]:
-        """The groups of all calls, with what there is of their answers."""
-        return [group for call in list(self.calls.values()) for group in await call.partial()]
+        """The groups of all listed calls, with what there is of their answers."""
+        return [group for call in self._listed for group in await call.partial()]
+
+    def settled(self, answers: Mapping[int, Collection[int] | None]) -> None:
+        """See `Generation.settled`."""
+        for call in self._listed:
+            call.settled(answers)
+
+    async def drop(self, prompts: Collection[int]) -> dict[int, int]:
+        """See `Generation.drop`."""
+        tokens: Counter[int] = Counter()
+        for call in self._listed:
+            tokens.update(await call.drop(prompts))
+        return dict(tokens)
 
 
 def _bundle(number: int, left: Sequence[tuple[_Place, Request]], steps: float) -> Bundle:

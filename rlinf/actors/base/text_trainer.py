@@ -44,6 +44,7 @@ from rlinf.config.learning import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import ModelSettings, Optimization, back_end_of
@@ -59,7 +60,7 @@ from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
 from rlinf.training.text.work_queue import Meeting
 from rlinf.weights.publish import publish
-from rlinf.weights.train_state import STATE, HostCopy, Restored
+from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Taken = tuple[LossSum, dict[str, float]]
 """An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
@@ -89,6 +90,7 @@ class TextTrainer(OwnPace):
         self._learner = self._at_work = self._back.optimization(**settings.learner)
         self._coming_again: list[ForwardBackward] = []
         self.version = 0
+        self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
         copies = self._back.copies_of_ranks if settings.order == "free" else ()
         self._apart = copies if len(copies) > 1 else ()
@@ -171,6 +173,7 @@ class TextTrainer(OwnPace):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
                     steps.append(await self.computed(learner.step))
+                    self._optimizer_steps += 1
                     self.version += command.new_version
                     unnumbered |= not command.new_version
             except FloatingPointError as error:
@@ -253,6 +256,11 @@ class TextTrainer(OwnPace):
             if not work.cancelled():
                 work.exception()  # seen: raised above, unless nobody listens any more
 
+    @endpoint
+    async def optimizer_steps(self) -> int:
+        """How many were taken here: whether the weights have changed since, also in the middle of a batch."""
+        return self._optimizer_steps
+
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
     async def _published(self) -> Weights | None:
@@ -263,11 +271,14 @@ class TextTrainer(OwnPace):
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)
 
+    def _state(self) -> StateCopy:
+        return self._back.state(self._learner, self.version, self._extra())
+
     def _extra(self) -> Mapping[str, Any]:
         return {} if self._in_order is None else {"prompts": self._in_order.state}
 
-    def _read(self, directory: Path) -> Restored:
-        found = self._back.restore(self._learner, directory / STATE)
+    def _take(self, source: Path | Source) -> Restored:
+        found = self._back.restore(self._learner, source)
         self.version = found.version
         if self._in_order is not None and "prompts" in found.extra:
             self._in_order = InOrder(found.extra["prompts"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlinf.data.step import Step
+from rlinf.data.step import Step, ahead
 
 
+@ahead
 async def agentic_async(step: Step, session: Any) -> Mapping[str, float]:
-    """One step of `agentic`, by weights that are at most `staleness.max` versions old.
+    """One step of `agentic`, from tokens whose weights are at most `staleness.max` versions old.
 
     Where rollout and trainer are on different devices, a step takes as long as the longer of working and learning.
 
@@ -21,10 +22,10 @@ async def agentic_async(step: Step, session: Any) -> Mapping[str, float]:
         The trainer's metrics, and those of episodes.
     """
 
-    async def work(step: Step) -> Any:
-        return await session.gather_groups(step.prompts, n=step.group_size)
+    def work(tasks: Any) -> Any:
+        return session.gather_tasks(tasks, n=step.group_size, give_up=step.prompts_per_step)
 
-    groups = await step.in_flight.next_batch(step, work, session.rollout)
-    metrics: Mapping[str, float] = await session.train(groups, publish=False)
+    batch = step.in_flight.next_batch(step, work, session.rollout)
+    metrics: Mapping[str, float] = await session.train(batch.groups, publish=False)
     await step.in_flight.publish(session.rollout, session.trainer.weights())
-    return metrics
+    return {**metrics, **batch.metrics}

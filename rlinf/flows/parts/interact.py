@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlinf.data.step import EmbodiedStep
+from rlinf.data.in_flight import Made
+from rlinf.data.step import EmbodiedStep
 
 
 def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[Any, Any, Any]]:
@@ -33,8 +33,9 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
     return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]
 
 
-async def act(step: EmbodiedStep, env: Any, policy: Any) -> list[Any]:
-    """The trajectories of a step, once all are complete, so that the next episodes and other weights do not mix with
+async def acting(steps: AsyncIterable[EmbodiedStep], env: Any, policy: Any) -> AsyncIterator[Made]:
+    """The trajectories of each step, once all are complete, so that the next episodes and other weights do not mix with
     them."""
-    trajectories = await asyncio.gather(*interactions(step, env, policy))
-    return list(await asyncio.gather(*trajectories))
+    async for step in steps:
+        trajectories = await asyncio.gather(*interactions(step, env, policy))
+        yield Made(step.index, tuple(await asyncio.gather(*trajectories)))

@@ -20,6 +20,7 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets import columns
 from rlinf.data.datasets.load import Data
+from rlinf.data.step import works_ahead
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.named import own_roles
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Role
@@ -54,7 +55,7 @@ def roles_to_start(
         "seed": config.seed,
     }
     found: dict[str, tuple[type[Any], dict[str, Any]]] = {
-        "rollout": (Rollout, {**shared, **asdict(config.rollout), "directory": rescue}),
+        "rollout": (Rollout, {**shared, **_rollout(config), "directory": rescue}),
         "judge": (Judge, {**asdict(config.reward), "reward": passed, "columns": data.columns or None}),
     }
     if config.reward_model.path is not None:
@@ -71,8 +72,18 @@ def roles_to_start(
     for name in (REFERENCE, "teacher", *config.named_teachers):
         if name in prepared.roles:
             found[name] = (Reference, {**shared, **_reference(config, name)})
-    held = prepared.held
-    ours = {name: Role(actor, settings, held.get(name, (0, 0))) for name, (actor, settings) in found.items()}
+    held, grain = prepared.held, {}
+    if works_ahead(prepared.flow) and config.staleness.max:
+        # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
+        for _, settings in found.values():
+            settings |= {"order": "arrival"} if "order" in settings else {}
+        found["trainer"][1]["staleness"] = config.staleness.max
+        # it always has answers under way: it gives its devices when there is enough for its share of a step
+        grain["rollout"] = -(-config.algorithm.prompts_per_step // len(prepared.placed.seats["rollout"].hosts))
+    ours = {
+        name: Role(actor, settings, held.get(name, (0, 0)), lease_items=grain.get(name))
+        for name, (actor, settings) in found.items()
+    }
     return {**ours, **own_roles(config)}
 
 
@@ -92,6 +103,11 @@ def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> 
         asked = columns.fields(config.reward_model.template or "")
         if missing := [name for name in asked if name not in known and name.partition(".")[0] not in known]:
             raise InputError(f"reward_model.template: there is no column {missing[0]!r}; there are {sorted(known)}")
+
+
+def _rollout(config: RunConfig) -> dict[str, Any]:
+    """The keys that are not the work in flight's."""
+    return {name: value for name, value in asdict(config.rollout).items() if name not in ("carry", "extra")}
 
 
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:

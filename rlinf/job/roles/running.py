@@ -43,6 +43,8 @@ class Role:
     """Bytes on each of its devices while it is loaded, and while it is parked."""
     hosts: tuple[int, ...] | None = None
     """Where it runs if the placement does not know it."""
+    lease_items: int | None = None
+    """After so many items it offers devices that it shares, where the plan says nothing."""
 
 
 async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, Role]) -> Roles:
@@ -61,7 +63,11 @@ async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, R
     async def spawn(names: Iterable[str]) -> None:
         for name in names:
             role = roles[name]
-            where = placed.spawning(name, *role.held) if role.hosts is None else {"hosts": role.hosts}
+            where: dict[str, Any] = {"hosts": role.hosts}
+            if role.hosts is None:
+                where = placed.spawning(name, *role.held)
+            if role.lease_items is not None and "devices" in where:
+                where.setdefault("lease_items", role.lease_items)
             found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
@@ -89,10 +95,16 @@ def save_roles(
         calls.append(roles[CRITIC].save(str(directory / CRITIC)))
     if REFERENCE in roles and moving_reference:
         calls.append(roles[REFERENCE][0].save(str(directory / REFERENCE)))
-    for name in own:
-        if name in roles and "save" in roles[name].endpoints:
-            calls += [ref.save(str(directory / OWN / name / str(rank))) for rank, ref in enumerate(roles[name])]
-    return asyncio.gather(*calls)
+    return asyncio.gather(*calls, save_own(roles, directory, own))
+
+
+def save_own(roles: Mapping[str, ActorGroup], directory: Path, own: Collection[str]) -> asyncio.Future[Any]:
+    """Begin to write what the user's own roles keep; every role is called before this returns. Arguments are those of
+    `save_roles`."""
+    savers = [(name, roles[name]) for name in own if name in roles and "save" in roles[name].endpoints]
+    return asyncio.gather(
+        *(ref.save(str(directory / OWN / name / str(rank))) for name, group in savers for rank, ref in enumerate(group))
+    )
 
 
 async def restore_roles(
@@ -127,6 +139,11 @@ async def restore_roles(
             await roles[REFERENCE].restore(str(kept[0]))
             if into is not None and not await asyncio.to_thread((into / REFERENCE).exists):
                 await roles[REFERENCE][0].save(str(into / REFERENCE))
+    await restore_own(roles, checkpoint, own)
+
+
+async def restore_own(roles: Mapping[str, ActorGroup], checkpoint: Path, own: Collection[str]) -> None:
+    """Have the user's own roles take over what `save_own` wrote. Arguments are those of `restore_roles`."""
     for name in own:
         if name in roles and "restore" in roles[name].endpoints:
             wrote = len(list((checkpoint / OWN / name).glob("*")))

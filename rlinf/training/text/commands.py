@@ -38,7 +38,7 @@ class ForwardBackward:
     supervised: bool = False
     """The rows are worked examples, to be learned by their likelihood."""
     compare: bool = False
-    """The weights are still those that sampled: measure how far our log-probs are from the engine's."""
+    """No step was taken on the batch yet: measure how far our log-probs are from the engine's."""
     columns: frozenset[str] = frozenset()
     """Columns of the loss that are computed in this pass, unless `kept` has them from an earlier one."""
     keep: bool = False

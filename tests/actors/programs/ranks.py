@@ -65,13 +65,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16 in copies": {"model": toys.configuration("qwen2"), "dtype": "bfloat16", "sharding": "replicate"},
     "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
-    "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis"},
+    "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis", "staleness": 3},
     "free copies": {"model": toys.configuration("qwen2"), "sharding": "replicate", "order": "free"},
     "free copies corrected": {
         "model": toys.configuration("qwen2"),
         "sharding": "replicate",
         "order": "free",
         "algorithm": "grpo_tis",
+        "staleness": 3,
     },
     "free copies in minibatches": {
         "model": toys.configuration("qwen2"),

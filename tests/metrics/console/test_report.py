@@ -12,7 +12,7 @@ import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.data.sample import Evaluation, Group, Prompt, Sample
-from rlinf.flows.evaluate import measure
+from rlinf.flows.evaluation.answers import measure
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.console.report import LOOK_SECONDS, Report
 from rlinf.metrics.run_directory import RunDirectory

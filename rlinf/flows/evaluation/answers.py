@@ -36,7 +36,7 @@ async def evaluate(
         NotScored: not one answer could be scored.
         ValueError: there was no prompt.
     """
-    answers = rollout.generate(prompts, n=n, temperature=temperature, **sampling)
+    answers = rollout.generate(prompts, n=n, temperature=temperature, listed=False, **sampling)
     scored = judge.score.map(answers)
     if reward_model is not None:
         scored = reward_model.score(scored)

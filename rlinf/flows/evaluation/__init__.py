@@ -1,0 +1,1 @@
+"""How good a policy is: answers to held-out problems, and trials in environments."""

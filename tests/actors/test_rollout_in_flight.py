@@ -1,0 +1,141 @@
+"""What a rollout keeps of a `generate` that goes on: finished groups until they are settled, and what is dropped."""
+
+import asyncio
+
+import pytest
+
+from rlinf import ActorSystem, Stream
+from rlinf.actors.rollout import Rollout
+from tests.actors.test_rollout import SHARED, answered, asked, collected
+from tests.actors.test_rollout_engine import PROCESS
+
+ENGINES = {"transformers": "transformers", "process": PROCESS, "plain": "tests.actors.test_rollout_engine.plain"}
+LONG = {**SHARED, "max_new_tokens": 60, "temperature": 3.0, "max_rows": 6}
+
+
+@pytest.fixture
+async def system():
+    async with ActorSystem.local() as system:
+        yield system
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return ENGINES[request.param]
+
+
+class Feed:
+    """A stream of prompts that come when the test says so."""
+
+    def __init__(self):
+        self._queue = asyncio.Queue()
+        self.stream = Stream.of(self._items())
+
+    async def _items(self):
+        while (prompt := await self._queue.get()) is not None:
+            yield prompt
+
+    def put(self, *prompts):
+        for prompt in prompts:
+            self._queue.put_nowait(prompt)
+
+    def end(self):
+        self.put(None)
+
+
+def answers(rollout, prompts, n, **sampling):
+    """One consumer of a call: what it took, nobody else waits for."""
+    return aiter(rollout.generate(prompts, n=n, **sampling))
+
+
+def listed(ranks):
+    """Prompts of all ranks' groups, those under way and those that came out."""
+    groups = [group for rank in ranks for group in rank]
+    return (
+        sorted(group.prompt.id for group in groups if group.left),
+        sorted(group.prompt.id for group in groups if not group.left),
+    )
+
+
+async def test_what_came_out_is_kept_until_it_is_settled_or_the_call_ends(system, engine):
+    rollout = await system.spawn(Rollout, name="rollout", engine=engine, **LONG)
+    expected = {group.id: answered(group) for group in await collected(rollout.generate(asked(4), n=2))}
+    feed = Feed()
+    feed.put(*asked(4))
+    stream = answers(rollout, feed.stream, n=2)
+    found = [await anext(stream) for _ in range(4)]
+    kept = await rollout.in_flight()
+    assert listed(kept) == ([], [0, 1, 2, 3])
+    await rollout.settled([0, 77])
+    await rollout.settled({1: [0], 2: [0, 1], 3: None})  # one answer of 1 has not arrived
+    assert listed(await rollout.in_flight()) == ([], [1])
+    again = await system.spawn(Rollout, name="again", **LONG)
+    found_again = await collected(again.generate(Stream.of(kept[0]), n=2))
+    for groups in (found, found_again):
+        assert {group.id: answered(group) for group in groups} == expected
+    feed.end()
+    assert await collected(stream) == []
+    assert await rollout.in_flight() == [[]]
+
+
+async def test_a_finished_group_comes_out_at_once_beside_those_that_go_on(system):
+    rollout = await system.spawn(Rollout, name="rollout", **LONG)
+    feed = Feed()
+    first = answers(rollout, feed.stream, n=2)
+    feed.put(*asked(1))
+    await anext(first)
+    ((kept,),) = await rollout.in_flight()
+    feed.end()
+    await collected(first)
+    second = answers(rollout, Stream.of([*asked(3)[1:], kept]), n=1, min_new_tokens=10)
+    assert [group.id async for group in second] == [0, 1, 2]  # the others had hardly begun
+
+
+async def test_dropped_prompts_yield_nothing_and_their_tokens_are_told(system, engine):
+    rollout = await system.spawn(Rollout, hosts=[0, 0], name="rollout", engine=engine, **LONG)
+    feed = Feed()
+    feed.put(*asked(6))
+    stream = answers(rollout, feed.stream, n=2, min_new_tokens=30)
+    first = await anext(stream)
+    await rollout.pause()
+    before = {group.prompt.id: group for rank in await rollout.in_flight() for group in rank}
+    gone = [id for id, group in before.items() if group.left][:3]
+    told = await rollout.drop([first.id, *gone, 77])
+    tokens = {id: count for rank in told for id, count in rank.items()}
+    assert sorted(tokens) == sorted(gone)  # what came out is none of its business
+    for id in gone:
+        there = [len(one.response_ids) for one in before[id].done.values()]
+        there += [one.answered for one in before[id].left.values()]
+        assert tokens[id] == sum(there)
+    assert any(tokens.values())
+    await rollout.resume()
+    feed.end()
+    rest = [group.id for group in await collected(stream)]
+    assert sorted([first.id, *rest, *gone]) == list(range(6))
+    if engine == "transformers":  # dropped, they can be asked for once more
+        again = await collected(rollout.generate(Stream.of([one for one in asked(6) if one.id in gone]), n=2))
+        assert sorted(group.id for group in again) == sorted(gone)
+
+
+async def test_an_evaluation_beside_is_neither_listed_nor_dropped(system):
+    rollout = await system.spawn(Rollout, name="rollout", **LONG)
+    stream = answers(rollout, Stream.of(asked(4)), n=1, min_new_tokens=50, listed=False)
+    first = await anext(stream)
+    assert await rollout.in_flight() == [[]]
+    assert await rollout.drop(range(4)) == [{}]
+    assert sorted([first.id, *(group.id for group in await collected(stream))]) == list(range(4))
+
+
+async def test_a_call_that_is_cancelled_does_not_hold_up_who_drops(system):
+    rollout = await system.spawn(Rollout, name="rollout", **{**LONG, "max_new_tokens": 5000})
+    feed = Feed()
+    feed.put(*asked(6))
+    stream = rollout.generate(feed.stream, n=1, min_new_tokens=4000)
+    while listed(await rollout.in_flight())[0] != list(range(6)):
+        await asyncio.sleep(0)
+    dropping = asyncio.ensure_future(rollout.drop(range(6)))
+    await stream.close()
+    async with asyncio.timeout(30):
+        await dropping
+        while await rollout.in_flight() != [[]]:
+            await asyncio.sleep(0)

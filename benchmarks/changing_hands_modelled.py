@@ -135,7 +135,7 @@ class ModelledTrainer(TextTrainer):
         self._learner = self._at_work = learner
         self._token, self._step, self._switch = token, step, switch
         self._budget, self._epochs, self._minibatches = budget, epochs, minibatches
-        self._coming_again, self.version = [], 0
+        self._coming_again, self.version, self._optimizer_steps = [], 0, 0
         self._in_order = InOrder() if order == "prompt" else None
         self._apart = copies if order == "free" and len(copies) > 1 else ()
         self._mine = next(ranks for ranks in copies if self.rank in ranks)
@@ -159,6 +159,15 @@ class ModelledTrainer(TextTrainer):
         )  # fmt: skip
         await self._work_together(batch.commands(groups), self._learner)
         return len(batch.groups)
+
+    @endpoint(device=True, joint=True)
+    async def weights(self) -> Any:
+        """Their version, when it is this call's turn."""
+
+        async def now(_: None) -> int:
+            return self.version
+
+        return await self.jointly(now)
 
     async def computed(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the time that it would take."""

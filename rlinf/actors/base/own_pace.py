@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rlinf.actors.base.base_trainer import BaseTrainer
@@ -45,6 +45,7 @@ class OwnPace(BaseTrainer):
         copies: Sequence[Sequence[int]],
         carry_out: Compute,
         meet: Callable[[Meeting], Any],
+        turn: AbstractContextManager[None],
     ) -> None:
         """Work through commands, each copy for itself between two optimizer steps; to be called on every rank.
 
@@ -55,6 +56,7 @@ class OwnPace(BaseTrainer):
                 other copy.
             meet: an async function that takes an optimizer step, on all ranks together; what it raises ends the work,
                 and it raises on all of them or on none.
+            turn: entered when it is this call's turn, and left before the next call's.
 
         Raises:
             Exception: whatever `commands` raised, on rank 0.
@@ -69,7 +71,8 @@ class OwnPace(BaseTrainer):
             assert gang is not None  # `jointly` has seen to it
             reading = None if queue is None else start_apart(queue.read(), "reading")
             try:
-                await self._visits(gang, copies, carry_out, meet)
+                with turn:
+                    await self._visits(gang, copies, carry_out, meet)
             finally:
                 if queue is not None and reading is not None:
                     await cancel_all([reading])

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,18 @@ class TextTrainer(OwnPace):
         """The same, each copy of the model at its own pace."""
         steps: list[Taken] = []
         met = self.version
-        self._at_work = learner
         unnumbered = False
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            nonlocal met
+            met, self._at_work = self.version, learner
+            learner.begin()
+            try:
+                yield
+            finally:
+                self._at_work = self._learner
+                self.version += unnumbered
 
         def carry_out(command: Command) -> Any:
             if isinstance(command, Forward):
@@ -213,18 +224,15 @@ class TextTrainer(OwnPace):
                 await self.computed(carry_out, meeting.blank)
             assert meeting.step is not None
             steps.append(await self.computed(learner.step))
+            self._optimizer_steps += 1
             self.version += meeting.step.new_version
             unnumbered |= not meeting.step.new_version
 
-        learner.begin()
         try:
-            await self.at_own_pace(commands, self._apart, carry_out, meet)
+            await self.at_own_pace(commands, self._apart, carry_out, meet, turn())
         except FloatingPointError as error:
             if self.rank == 0:  # the others leave it to rank 0, which has the batch
                 raise error if explain is None else await explain(error, met) from None
-        finally:
-            self._at_work = self._learner
-            self.version += unnumbered
         return steps
 
     def _scored(self, command: Forward) -> list[Any]:

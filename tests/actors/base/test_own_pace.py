@@ -192,6 +192,23 @@ def test_a_copy_gives_up_its_place_in_line_when_others_took_the_work():
     assert 40.0 < ended < 44.0
 
 
+@pytest.mark.parametrize("order", ["free", "arrival"])
+def test_calls_take_turns_and_each_finds_what_the_one_before_it_left(order):
+    batches = [[group(number, (40, 41)) for number in range(6)], [group(number, (7, 9)) for number in range(6, 12)]]
+
+    async def meanwhile(trainer, begun, taken):
+        first, second = (asyncio.ensure_future(begun(batch)) for batch in batches)
+        await asyncio.sleep(1.5)  # the first one is under way
+        versions = [await trainer.weights(), await trainer.weights()]
+        await asyncio.gather(first, second)
+        assert versions == [2, 2]
+        return taken
+
+    steps = run_virtual(trained(2, [[0], [1]], batches, [1.0] * 12, meanwhile=meanwhile, order=order))[0]
+    assert_learned_once(steps[:1], batches[0])
+    assert_learned_once(steps[1:], batches[1])
+
+
 def test_a_cancelled_call_leaves_nothing_behind_wherever_it_was():
     batches, seconds = LONG_TAIL
 

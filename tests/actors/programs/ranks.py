@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sharding": "replicate",
         "order": "free",
         "algorithm": "grpo_tis",
+        "staleness": 3,
     },
     "free copies in minibatches": {
         "model": toys.configuration("qwen2"),

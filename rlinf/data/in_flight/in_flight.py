@@ -157,10 +157,16 @@ class InFlight:
         return sorted({one.id for one in entries})
 
     async def suspend(self) -> None:
-        """Stop all work under way, and keep it: the next batch goes on from there."""
+        """Stop all work under way, and keep it: the next batch goes on from there, whoever makes answers by then."""
+        keeper = None if self._pipe is None else self._keeper
+        if keeper is not None:
+            await keeper.pause()  # what it made from now on would be lost
         kept = await self.state()
         await self.close()
+        if keeper is not None:
+            await keeper.unpause()
         self._book = None
+        self._queue.clear()
         self.resume(kept)
 
     async def close(self) -> None:
@@ -290,8 +296,9 @@ class InFlight:
     # Making ------------------------------------------------------------------------------------------------------
 
     async def _make(self, answers: Answers, actor: Any) -> None:
+        prompts = Stream.of(self._feed(actor), name="prompts")
         try:
-            made = answers(Stream.of(self._feed(actor), name="prompts"))
+            made = answers(prompts)
             try:
                 async for one in each(made):
                     self._arrived(one)
@@ -300,6 +307,8 @@ class InFlight:
                     await made.close()
         except Exception as error:
             self._error = self._error or error
+        finally:
+            await prompts.close()  # whoever reads them may take time to end, and must not get what is made anew
         self._stir()
 
     async def _feed(self, actor: Any) -> AsyncIterator[Any]:

@@ -95,6 +95,12 @@ class Keeper(Protocol):
     async def split(self) -> None:
         """Let the complete answers of groups under way come by themselves."""
 
+    async def pause(self) -> None:
+        """Make nothing more, and keep what there is."""
+
+    async def unpause(self) -> None:
+        """Go on after `pause`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:

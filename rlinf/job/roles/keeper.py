@@ -40,8 +40,16 @@ class RolloutKeeper:
 
     async def drop(self, ids: Sequence[int]) -> int:
         """End the answers to these prompts; how many tokens there were."""
-        return sum(await self._rollout().drop(list(ids)))
+        return sum(sum(tokens.values()) for tokens in await self._rollout().drop(list(ids)))
 
     async def split(self) -> None:
         """Let the complete answers of groups under way come by themselves."""
         await self._rollout().split()
+
+    async def pause(self) -> None:
+        """Stop generating."""
+        await self._rollout().pause()
+
+    async def unpause(self) -> None:
+        """Generate again."""
+        await self._rollout().resume()

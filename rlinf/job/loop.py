@@ -347,11 +347,16 @@ class TrainingLoop(RunKind[E]):
     async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
         await roles[self.generates].load(roles["trainer"].weights())
 
+    async def _rest(self) -> None:
+        """Have nothing under way: checkpoints are written, and what was begun for later steps is kept for them."""
+        await self.checkpoints.finish()
+        await self.in_flight.suspend()
+
     async def _move(self, seconds: float) -> None:
         """Move roles, if it is time to."""
         self.roles = await self.placement.after(
             seconds, self.system, self.roles, self.directory.path,
-            say=self.report.line, rest=self.checkpoints.finish, spawn=self.spawn, publish=self._publish,
+            say=self.report.line, rest=self._rest, spawn=self.spawn, publish=self._publish,
         )  # fmt: skip
 
 

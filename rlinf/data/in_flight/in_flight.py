@@ -143,10 +143,16 @@ class InFlight(Making):
         return sorted({one.id for one in self.entries})
 
     async def suspend(self) -> None:
-        """Stop all work under way, and keep it: the next batch goes on from there."""
+        """Stop all work under way, and keep it: the next batch goes on from there, whoever makes answers by then."""
+        keeper = None if self._pipe is None else self._keeper
+        if keeper is not None:
+            await keeper.pause()  # what it made from now on would be lost
         kept = await self.state()
         await self.close()
+        if keeper is not None:
+            await keeper.unpause()
         self._book = None
+        self._queue.clear()
         self.resume(kept)
 
     async def close(self) -> None:

@@ -113,9 +113,10 @@ class Making:
             finally:
                 if isinstance(made, Stream):
                     await made.close()
-                await prompts.close()  # or it would go on to hand out what the next ones are to get
         except Exception as error:
             self._error = self._error or error
+        finally:
+            await prompts.close()  # whoever reads them may take time to end, and must not get what is made anew
         self._stir()
 
     async def _feed(self, actor: Any) -> AsyncIterator[Any]:

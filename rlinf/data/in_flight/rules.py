@@ -98,6 +98,12 @@ class Keeper(Protocol):
     def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
         """What was begun of one thing, without these of its samples, which have been received as a part of it."""
 
+    async def pause(self) -> None:
+        """Make nothing more, and keep what there is."""
+
+    async def unpause(self) -> None:
+        """Go on after `pause`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:

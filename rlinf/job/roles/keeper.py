@@ -67,3 +67,11 @@ class RolloutKeeper:
         ]
         tasks = [task for task in partial if not isinstance(task, PartialGroup)]
         return (*tasks, *(group for group in groups if group.done or group.left))
+
+    async def pause(self) -> None:
+        """Stop generating."""
+        await self._rollout().pause()
+
+    async def unpause(self) -> None:
+        """Generate again."""
+        await self._rollout().resume()

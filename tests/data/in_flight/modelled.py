@@ -106,6 +106,12 @@ class Rollout:
     async def split(self) -> None:
         return
 
+    async def pause(self) -> None:
+        return
+
+    async def unpause(self) -> None:
+        return
+
     def rest(self, partial: tuple[Any, ...], samples: Any) -> tuple[Any, ...]:
         assert not samples  # of no group a part has come
         return partial

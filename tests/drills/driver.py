@@ -4,8 +4,8 @@
 
 A run is started, something of it is killed, it is gone on with (`--resume auto`) and killed again, and at last let to
 its end. After every death: the ledger balances, also against the newest checkpoint; the first cause was told in one
-line; no process and no shared memory is left. At the end: every step is there once, prompts were drawn without a gap, few
-tokens that the checkpoint held were made again; and a synchronous run has the weights of one that was never killed.
+line; no process and no shared memory is left. At the end: every step is there once, prompts were drawn without a gap,
+few tokens that the checkpoint held were made again; and a synchronous run has the weights of one that was never killed.
 """
 
 from __future__ import annotations

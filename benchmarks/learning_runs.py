@@ -137,7 +137,7 @@ class Runs:
         kept = self.output / f"{recipe}-{seed}.json"
         if (outcome := _kept(kept, keys)) is None:
             async with self._places:
-                ended = await _ended([sys.executable, str(ROOT / "launch.py"), *keys], kept.with_suffix(".log"))
+                ended = await run_process([sys.executable, str(ROOT / "launch.py"), *keys], kept.with_suffix(".log"))
             outcome = outcome_of(self.output / f"{recipe}-{seed}", recipe, seed, ended)
             kept.write_text(json.dumps({"command": keys, "outcome": asdict(outcome)}))
         self.said(outcome)
@@ -150,7 +150,7 @@ def outcome_of(directory: Path, recipe: str, seed: int, ended: Ended) -> Outcome
         recipe, seed, minutes=ended.seconds / 60, processor_minutes=ended.processor_seconds / 60, load=ended.load
     )
     if ended.code != 0:
-        return replace(outcome, failure=_reason(ended.output) or f"exit code {ended.code}")
+        return replace(outcome, failure=reason(ended.output) or f"exit code {ended.code}")
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     accuracies = [step["evaluation/accuracy"] for step in steps if "evaluation/accuracy" in step]
     rewards = tuple(step["reward/mean"] for step in steps if "reward/mean" in step)
@@ -170,7 +170,7 @@ def _needs_teacher(recipe: str) -> bool:
     return any("{teacher}" in key for change in CHANGES.get(recipe, ()) for key in change.keys)
 
 
-def _reason(output: str) -> str:
+def reason(output: str) -> str:
     """What launch.py says from `error:` on; of a traceback, what follows its frames; else the last line."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     errors = [number for number, line in enumerate(lines) if line.startswith("error:")]
@@ -183,7 +183,7 @@ def _reason(output: str) -> str:
     return " ".join(line.strip() for line in told)[:500]
 
 
-async def _ended(command: Sequence[str], log: Path) -> Ended:
+async def run_process(command: Sequence[str], log: Path) -> Ended:
     """A command from its start to its end; it is stopped with all its children if we are, or if it hangs."""
     start = time.perf_counter()
     process = _started(command, log)

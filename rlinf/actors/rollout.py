@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,10 @@ from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.runtime.streams.stream import each
+from rlinf.runtime.streams.stream import Consumer, Stream, each
 from rlinf.weights.receive import Receiver
+
+T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -170,7 +172,7 @@ class Rollout(Receiver, TailMigration):
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
-            async for prompt in each(prompts):
+            async for prompt in _one_by_one(prompts):
                 if isinstance(prompt, PartialGroup):
                     group = call.continued(prompt)
                 elif not isinstance(prompt, Prompt):
@@ -322,6 +324,11 @@ class Rollout(Receiver, TailMigration):
     async def onload(self) -> None:
         """Come back to the device."""
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
+
+
+def _one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """The same, of a stream nothing ahead: what one rank takes before it has rows for it, no other can begin with."""
+    return Consumer(prompts, prefetch=False) if isinstance(prompts, Stream) else each(prompts)
 
 
 def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:

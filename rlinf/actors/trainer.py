@@ -7,6 +7,7 @@ a flow calls the group and reads one answer; how they work together is `text_tra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.config.learning import TrainerSettings
 from rlinf.config.schema import settings as settings_of
+from rlinf.data.in_flight.ledger import Learned
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
@@ -34,6 +36,8 @@ from rlinf.training.text.schedule import BatchSchedule, example_rows, supervised
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
+_REMEMBERED = 1024
+"""Batches whose samples a trainer remembers until it is asked: a program that never asks shall not fill memory."""
 
 
 class Trainer(TextTrainer):
@@ -50,6 +54,7 @@ class Trainer(TextTrainer):
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
         rescue_dir: str | None = None,
+        staleness: int = 0,
         **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
@@ -67,6 +72,8 @@ class Trainer(TextTrainer):
             lora: `{"r": 8, "alpha": 16, "target_modules": "auto"}` trains adapters, see `add_adapters`; None all
                 weights.
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
+            staleness: by how many versions tokens may be older than the weights that learn from them; above 0, metrics
+                tell their ages apart.
             given: any of `config.text.TrainerSettings`, such as lr=1e-4, which has all keys with their meaning.
 
         Raises:
@@ -97,12 +104,13 @@ class Trainer(TextTrainer):
         await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
-        self._rescue_dir = rescue_dir
+        self._rescue_dir, self._staleness = rescue_dir, staleness
         self._batch: BatchSchedule | None = None
+        self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def train(self, groups: Groups) -> dict[str, float]:
         """Learn from a batch of scored groups: `epochs` x `minibatches` optimizer steps.
 
@@ -126,7 +134,7 @@ class Trainer(TextTrainer):
         met = self.version
         own = own_columns(self._spec, minibatches=self._minibatches, own=self._others)
         batch = BatchSchedule(
-            partial(advantage_rows, self._spec, later=own.first_pass),
+            partial(advantage_rows, self._spec, later=own.first_pass, ages=self._staleness > 0),
             where="train",
             ranks=self._shares,
             in_order=self._in_order,
@@ -137,6 +145,7 @@ class Trainer(TextTrainer):
             compute=self.compute,
             own=own,
             whole_batch=self._spec.needs_whole_batch,
+            copies=self._side_by_side,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
@@ -146,12 +155,14 @@ class Trainer(TextTrainer):
         if self.rank > 0:
             return {}
         self._batch = batch
+        self._learned.append(Learned.of(batch.groups))
         sums = [gathered for gathered, _ in steps]
         shaped = None if self._spec.shaping is None else batch.learned.rewards
-        described = await self.compute(describe, batch.groups, met, shaped)
+        told = partial(describe, oldest=self._staleness, learns_cut=self._spec.truncated == "keep")
+        described = await self.compute(told, batch.groups, met, shaped)
         return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def sft(self, batches: Batches, *, lr: float = 2e-3) -> dict[str, float]:
         """Learn from worked examples, one optimizer step per batch, with an optimizer of its own.
 
@@ -168,7 +179,7 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite.
         """
         learner = self._back.optimization(lr=lr)
-        commands = supervised_commands(example_rows(batches), self._shares, self._budget)
+        commands = supervised_commands(example_rows(batches), self._shares, self._budget, copies=self._side_by_side)
         steps = await self._work_together(commands, learner)
         if self.rank > 0:
             return {}
@@ -185,7 +196,15 @@ class Trainer(TextTrainer):
         for name in self._others.keys() & command.columns - command.kept.keys():
             command.kept[name] = self._logprobs(batch, name)
         compare = command.compare and not again
-        learn_policy(learner, batch, self._spec, version=self.version, compare=compare, kept=command.kept)
+        learn_policy(
+            learner,
+            batch,
+            self._spec,
+            version=self.version,
+            compare=compare,
+            kept=command.kept,
+            oldest=self._staleness,
+        )
 
     def _score(self, command: Forward) -> Tensor:
         batch = command.packed()
@@ -214,3 +233,11 @@ class Trainer(TextTrainer):
         """
         batch = self._batch
         return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
+
+    @endpoint(joint=True)
+    async def learned(self) -> Learned:
+        """Which samples were learned from in the batches since this was last asked; a batch whose step was not taken is
+        none of them."""
+        found = sum(self._learned, Learned())
+        self._learned.clear()
+        return found

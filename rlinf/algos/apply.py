@@ -40,7 +40,8 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
     mask = answers.mask.bool()
     rewards = answers.rewards.detach().float()
     if spec.shaping is not None:
-        rewards = rewards + shaping.overlong(mask.sum(1), longest=spec.shaping.longest, cache=spec.shaping.cache)
+        lengths = mask.sum(1) if answers.lengths is None else answers.lengths
+        rewards = rewards + shaping.overlong(lengths, longest=spec.shaping.longest, cache=spec.shaping.cache)
     if spec.truncated == "mask":
         mask = filters.whole(mask, answers.need("truncated"))
     penalty = None
@@ -121,7 +122,7 @@ def value_loss_of(
 
 
 def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dict[str, losses.Metric]]:
-    """Factors of the tokens' losses by `correction` and `max_drift`, and what to watch about them."""
+    """Factors of the tokens' losses by `correction`, `rejection` and `max_drift`, and what to watch about them."""
     weights: Tensor | None = None
     watched: dict[str, losses.Metric] = {}
     if spec.correction is not None:
@@ -135,15 +136,23 @@ def _weights(spec: AlgorithmSpec, batch: MicroBatch) -> tuple[Tensor | None, dic
             outside=spec.correction.outside,
             sequences=batch.sequences,
         )
+    left_out: list[tuple[Tensor, dict[str, losses.Metric]]] = []
+    if spec.rejection is not None:
+        bounds = {"floor": spec.rejection.floor, "cap": spec.rejection.cap, "least": spec.rejection.least}
+        before, drawn = batch.need("proximal_logprobs"), batch.need("behavior_logprobs")
+        left_out.append(importance.rejected(before, drawn, batch.mask, **bounds, sequences=batch.sequences))
     if spec.max_drift is not None:
-        staying, more = importance.drifted(
-            batch.logprobs,
-            batch.need("old_logprobs"),
-            batch.need("advantages"),
-            batch.mask,
-            most=spec.max_drift,
-            sequences=batch.sequences,
+        left_out.append(
+            importance.drifted(
+                batch.logprobs,
+                batch.need("old_logprobs"),
+                batch.need("advantages"),
+                batch.mask,
+                most=spec.max_drift,
+                sequences=batch.sequences,
+            )
         )
+    for staying, more in left_out:
         weights = staying if weights is None else weights * staying
         watched = {**watched, **more}
     return weights, watched

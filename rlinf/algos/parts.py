@@ -93,7 +93,7 @@ class Gae:
     def __call__(
         self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None
     ) -> tuple[Tensor, Tensor]:
-        rewards, fallen = answers.rewards, answers.token_rewards
+        rewards, fallen = answers.unspent, answers.token_rewards
         rewards = at_end(rewards if fallen is None else rewards - fallen.sum(1), answers.mask)
         rewards = rewards if fallen is None else rewards + fallen
         if penalty is not None:
@@ -319,13 +319,29 @@ class Correction:
     floor: float = 0.0
     """Smallest weight."""
     level: Level = "token"
-    """A weight per token, or one per sequence."""
+    """A weight per token, or one per sequence: the product of its tokens' ratios, or their geometric mean."""
     outside: Outside = "truncate"
     """What becomes of a weight beyond the bounds: truncate it (TIS), or mask its token (IcePop)."""
 
     def __post_init__(self) -> None:
         importance.check_bounds("correction", self.cap, self.floor, self.outside)
         one_of("correction", "level", self.level, LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Leaves out sequences that the trainer, before the first update, finds too unlike those it would have drawn:
+    `importance.rejected`."""
+
+    floor: float = 0.5
+    """Smallest geometric mean of the ratios trainer / engine of a sequence's tokens, less than 1."""
+    cap: float = 2.0
+    """The largest, more than 1."""
+    least: float = 0.0
+    """Smallest ratio that any token of it may have; 0 for no bound."""
+
+    def __post_init__(self) -> None:
+        importance.check_rejection("rejection", self.floor, self.cap, self.least)
 
 
 @dataclass(frozen=True, slots=True)

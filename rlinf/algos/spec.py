@@ -32,6 +32,7 @@ from rlinf.algos.parts import (
     Kl,
     Overlong,
     ReinforcePP,
+    Rejection,
 )
 from rlinf.algos.validation import one_of, within
 
@@ -57,6 +58,8 @@ class AlgorithmSpec:
     """Weight of the reward for staying undecided, at least 0."""
     correction: Correction | None = None
     """Importance sampling between engine and trainer."""
+    rejection: Rejection | None = None
+    """Sequences left out whole, by how far engine and trainer are apart over them."""
     max_drift: float | None = None
     """Bad answers that the policy has left further behind are left out, nats per token; None for no bound."""
     shaping: Overlong | None = None
@@ -105,13 +108,14 @@ class AlgorithmSpec:
     def needs_recomputed_logprobs(self) -> bool:
         """The trainer must compute log-probs with the weights just before the update."""
         decoupled = isinstance(self.loss, Decoupled) and self.loss.proximal == "recompute"
-        return decoupled or self.correction is not None
+        return decoupled or self.correction is not None or self.rejection is not None
 
 
 _PARTS: dict[str, Any] = {
     "aggregation": Aggregation,
     "kl": Kl,
     "correction": Correction,
+    "rejection": Rejection,
     "shaping": Overlong,
     "sampling": DynamicSampling,
     "critic": Critic,

@@ -50,6 +50,9 @@ class AlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     correction: Any = field(default_factory=dict)
     """Importance sampling between engine and trainer: {cap: 2.0, level: token, outside: truncate}; null for none."""
+    rejection: Any = field(default_factory=dict)
+    """Leave out whole answers by the geometric mean of their tokens' ratios, trainer over engine: {floor: 0.5, cap:
+    2.0}, or by one token's, {least: 0.0001}; null for none."""
     max_drift: float | None = number(None, above=0)
     """Bad answers that the policy has left further behind, nats per token, are left out; null for no bound."""
     shaping: Any = field(default_factory=dict)
@@ -207,9 +210,11 @@ class ForwardConfig:
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
-    order: Literal["prompt", "arrival"] = "prompt"
+    order: Literal["prompt", "arrival", "free"] = "prompt"
     """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
-    groups as they finish, which is faster where a few answers are much longer than the others."""
+    groups as they finish, which is faster where a few answers are much longer than the others. `free` does too, and
+    with `sharding` replicate or hybrid each copy of the model learns on its own as its devices become free, so that
+    those whose answers are done train while others still generate; docs/training.md."""
     logprob_chunk: int = number(1024, low=1)
     """Tokens whose logits over the vocabulary are in memory at once."""
 

@@ -17,7 +17,6 @@ Outcome = Literal["ok", "truncated", "timeout", "error"]
 raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
 as 0."""
 
-
 REWARDS = "rewards"
 """Key of `Sample.per_token`: the part of the sample's reward that fell at each token, 0 where none did. An advantage
 over tokens (`gae`) has it there, and what the sample's reward is more at the end; others take that reward alone."""
@@ -151,6 +150,10 @@ class Sample:
     share a reward weigh 1/3 each where the task shall count once."""
     agent: str = ""
     """Which of the agents of its task made it: each is compared with itself alone. "" where there is one."""
+    attempt: int | None = None
+    """Which of the attempts at its task it came of, where one may leave several samples; None: the one of its index."""
+    too_old: int = 0
+    """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:
@@ -203,8 +206,13 @@ class Sample:
 
     @property
     def learned_tokens(self) -> int:
-        """How many of its tokens are learned: those that the model generated."""
+        """How many of its tokens are learned."""
         return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many of its tokens the model generated: those that are learned, and those that are too old for that."""
+        return self.learned_tokens + self.too_old
 
     def learned(self, array: np.ndarray) -> np.ndarray:
         """The part of an array [response] that stands at learned tokens, [learned]."""
@@ -250,24 +258,10 @@ class Sample:
     ) -> Sample:
         """The same with a verdict; `dataclasses.replace` would take four times as long, and every sample comes here."""
         return Sample(
-            self.prompt,
-            self.index,
-            self.response_ids,
-            self.logprobs,
-            self.versions,
-            self.text,
-            self.truncated,
-            self.temperature,
-            reward,
-            outcome,
-            scores,
-            extracted,
-            remark,
-            self.per_token,
-            self.loss_mask,
-            self.weight,
-            self.agent,
-        )
+            self.prompt, self.index, self.response_ids, self.logprobs, self.versions, self.text, self.truncated,
+            self.temperature, reward, outcome, scores, extracted, remark, self.per_token, self.loss_mask, self.weight,
+            self.agent, self.attempt, self.too_old,
+        )  # fmt: skip
 
 
 def _check_mask(where: str, mask: np.ndarray | None, response: np.ndarray) -> None:
@@ -359,7 +353,7 @@ class Group:
 
 _REST = (
     *("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark"),
-    *("loss_mask", "weight", "agent"),
+    *("loss_mask", "weight", "agent", "attempt", "too_old"),
 )
 """Fields of a sample besides its prompt and the arrays that every sample has."""
 
@@ -375,8 +369,8 @@ def _group_arrived(
     ids, logprobs, versions = (np.split(array, ends) for array in arrays)
     parts = {name: np.split(array, ends) for name, array in told.items()}
     samples = [
-        Sample(prompt, index, ids[i], logprobs[i], versions[i], *others, _of(parts, i), mask, weight, agent)  # type: ignore[call-arg, misc]  # *others: the eight of _REST between
-        for i, (index, *others, mask, weight, agent) in enumerate(zip(*rest, strict=True))
+        Sample(prompt, index, ids[i], logprobs[i], versions[i], *more[:8], _of(parts, i), *more[8:])  # type: ignore[call-arg, misc]  # eight of _REST stand before `per_token`
+        for i, (index, *more) in enumerate(zip(*rest, strict=True))
     ]
     return Group(prompt, tuple(samples))
 

@@ -6,21 +6,26 @@ In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlinf.algos import recipes, spec
+from rlinf.algos.parts import Clipped, Correction
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.text import RunConfig
 
 PLACES = (
-    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "max_drift", "shaping", "truncated",
-    "sampling", "critic",
+    "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "rejection", "max_drift", "shaping",
+    "truncated", "sampling", "critic",
 )  # fmt: skip
 """Keys of `algorithm` that change a part of the recipe."""
 _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
 """Values that change nothing, where it is not an empty mapping."""
+
+FOR_OLDER = Correction(cap=5.0)
+"""How asynchronous flows correct, measured in docs/async.md."""
 
 
 def algorithm_of(config: RunConfig) -> AlgorithmSpec:
@@ -43,6 +48,29 @@ def algorithm_of(config: RunConfig) -> AlgorithmSpec:
             cache = max(1, round(longest * chosen.shaping.cache / chosen.shaping.longest))
         chosen = spec.override(chosen, {"shaping": {"longest": longest, "cache": min(cache, longest)}})
     return chosen
+
+
+def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
+    """The algorithm as it learns from answers of older weights: with `FOR_OLDER`, where neither the recipe nor the
+    configuration says how to correct. Losses that weigh by the ratio to what drew the tokens need nothing beside.
+
+    Args:
+        algorithm: of the run.
+        config: of the run.
+    """
+    if not config.staleness.max or config.algorithm.correction != {} or algorithm.correction is not None:
+        return algorithm
+    return replace(algorithm, correction=FOR_OLDER) if isinstance(algorithm.loss, Clipped) else algorithm
+
+
+def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
+    """That `for_older_answers` had something to add, for people; None if it had not."""
+    if algorithm is None or algorithm.correction is not FOR_OLDER:
+        return None
+    return (
+        f"answers may be {config.staleness.max} versions old, which is corrected for by "
+        f"algorithm.correction={{cap: {FOR_OLDER.cap:g}}}; null would leave it out"
+    )
 
 
 def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec:

@@ -34,6 +34,7 @@ from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, only, spawn_roles
+from rlinf.metrics.alarm import StalenessAlarm
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.models.policy.build import build_policy_model, fitted
 from rlinf.placement.seats import CONTROL, Placed, place
@@ -66,6 +67,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     ) -> None:
         super().__init__(system, config, prepared, directory)
         self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
+        self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
 
@@ -133,6 +135,10 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
         return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._too_old.heard(self.done, metrics)) is not None:
+            self.report.line(warning)
 
     def in_words(self, evaluation: dict[str, float]) -> str:
         return in_words(evaluation)

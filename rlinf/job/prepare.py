@@ -26,16 +26,18 @@ from rlinf.config.placement import Placing
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.sources import Source
+from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking
 from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.sac import sac
-from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, roles_of
+from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, roles_of
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.embodied import unusable
 from rlinf.job.checks.fits import oversized, too_long
 from rlinf.job.checks.footprint import Spread, complaints, footprints, spread_of
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
+from rlinf.job.checks.whole import check_parts
 from rlinf.job.roles.agents import configured_agent
 from rlinf.job.roles.named import (
     collected,
@@ -139,6 +141,7 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
         ConfigError: with every mistake.
         Exception: what the imported code itself raised, with its traceback.
     """
+    check_parts(config)
     if isinstance(config, EmbodiedConfig):
         return _prepare_embodied(config, hosts)
     if config.algorithm.name in SUPERVISED:
@@ -156,6 +159,7 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     needed = roles_of(config, algorithm)
     kinds = kinds_of(config, needed)
     flow = _imported(path) if objects.flow is None else objects.flow
+    algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
     ahead = config.placement.profile is not None or config.placement.mode == "auto"
     if ahead and "session" in inspect.signature(flow).parameters:
         advice = "a flow that takes a session cannot be rehearsed: name a mode, and leave placement.profile out"

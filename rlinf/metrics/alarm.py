@@ -1,4 +1,5 @@
-"""What a run warns of: engine and trainer that disagree on log-probs, and answers that cannot be scored.
+"""What a run warns of: engine and trainer that disagree on log-probs, tokens that are too old, and answers that cannot
+be scored.
 
 In: a step's metrics, and what a judge's ranks counted since they were last asked. Out: a line in the step in which a
 limit is passed or answers first fail, and again when that changes; and for failures one for the end of the run, and the
@@ -46,6 +47,31 @@ class MismatchAlarm:
             f"step {step}: engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as "
             "much. Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
             "(algorithm.correction.cap=2)"
+        )
+
+
+class StalenessAlarm:
+    """Watches `staleness/max`, by how many versions the oldest token learned from was older than the weights.
+
+    Args:
+        bound: what it may be at most.
+        key: of the configuration that says so.
+    """
+
+    def __init__(self, bound: int, key: str) -> None:
+        self._bound, self._key = bound, key
+        self._worst = 0.0
+
+    def heard(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """What to tell people about this step; None unless it is older than ever."""
+        oldest = metrics.get("staleness/max", 0.0)
+        if oldest <= max(self._bound, self._worst):
+            return None
+        self._worst = oldest
+        return (
+            f"step {step}: learned from tokens that are {oldest:g} versions old (limit {self._key} = {self._bound}). "
+            "What comes by step.in_flight is never older: does the flow keep answers by itself, or publish weights "
+            "past step.in_flight? If not, this is a fault of rlinf"
         )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
+from rlinf.algos.tensor.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric
 from rlinf.data.offload import shard_of
 
 _BUCKET_BYTES = 1 << 26
@@ -225,7 +225,7 @@ def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple
         elif kind is Mean:
             metrics[name] = Mean(next(pieces)[0], next(pieces)[0])
         else:
-            metrics[name] = Explained(next(pieces))
+            metrics[name] = (EffectiveSize if kind is EffectiveSize else Explained)(next(pieces))
     return LossSum(sums[1], sums[2], metrics), float(sums[0])
 
 
@@ -233,4 +233,4 @@ def _addends(metric: Metric) -> tuple[Tensor, ...]:
     """What of a metric is added over ranks."""
     if isinstance(metric, Mean):
         return metric.total, metric.weight
-    return (metric.moments,) if isinstance(metric, Explained) else ()
+    return () if isinstance(metric, Max) else (metric.moments,)

@@ -181,6 +181,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     "entropy": recipes.get("rloo", {"entropy_bonus": 0.4, "aggregation": {"how": "seq-mean-token-sum"}}),
     "masked": recipes.get("grpo", {"truncated": "mask", "aggregation": {"how": "seq-mean-token-mean"}}),
     "drift": recipes.get("grpo", {"max_drift": 0.1, "correction": {"cap": 1.5, "level": "sequence"}}),
+    "rejection": recipes.get("grpo", {"rejection": {"floor": 0.8, "cap": 1.3}, "correction": {"level": "geometric"}}),
 }
 """Every recipe without a critic, and parts that none of them has."""
 

@@ -23,6 +23,8 @@ class Case:
     """(batch of arrays) -> losses of tokens"""
     stopped: bool = False
     """Part of the formula has its gradient stopped, so the slope is not the derivative of the value."""
+    by_sequence: bool = False
+    """A token's loss depends on the others of its sequence."""
 
     def __str__(self):
         return self.name
@@ -30,6 +32,10 @@ class Case:
 
 def three(b):
     return b["new"], b["old"], b["advantages"], b["mask"]
+
+
+def correcting(b):
+    return b["old"], b["behavior"], b["mask"]
 
 
 CASES = [
@@ -43,6 +49,7 @@ CASES = [
         "gspo",
         lambda b, **a: losses.policy(*three(b), clip_low=0.1, clip_high=0.15, ratio="sequence", **a),
         lambda b: references.gspo(b, 0.1, 0.15),
+        by_sequence=True,
     ),
     Case(
         "policy with truncated importance sampling",
@@ -50,6 +57,32 @@ CASES = [
             *three(b), **CLIP, weights=importance.weights(b["old"], b["behavior"], b["mask"], cap=1.2)[0], **a
         ),
         lambda b: references.tis(b, 0.2, 0.28, 1.2),
+    ),
+    Case(
+        "policy with weights of answers",
+        lambda b, **a: losses.policy(
+            *three(b),
+            **CLIP,
+            weights=importance.weights(
+                *correcting(b), cap=1.2, floor=0.9, level="geometric", sequences=a.get("sequences")
+            )[0],
+            **a,
+        ),
+        lambda b: references.weighed_by_answers(b, 0.2, 0.28, 0.9, 1.2),
+        by_sequence=True,
+    ),
+    Case(
+        "policy with rejected answers",
+        lambda b, **a: losses.policy(
+            *three(b),
+            **CLIP,
+            weights=importance.rejected(*correcting(b), floor=0.85, cap=1.2, least=0.5, sequences=a.get("sequences"))[
+                0
+            ],
+            **a,
+        ),
+        lambda b: references.rejected(b, 0.2, 0.28, 0.85, 1.2, 0.5),
+        by_sequence=True,
     ),
     Case(
         "decoupled",

@@ -53,6 +53,24 @@ def tis(b, clip_low, clip_high, cap):
     return plain * each(b, lambda r, t: min(ratio_of(b["old"][r, t], b["behavior"][r, t]), cap))
 
 
+def geometric(b, row):
+    """Geometric mean of the ratios old / behavior of a row's tokens that count."""
+    ratios = [ratio_of(b["old"][row, t], b["behavior"][row, t]) for t in np.nonzero(b["mask"][row])[0]]
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def weighed_by_answers(b, clip_low, clip_high, floor, cap):
+    return policy(b, clip_low, clip_high) * each(b, lambda r, t: clip(geometric(b, r), floor, cap))
+
+
+def rejected(b, clip_low, clip_high, floor, cap, least):
+    def stays(r, t):
+        ratios = [ratio_of(b["old"][r, m], b["behavior"][r, m]) for m in np.nonzero(b["mask"][r])[0]]
+        return float(floor <= geometric(b, r) <= cap and min(ratios) >= least)
+
+    return policy(b, clip_low, clip_high) * each(b, stays)
+
+
 def decoupled(b, clip_low, clip_high, cap):
     def loss(r, t):
         weight = ratio_of(b["old"][r, t], b["behavior"][r, t])

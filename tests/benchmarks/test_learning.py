@@ -81,7 +81,7 @@ async def test_who_distils_waits_for_its_teacher_and_nothing_is_done_twice(tmp_p
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, accuracies)))
         return Ended(0, 60.0, 30.0, "", 1.5)
 
-    monkeypatch.setattr(learning_runs, "_ended", ended)
+    monkeypatch.setattr(learning_runs, "run_process", ended)
     first = await Runs(tmp_path, steps=1, at_once=1).all([("opd", 1), ("opd", 2)])
     told = [(outcome.recipe, outcome.seed, outcome.learned, outcome.processor_minutes) for outcome in first]
     assert told == [("opd", 1, True, 0.5), ("opd", 2, True, 0.5)]

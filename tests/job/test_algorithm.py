@@ -1,12 +1,14 @@
 """From the keys of a configuration to the algorithm that runs, and what it needs."""
 
+from pathlib import Path
+
 import pytest
 
 from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.config.learning import RECIPES
 from rlinf.config.loading import ConfigError
-from rlinf.job.algorithm import algorithm_of, flow_of, roles_of
+from rlinf.job.algorithm import FOR_OLDER, algorithm_of, default_correction, flow_of, for_older_answers, roles_of
 from rlinf.job.prepare import prepare
 from rlinf.job.validate import load_config
 
@@ -54,6 +56,37 @@ def test_any_part_can_be_changed_left_out_or_ones_own():
     assert chosen("algorithm.sampling.max_rounds=3").sampling.max_rounds == 3
     assert chosen("algorithm.entropy_bonus=0.01").entropy_bonus == 0.01
     assert chosen(f"algorithm.advantage={__name__}.own_advantage").advantage.__name__ == "own_advantage"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "corrected"),
+    [
+        (("algorithm=grpo",), True),
+        (("algorithm=ppo",), True),
+        (("algorithm.rejection.cap=1.5",), True),
+        (("staleness.max=0",), False),
+        (("algorithm.correction=null",), False),
+        (("algorithm.correction.cap=3",), False),
+        (("algorithm=grpo_icepop",), False),
+        (("algorithm=async_grpo",), False),
+        (("algorithm=sapo",), False),
+    ],
+)
+def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(overrides, corrected):
+    config = load_config(None, overrides)
+    plain = algorithm_of(config)
+    found = for_older_answers(plain, config)
+    assert (found.correction is FOR_OLDER) == corrected == (found != plain)
+    words = default_correction(config, found)
+    assert (words is not None) == corrected
+    assert not corrected or "algorithm.correction={cap: " in words
+
+
+@pytest.mark.parametrize("flow", ["grpo", "grpo_async"])
+def test_only_flows_that_work_ahead_have_the_default_correction(flow):
+    path = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    found = prepare(load_config(path, [f"flow=rlinf.flows.{flow}"]), 2).algorithm
+    assert (found.correction is FOR_OLDER) == (flow == "grpo_async")
 
 
 @pytest.mark.parametrize(

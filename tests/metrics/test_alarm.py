@@ -1,8 +1,8 @@
-"""The alarm about engine and trainer that disagree."""
+"""The alarms about engine and trainer that disagree, and about tokens that are too old."""
 
 import math
 
-from rlinf.metrics.alarm import MismatchAlarm
+from rlinf.metrics.alarm import MismatchAlarm, StalenessAlarm
 
 
 def mismatch(mean, largest):
@@ -34,3 +34,11 @@ def test_what_is_no_number_rings_and_what_is_not_measured_does_not():
     assert "nan" in MismatchAlarm(0.05, None).heard(1, mismatch(math.nan, 99.0))
     assert MismatchAlarm(0.05, 5.0).heard(1, {}) is None
     assert MismatchAlarm(None, None).heard(1, mismatch(9.0, 9.0)) is None
+
+
+def test_tokens_older_than_the_bound_ring_and_once_more_when_older_still():
+    alarm = StalenessAlarm(2, "staleness.max")
+    told = [alarm.heard(step, {"staleness/max": age}) for step, age in enumerate([0.0, 2.0, 3.0, 3.0, 2.0, 5.0])]
+    assert [each is not None for each in told] == [False, False, True, False, False, True]
+    assert told[2].startswith("step 2: learned from tokens that are 3 versions old (limit staleness.max = 2)")
+    assert alarm.heard(7, {}) is None

@@ -165,10 +165,16 @@ AUTO = ("--config", *TEXT, "placement.mode=auto", "placement.profile_steps=2", "
 
 
 def killed_in_a_move(output: Path) -> Path:
-    """Start a run on two processes, and kill all of it some time after it has begun to move roles."""
+    """Start a run on two processes, and kill all of it some time after it has begun to move roles: as soon as the
+    checkpoint before that is written."""
     run = output / "quickstart"
-    moving = run / "checkpoints" / ".moving.partial"
-    killed(moving.exists, *AUTO, f"output_dir={output}", processes=2, later=random.random() * 0.05)
+    killed(
+        (run / "checkpoints" / "step_000002").exists,
+        *AUTO,
+        f"output_dir={output}",
+        processes=2,
+        later=random.random() * 0.05,
+    )
     return run
 
 

@@ -25,7 +25,7 @@ from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
 from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
 from rlinf.training.embodied.trajectory import Trajectory, joined
-from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of, check, metrics_of
+from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
 
 POLICY = "policy"
@@ -110,7 +110,7 @@ class PolicyTrainer(BaseTrainer):
             **gathered,
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
-            "staleness/mean": float(self.version - 1 - whole.version),
+            **ages_of(trajectories, self.version - 1),
         }
 
     def _update(self, batch: TrajectoryBatch) -> tuple[dict[str, float], int, bool]:

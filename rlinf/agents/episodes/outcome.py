@@ -63,7 +63,7 @@ def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
 
 def groups_of(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
     """A group for each agent: its samples, numbered from 0; those that begin alike share their prompt."""
-    ordered = [sample for _, samples in sorted(found.items()) for sample in samples]
+    ordered = [replace(sample, attempt=attempt) for attempt, own in sorted(found.items()) for sample in own]
     names = dict.fromkeys(sample.agent for sample in ordered)
     return [_group([sample for sample in ordered if sample.agent == name]) for name in names]
 

@@ -6,19 +6,21 @@ sequence of each token, and any of the aggregations of `aggregate`.
 """
 
 from rlinf.algos.losses.clipped import decoupled, policy
-from rlinf.algos.losses.diagnostics import mismatch, staleness
+from rlinf.algos.losses.diagnostics import by_age, mismatch
 from rlinf.algos.losses.likelihood import entropy_bonus, kl, supervised
 from rlinf.algos.losses.soft_clipped import aipo, cispo, sapo
 from rlinf.algos.losses.value import value
-from rlinf.algos.tensor.loss_sum import Explained, LossSum, Max, Mean, Metric
+from rlinf.algos.tensor.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric
 
 __all__ = [
+    "EffectiveSize",
     "Explained",
     "LossSum",
     "Max",
     "Mean",
     "Metric",
     "aipo",
+    "by_age",
     "cispo",
     "decoupled",
     "entropy_bonus",
@@ -26,7 +28,6 @@ __all__ = [
     "mismatch",
     "policy",
     "sapo",
-    "staleness",
     "supervised",
     "value",
 ]

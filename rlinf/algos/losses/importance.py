@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlinf.algos.tensor.loss_sum import Mean, Metric
 from rlinf.algos.tensor.masks import LOG_RATIO, Kept, indicator, keep, largest, log_ratio, wide
-from rlinf.algos.tensor.sequences import sequences_in
+from rlinf.algos.tensor.sequences import Sequences, sequences_in
 from rlinf.algos.validation import one_of, same_shape
 
-Level = Literal["token", "sequence"]
-LEVELS = ("token", "sequence")
+Level = Literal["token", "sequence", "geometric"]
+LEVELS = ("token", "sequence", "geometric")
 Outside = Literal["truncate", "mask"]
 OUTSIDES = ("truncate", "mask")
 
@@ -40,12 +40,14 @@ def weights(
 
         w_t = exp(logp_t - behavior_t)                      level="token": biased, little variance
         w_t = exp(sum of that over t's sequence)            level="sequence": unbiased before it is cut, more variance
+        w_t = exp(mean of that over t's sequence)           level="geometric": no wider for longer sequences
         w   = clip(w, floor, cap)                           outside="truncate"
         w   = w if floor <= w <= cap else 0                 outside="mask"
 
     Truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025) and its masked form (IcePop, Ling team, 2025; there 0.5 and 2 to 5). A masked token stays in the denominator
-    of the loss, so that the rest is not scaled up.
+    2025) and its masked form (IcePop, Ling team, 2025; there 0.5 and 2 to 5). The geometric mean of a sequence's ratios
+    is the ratio of GSPO (arXiv:2507.18071, eq. 7). A masked token stays in the denominator of the loss, so that the
+    rest is not scaled up.
 
     Args:
         logprobs: under the policy to correct towards (the trainer's, for the weights that sampled), [rows, tokens] or
@@ -53,7 +55,7 @@ def weights(
         behavior_logprobs: under what drew the tokens, same shape.
         mask: which tokens count, same shape, bool or 0/1.
         cap, floor: bounds of a weight.
-        level: a weight per token, or one per sequence.
+        level: a weight per token, or one per sequence: the product of its tokens' ratios, or their geometric mean.
         outside: what becomes of a weight outside the bounds.
         sequences: sequence of each token, whole numbers from 0, same shape; None: each row is one.
 
@@ -69,10 +71,13 @@ def weights(
     kept = keep(mask, wide(logprobs.detach()).dtype)
     check_bounds("importance.weights", cap, floor, outside)
     difference = log_ratio(logprobs, behavior_logprobs, kept)
-    if level == "sequence":
+    if level != "token":
         grouped = sequences_in("importance.weights", logprobs, sequences)
-        summed = grouped.sum(difference).clamp_(-LOG_RATIO, LOG_RATIO)
-        difference = grouped.spread(summed).expand_as(difference)
+        if level == "geometric":
+            whole = _mean_within(grouped, difference, kept)
+        else:
+            whole = grouped.sum(difference).clamp_(-LOG_RATIO, LOG_RATIO)
+        difference = grouped.spread(whole).expand_as(difference)
     cut, ratio, inside = cut_weights(exponential(difference), kept, cap, floor, outside)
     beyond = Mean(kept.count - kept.only_(inside).sum(), kept.count)
     return cut, {"is/mean": kept.mean(ratio), "is/max": largest(ratio), "is/outside": beyond}
@@ -152,10 +157,73 @@ def drifted(
             f"importance.drifted: advantages {list(advantages.shape)} fit neither logprobs {list(logprobs.shape)} nor "
             f"one per sequence [{grouped.number}]"
         )
-    mean = grouped.sum(log_ratio(old_logprobs, logprobs, kept)) / grouped.lengths(kept).clamp(min=1)
+    mean = _mean_within(grouped, log_ratio(old_logprobs, logprobs, kept), kept)
     bad = (advantages if advantages.shape == logprobs.shape else grouped.spread(advantages)).detach() < 0
     gone = kept.only((bad & grouped.spread(mean > most)).to(kept.dtype).expand_as(logprobs))
     return 1.0 - gone, {"drifted": kept.mean(gone)}
+
+
+def rejected(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    floor: float,
+    cap: float,
+    least: float = 0.0,
+    sequences: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Weights that leave out whole sequences which the policy would hardly have drawn.
+
+        w_t = 1 where floor <= exp(mean over t's sequence of (logp - behavior)) <= cap
+                and every ratio exp(logp - behavior) of the sequence is at least `least`, else 0
+
+    Rejection by the geometric mean of the ratios (Liu, Li et al., "When speed kills stability: demystifying RL collapse
+    from the training-inference mismatch", 2025; there 0.999 to 1.001 for long answers of the same weights), with their
+    veto of single tokens. What is left out stays in the denominator.
+
+    Args:
+        logprobs: under the policy to correct towards, [rows, tokens] or packed [tokens].
+        behavior_logprobs: under what drew the tokens, same shape.
+        mask: which tokens count, same shape.
+        floor, cap: bounds of a sequence's geometric mean ratio.
+        least: smallest ratio that any token of it may have; 0 for no bound.
+        sequences: see `weights`.
+
+    Returns:
+        Weights 0 or 1 that broadcast to `logprobs`; metric `rejected`, the share of tokens left out.
+
+    Raises:
+        ValueError: shapes differ, or bounds are out of order.
+    """
+    same_shape("importance.rejected", "logprobs", logprobs, behavior_logprobs=behavior_logprobs, mask=mask)
+    check_rejection("importance.rejected", floor, cap, least)
+    kept = keep(mask, wide(logprobs.detach()).dtype)
+    grouped = sequences_in("importance.rejected", logprobs, sequences)
+    difference = log_ratio(logprobs, behavior_logprobs, kept)
+    ratio = _mean_within(grouped, difference, kept).exp()
+    out = (ratio < floor) | (ratio > cap)
+    if least:
+        out |= grouped.sum(kept.only((difference < math.log(least)).to(kept.dtype))) > 0
+    gone = kept.only(grouped.spread(out).to(kept.dtype).expand_as(logprobs))
+    return 1.0 - gone, {"rejected": kept.mean(gone)}
+
+
+def check_rejection(where: str, floor: float, cap: float, least: float) -> None:
+    """Check the bounds of sequences.
+
+    Raises:
+        ValueError: they are out of order: they must hold 1, the ratio of a policy to itself.
+    """
+    if not 0.0 <= floor < 1.0 < cap:
+        raise ValueError(f"{where}: floor={floor} must be at least 0 and less than 1, and cap={cap} more than 1")
+    if not 0.0 <= least < 1.0:
+        raise ValueError(f"{where}: least={least} must be at least 0 and less than 1")
+
+
+def _mean_within(grouped: Sequences, x: Tensor, kept: Kept) -> Tensor:
+    """The mean of `x`, 0 outside the mask, over the tokens of each sequence that count, [sequences]; 0 over none."""
+    return grouped.sum(x) / grouped.lengths(kept).clamp(min=1)
 
 
 def interpolate(

@@ -36,6 +36,16 @@ class Answers:
     token_rewards: Tensor | None = None
     """The parts of `rewards` that fell at tokens, [answers, tokens]; what `rewards` is more falls at the last one."""
 
+    lengths: Tensor | None = None
+    """How many tokens were generated for each, [answers]; None: as many as count."""
+    spent: Tensor | None = None
+    """The parts of `rewards` that fell at generated tokens which do not count, [answers]; None: none did."""
+
+    @property
+    def unspent(self) -> Tensor:
+        """What of `rewards` falls at tokens that count, [answers]."""
+        return self.rewards if self.spent is None else self.rewards - self.spent
+
     def need(self, name: str) -> Tensor:
         """A tensor that this algorithm cannot do without.
 
@@ -78,9 +88,9 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """Under the reference."""
     behavior_logprobs: Tensor | None = None
-    """The engine's, for `correction`."""
+    """The engine's, for `correction` and `rejection`."""
     proximal_logprobs: Tensor | None = None
-    """Under the weights just before the update, for `loss.decoupled`."""
+    """Under the weights just before the update, for `loss.decoupled` and `rejection`."""
     versions: Tensor | None = None
     """Version of the weights that made each token."""
     version: int | None = None

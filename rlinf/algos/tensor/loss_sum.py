@@ -71,7 +71,24 @@ class Explained:
         return Explained(self.moments + other.moments)
 
 
-Metric = Mean | Max | Explained
+@dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """The share of samples that is left when they count with unequal weights: (sum w)^2 / (n sum w^2), of Kish."""
+
+    moments: Tensor
+    """Number of weights, their sum and their sum of squares, float64 [3]."""
+
+    @property
+    def value(self) -> float:
+        """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
+        count, total, square = self.moments.tolist()
+        return float(total * total / (count * square)) if square else 1.0
+
+    def __add__(self, other: EffectiveSize) -> EffectiveSize:
+        return EffectiveSize(self.moments + other.moments)
+
+
+Metric = Mean | Max | Explained | EffectiveSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +149,8 @@ def _join(a: Metric, b: Metric) -> Metric:
     if isinstance(a, Max) and isinstance(b, Max):
         return a + b
     if isinstance(a, Explained) and isinstance(b, Explained):
+        return a + b
+    if isinstance(a, EffectiveSize) and isinstance(b, EffectiveSize):
         return a + b
     raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
 

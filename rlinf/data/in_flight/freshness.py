@@ -69,7 +69,7 @@ def fresh(group: Group, version: int, mode: Mode, found: Fresh) -> Group | None:
             kept.append(sample)
         elif mode == "mask":
             learned = np.ones(len(old), bool) if sample.loss_mask is None else sample.loss_mask
-            kept.append(replace(sample, loss_mask=learned & ~old))
+            kept.append(replace(sample, loss_mask=learned & ~old, too_old=sample.too_old + count))
             found.masked += count
         else:
             found.dropped += sample.learned_tokens

@@ -120,7 +120,8 @@ class ServedEngine(Engine):
         """Read requests as there is room for them, and have each answered by a task."""
         error: Exception | None = None
         try:
-            async for request in each(requests):
+            source = each(requests)
+            while (request := await self._admission.next_of(source)) is not None:
                 self.check_request(request)
                 row = self._enter(request)
                 call.running += 1

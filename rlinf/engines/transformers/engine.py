@@ -225,6 +225,7 @@ class TransformersEngine(Engine):
         running = batch.live + len(batch.newcomers)
         tokens = batch.tokens + sum(request.cache_tokens for request in batch.newcomers)
         free, (rows, most) = self.max_rows - running, admission.due(batch.stats.steps)
+        admission.offer(free, tokens, running)
         if not running or (free >= rows and tokens <= most):
             if not admission.fill(free):
                 return False

@@ -71,6 +71,8 @@ class Running:
     """The reference follows the policy."""
     say: Callable[[str], None] = print
     """Prints a line for people."""
+    dropped: Callable[[int, str, Sequence[int]], None] = lambda task, reason, attempts: None
+    """Told of attempts that nothing will be learned from, by the number of their task."""
     agent: Agent | None = None
     """What works on a task, where the run names it."""
     timeout: float | None = None

@@ -19,6 +19,7 @@ from rlinf.agents.awaited import Awaited
 from rlinf.agents.checks import WrongType, at_least_one, shown
 from rlinf.agents.episodes import Gathered, Play, Tally
 from rlinf.agents.prompts import prompt_of
+from rlinf.data.in_flight.ledger import FAILED
 from rlinf.data.sample import Evaluation, Group, Prompt
 from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.flows.parts.answering import TRIALS
@@ -84,6 +85,8 @@ class RunningSession(Gathering):
         tally.add(over)
         for warning in tally.warnings():
             self._running.say(f"warning: {warning}")
+        for task, attempt in tally.failed:
+            self._running.dropped(task, FAILED, (attempt,))
         for note in tally.notes():
             self._running.say(note)
         return tally.metrics()

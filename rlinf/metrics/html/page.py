@@ -43,7 +43,7 @@ SECTIONS = (
         ),
     ),
     ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
-    ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean")),
+    ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean", "staleness/max", "staleness/ess")),
     (
         "Speed",
         (

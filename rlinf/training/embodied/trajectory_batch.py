@@ -147,6 +147,17 @@ def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: Traje
     }
 
 
+def ages_of(parts: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """By how many versions the weights that decided were older than those that learn: mean over slices, and the most.
+
+    Args:
+        parts: of each slice.
+        version: of the weights that learn, before the update.
+    """
+    ages = [version - part.version for part in parts]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
+
+
 def counted(trajectory: Trajectory) -> tuple[Episode, ...]:
     """The episodes by which a policy is judged, of those that ended in a slice.
 

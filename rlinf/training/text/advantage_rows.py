@@ -24,6 +24,7 @@ from rlinf.training.text.requirements import (
     REFERENCE,
     TEACHER,
     VALUES,
+    VERSIONS,
     asks_rewards_alone,
     check_told,
     columns_of,
@@ -53,13 +54,16 @@ class LearnedRows:
         return self
 
 
-def advantage_rows(spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[str] = frozenset()) -> LearnedRows:
+def advantage_rows(
+    spec: AlgorithmSpec, groups: Sequence[Group], *, later: frozenset[str] = frozenset(), ages: bool = False
+) -> LearnedRows:
     """Rows for a policy, with advantages and with the columns that the loss asks for.
 
     Args:
         spec: the algorithm.
         groups: judged; all of the batch if `spec.needs_whole_batch`.
         later: columns that the loss gets in another way.
+        ages: with the version that made each token, whether or not the loss asks.
 
     Raises:
         ValueError: a group was not judged, its prompt has no token, or a column is missing.
@@ -73,7 +77,7 @@ def advantage_rows(spec: AlgorithmSpec, groups: Sequence[Group], *, later: froze
     check_told("train", spec, samples, needed_of_policy(spec) - later)
     found = advantages_of(spec, _answers(scored, samples, tokens=not asks_rewards_alone(spec)))
     gains: list[Any] = found.values.tolist() if found.values.ndim == 1 else _of_learned(found.values, samples)
-    names = columns_of(spec) - later
+    names = columns_of(spec) - later | ({VERSIONS} if ages else set())
     rows = [
         Row.of(sample, gain, {name: sample.column(name) for name in names})
         for sample, gain in zip(samples, gains, strict=True)
@@ -149,8 +153,33 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
         token_rewards=_token_rewards(samples, mask) if tokens else None,
         weights=None if all(weight == 1.0 for weight in weights) else torch.tensor(weights),
         truncated=torch.tensor([sample.truncated for sample in samples]),
+        **_of_too_old(samples, tokens=tokens),
         **said,
     )
+
+
+def _of_too_old(samples: Sequence[Sample], *, tokens: bool) -> dict[str, Tensor]:
+    """How long answers are with the tokens that are too old to be learned, and what rewards fell at those; nothing
+    where there are none.
+
+    Args:
+        samples: scored.
+        tokens: with rewards.
+    """
+    if not any(sample.too_old for sample in samples):
+        return {}
+    found = {"lengths": torch.tensor([sample.generated_tokens for sample in samples])}
+    if tokens:
+        # other tokens that are not learned have NaN or 0 there
+        found["spent"] = torch.tensor(
+            [
+                float(np.nansum(sample.per_token[REWARDS][~sample.loss_mask]))
+                if REWARDS in sample.per_token and sample.loss_mask is not None
+                else 0.0
+                for sample in samples
+            ]
+        )
+    return found
 
 
 def _token_rewards(samples: Sequence[Sample], mask: np.ndarray) -> Tensor | None:

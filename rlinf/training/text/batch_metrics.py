@@ -16,6 +16,7 @@ from rlinf.algos.tensor.loss_sum import Explained
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
 from rlinf.training.text.advantage_rows import RETURNS
+from rlinf.training.text.policy_loss import AGES
 from rlinf.training.text.requirements import REFERENCE, TEACHER, VALUES
 
 Advantages = Sequence[float | np.ndarray]
@@ -25,7 +26,14 @@ _ROUNDING = 1e-6
 _OUTCOMES = ("ok", "truncated", "timeout", "error")
 
 
-def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | None = None) -> dict[str, float]:
+def describe(
+    groups: Sequence[Group],
+    version: int,
+    shaped: Sequence[float] | None = None,
+    *,
+    oldest: int = 0,
+    learns_cut: bool = True,
+) -> dict[str, float]:
     """Metrics of a batch; samples without a reward, and groups without a scored sample, count only as outcomes.
 
     Args:
@@ -33,23 +41,24 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
             that is read.
         version: of the weights that the batch met.
         shaped: rewards of the scored samples after shaping; None if there is none.
+        oldest: by how many versions tokens may be older; above 0, `staleness/share/AGE` tells the share of learned
+            tokens of each age up to that, `AGES` at most.
+        learns_cut: answers that the length limit cut give a gradient, too.
     """
     everyone = [sample for group in groups for sample in group.samples]
     outcomes = [_outcome(sample) for sample in everyone]
     learned = [group for group in groups if group.scored]
     samples = [sample for group in learned for sample in group.scored]
     rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
-    lengths = torch.tensor([sample.learned_tokens for sample in samples], dtype=torch.float64)
+    lengths = torch.tensor([sample.generated_tokens for sample in samples], dtype=torch.float64)
     read = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
     uniform = sum(len(set(group.rewards)) == 1 for group in learned)
-    ages = version - np.concatenate([sample.column("versions") for sample in samples]).astype(np.int64)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         **({} if shaped is None else {"reward/shaped": float(np.mean(shaped))}),
         **_parts(samples),
-        "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
-        "staleness/max": float(ages.max(initial=0)),
+        **_ages([sample for sample in samples if learns_cut or not sample.truncated], version, oldest),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
@@ -63,6 +72,21 @@ def describe(groups: Sequence[Group], version: int, shaped: Sequence[float] | No
         **rewards_by_agent(samples),
         **_distances(samples),
     }
+
+
+def _ages(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:
+    """By how many versions learned tokens are older than the weights that learn from them; see `describe`."""
+    made = np.concatenate([np.empty(0, np.int64), *(sample.column("versions") for sample in samples)])
+    ages = (version - made).astype(np.int64)
+    found = {
+        "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness/max": float(ages.max(initial=0)),
+    }
+    if oldest:
+        told = min(oldest, AGES)
+        counts = np.bincount(ages.clip(0, told), minlength=told + 1) / max(1, len(ages))
+        found |= {f"staleness/share/{age}": float(share) for age, share in enumerate(counts)}
+    return found
 
 
 def rewards_by_agent(samples: Sequence[Sample]) -> dict[str, float]:

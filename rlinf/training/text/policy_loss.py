@@ -18,6 +18,10 @@ from rlinf.data.packing import Packed
 from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS
 
+AGES = 8
+"""Ages that are told apart, in versions; older tokens count as of this one. More would be more numbers than people
+read, and a bound beyond is seldom useful."""
+
 
 def policy_loss(
     spec: AlgorithmSpec,
@@ -71,6 +75,7 @@ def learn_policy(
     version: int | None = None,
     compare: bool = False,
     kept: dict[str, Tensor] | None = None,
+    oldest: int = 0,
 ) -> None:
     """Add a micro-batch of samples to the gradient.
 
@@ -79,9 +84,10 @@ def learn_policy(
         batch: the samples.
         spec: the algorithm.
         version: of the weights being trained, before the update.
-        compare: the weights are those that sampled: measure how far our log-probs are from the engine's.
+        compare: no step was taken on the batch yet: measure how far our log-probs are from the engine's.
         kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the algorithm
             needs those before the update and nobody said them yet.
+        oldest: by how many versions tokens may be older than the weights; above 0, `compare` tells their ages apart.
     """
     known = {} if kept is None else kept
 
@@ -90,7 +96,12 @@ def learn_policy(
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             known.setdefault(PROXIMAL, logprobs.detach())
         found = policy_loss(spec, batch, logprobs, entropy, known, version)
-        if compare:
+        if compare and oldest:
+            assert version is not None  # of every trainer
+            versions = batch.columns[VERSIONS] if len(batch.targets) else batch.targets  # a rank without work
+            ages = {"current": version, "oldest": min(oldest, AGES)}
+            found = found.watching(losses.by_age(logprobs, batch.old_logprobs, versions, batch.mask, **ages))
+        elif compare:
             found = found.watching(losses.mismatch(logprobs, batch.old_logprobs, batch.mask))
         return found
 

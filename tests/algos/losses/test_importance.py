@@ -22,6 +22,8 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
         ({"cap": 5.0, "level": "sequence"}, [[3.0, 3.0, 3.0], [1.0, 1.0, 0.0]]),
         ({"cap": 2.0, "level": "sequence"}, [[2.0, 2.0, 2.0], [1.0, 1.0, 0.0]]),
         ({"cap": 2.0, "level": "sequence", "outside": "mask"}, [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
+        ({"cap": 5.0, "level": "geometric"}, [[3 ** (1 / 3)] * 3, [1.0, 1.0, 0.0]]),
+        ({"cap": 1.4, "level": "geometric", "outside": "mask"}, [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
     ],
 )
 def test_weights_by_hand(options, expected):
@@ -61,6 +63,23 @@ def test_bad_answers_that_were_left_behind_drop_out():
     assert per_token.tolist() == found.tolist()
 
 
+@pytest.mark.parametrize(
+    ("bounds", "stays"),
+    [
+        ({"floor": 0.5, "cap": 1.5}, True),  # the geometric mean is 3 ** (1 / 3) = 1.44
+        ({"floor": 0.5, "cap": 1.4}, False),
+        ({"floor": 0.5, "cap": 1.5, "least": 0.4}, True),
+        ({"floor": 0.5, "cap": 1.5, "least": 0.6}, False),  # one ratio is 1/2
+    ],
+)
+def test_an_answer_is_rejected_whole_by_its_mean_or_by_one_token(bounds, stays):
+    found, metrics = importance.rejected(NEW, OLD, MASK, **bounds)
+    assert found.expand(2, 3)[MASK.bool()].tolist() == [float(stays)] * 3 + [1.0, 1.0]
+    assert metrics["rejected"].value == pytest.approx(0 if stays else 3 / 5)
+    mirrored, _ = importance.rejected(OLD, NEW, MASK, floor=1 / bounds["cap"], cap=10.0)
+    assert mirrored[0, 0] == (bounds["cap"] == 1.5), "a mean that is too small counts like one that is too large"
+
+
 def test_the_proximal_policy_lies_on_the_line_by_versions():
     new, old = torch.full((4,), -1.0), torch.full((4,), -3.0)
     versions = torch.tensor([0, 2, 3, 4])  # the update makes version 4; just before it was 3
@@ -81,6 +100,9 @@ def test_the_proximal_policy_of_impossible_tokens_is_no_nan():
         (lambda: importance.weights(NEW, OLD, MASK, level="seq"), "level='seq' is none of .*"),
         (lambda: importance.weights(NEW, OLD, MASK, outside="masked"), "meant 'mask'"),
         (lambda: importance.drifted(NEW, OLD, torch.zeros(5), MASK, most=1.0), r"advantages \[5\]"),
+        (lambda: importance.rejected(NEW, OLD[:1], MASK, floor=0.5, cap=2.0), r"behavior_logprobs \[1, 3\]"),
+        (lambda: importance.rejected(NEW, OLD, MASK, floor=1.0, cap=2.0), "floor=1.0 must be at least 0 and less"),
+        (lambda: importance.rejected(NEW, OLD, MASK, floor=0.5, cap=2.0, least=1.5), "least=1.5 must be at least 0"),
         (lambda: importance.interpolate(NEW, OLD, OLD, current=4, proximal=4), "must be before current=4"),
     ],
 )

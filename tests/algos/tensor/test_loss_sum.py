@@ -40,9 +40,38 @@ def test_the_share_of_clipped_values_looks_at_how_far_they_moved():
     assert found.values()["value_clip_frac"] == 0.5
 
 
-def test_staleness_is_in_versions():
-    found = losses.staleness(torch.tensor([3, 5, 0]), torch.tensor([1, 1, 0]), current=5)
-    assert {name: metric.value for name, metric in found.items()} == {"staleness/mean": 1.0, "staleness/max": 2.0}
+@given(st.integers(0, 2**31), st.integers(0, 12), st.integers(1, 12))
+@settings(max_examples=40)
+def test_what_differs_by_age_is_told_age_by_age_and_adds_up_over_parts(seed, first, second):
+    rng = np.random.default_rng(seed)
+    count, current, oldest = first + second, 7, 2
+    new, old = -rng.random(count) * 3, -rng.random(count) * 3
+    versions, mask = rng.integers(3, current + 1, count), rng.random(count) < 0.8
+    versions[~mask] = -1
+    new[~mask] = np.nan
+
+    def of(part):
+        given = (torch.tensor(x[part]) for x in (new, old, versions, mask))
+        found = losses.by_age(*given, current=current, oldest=oldest)
+        return LossSum(torch.zeros(()), torch.zeros(()), found)
+
+    found = (of(slice(0, first)) + of(slice(first, None))).values()
+    apart, ages = new - old, np.minimum(current - versions, oldest)
+    for age, name in enumerate(("mismatch/mean", "staleness/drift/1", "staleness/drift/2")):
+        those = np.abs(apart[mask & (ages == age)])
+        assert found[name] == pytest.approx(those.mean() if len(those) else 0.0)
+    weights = np.exp(apart[mask])
+    expected = weights.sum() ** 2 / (len(weights) * (weights**2).sum()) if len(weights) else 1.0
+    assert found["staleness/ess"] == pytest.approx(expected)
+    assert set(found) == {"mismatch/mean", "mismatch/max", "staleness/drift/1", "staleness/drift/2", "staleness/ess"}
+
+
+def test_the_effective_size_of_equal_weights_is_all_and_of_one_that_has_everything_its_share():
+    old, versions, mask = torch.zeros(4), torch.zeros(4), torch.ones(4)
+    equal = losses.by_age(old - 0.7, old, versions, mask, current=1, oldest=1)
+    assert equal["staleness/ess"].value == pytest.approx(1.0)
+    one = torch.tensor([0.0, -20.0, -20.0, -20.0])
+    assert losses.by_age(one, old, versions, mask, current=1, oldest=1)["staleness/ess"].value == pytest.approx(0.25)
 
 
 def test_a_further_term_keeps_the_weight_and_adds_its_metrics():

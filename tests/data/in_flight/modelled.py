@@ -150,7 +150,7 @@ class Books:
         self.drawn_ids += ids
 
     def dropped(self, prompt_id, reason, indices=None, tokens=0):
-        self.dropped_samples.append((prompt_id, reason, None if indices is None else tuple(indices)))
+        self.dropped_samples.append((prompt_id, reason, None if indices is None else tuple(sorted(indices))))
 
     def masked(self, tokens):
         self.masked_tokens += tokens

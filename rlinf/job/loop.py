@@ -333,9 +333,16 @@ class TrainingLoop(RunKind[E]):
             await restore_roles({role: roles[role] for role in moving}, aside, run, own=self.own_roles)
             await self._publish(roles)
 
+        async def rest() -> None:
+            await self.in_flight.suspend()  # half answers go on where the rollout will be
+            await self.in_flight.publish(
+                self.roles[self.generates]
+            )  # what was to be loaded later is of the old trainer
+            await self.checkpoints.finish()
+
         self.roles = await self.placement.after(
             seconds, self.system, self.roles, run,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=self.spawn, restore=restore,
+            say=self.report.line, rest=rest, save=save, spawn=self.spawn, restore=restore,
         )  # fmt: skip
 
 

@@ -351,6 +351,7 @@ class TrainingLoop(RunKind[E]):
         """Have nothing under way: checkpoints are written, and what was begun for later steps is kept for them."""
         await self.checkpoints.finish()
         await self.in_flight.suspend()
+        await self.in_flight.publish(self.roles[self.generates])  # what was to be loaded later is the old trainer's
 
     async def _move(self, seconds: float) -> None:
         """Move roles, if it is time to."""

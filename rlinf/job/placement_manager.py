@@ -52,6 +52,7 @@ class PlacementManager:
             machine=machine(),
             flow=prepared.path,
             held=prepared.held,
+            staleness=prepared.staleness,
         )
         self._auto: AutoPlacement | None = None
         if wanted.mode == "auto" and placed.devices > 1:

@@ -28,7 +28,6 @@ from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking
-from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.sac import sac
 from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, roles_of
 from rlinf.job.callbacks import Callbacks
@@ -115,6 +114,8 @@ class Prepared:
     """What was passed instead of being named."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Who is told what happens in the run."""
+    staleness: int = 0
+    """Steps that the flow begins work early."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -160,15 +161,14 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     kinds = kinds_of(config, needed)
     flow = _imported(path) if objects.flow is None else objects.flow
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
-    ahead = config.placement.profile is not None or config.placement.mode == "auto"
-    if ahead and "session" in inspect.signature(flow).parameters:
-        advice = "a flow that takes a session cannot be rehearsed: name a mode, and leave placement.profile out"
-        raise ConfigError([_problem("placement.mode", config.placement.mode, advice)])
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
     beside = [_problem(*each) for each in (*mistakes_in_models(config), *mistakes_in_own(config, flow))]
     own = own_roles(config) if not beside else {}
     flow, asked = with_teachers(flow, config.named_teachers), flow
-    placed, planned = _planned(config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items, own=own)
+    staleness = config.staleness.max if works_ahead(asked) else 0
+    placed, planned = _planned(
+        config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items, own=own, staleness=staleness
+    )
     model_config, held, problems = _held(config, placed, needed, beside)
     problems = [
         *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
@@ -185,7 +185,9 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     if problems:
         raise ConfigError(problems)
     objects = objects if agent is None else replace(objects, agent=agent)
-    return Prepared(flow, path, algorithm, kinds, model, items, placed, planned, held, model_config, objects, callbacks)
+    return Prepared(
+        flow, path, algorithm, kinds, model, items, placed, planned, held, model_config, objects, callbacks, staleness
+    )
 
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
@@ -201,15 +203,19 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
         advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
         problems.append(_problem("env.fresh", "false", advice))
-    ahead = flow in (embodied_async, sac) and (off_policy or config.algorithm.staleness)
-    if config.placement.mode == "auto" and ahead:
+    if config.placement.mode == "auto" and flow is sac and off_policy:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))
     callbacks = Callbacks.of(config.callbacks, problems)
     if problems:
         raise ConfigError(problems)
-    placed, planned = _planned(config.placement, CONTROL, hosts, flow=flow, path=path, model=model, items=items)
-    return Prepared(flow, path, algorithm, CONTROL, model, items, placed, planned, {}, callbacks=callbacks)
+    staleness = config.algorithm.staleness if works_ahead(flow) else 0
+    placed, planned = _planned(
+        config.placement, CONTROL, hosts, flow=flow, path=path, model=model, items=items, staleness=staleness
+    )
+    return Prepared(
+        flow, path, algorithm, CONTROL, model, items, placed, planned, {}, callbacks=callbacks, staleness=staleness
+    )
 
 
 def _algorithm(name: str, make: Callable[[], AlgorithmSpec]) -> AlgorithmSpec:
@@ -254,17 +260,15 @@ def _planned(
     model: str,
     items: int,
     own: Mapping[str, Role] = MappingProxyType({}),
+    staleness: int = 0,
 ) -> tuple[Placed, Chosen | None]:
     """Where roles run, and what the planner found where there is a profile to plan from.
 
     Args:
         wanted: the section `placement`.
-        kinds: the roles that there are.
+        kinds, path, model, items, staleness: see `Prepared`.
         hosts: number of processes of the job.
         flow: one step, which is rehearsed; there must not be a running event loop.
-        path: its dotted path.
-        model: see `Prepared`.
-        items: of a step.
         own: roles of the user's own.
 
     Raises:
@@ -279,7 +283,10 @@ def _planned(
             raise PlacementError(problems)
         memory = None if placed.memory is None else {KIND: placed.memory}
         actors = {name: role.actor for name, role in own.items()}
-        chosen = choose(profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate, actors=actors)
+        chosen = choose(
+            profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate, actors=actors,
+            staleness=staleness,
+        )  # fmt: skip
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
         raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None

@@ -83,7 +83,8 @@ def plan_ahead(workload: Workload, staleness: int) -> dict[Mode, Found]:
 
 
 def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
-    """Every partition whose parts feed each other in one direction only; what needs no device is a part of its own."""
+    """Every partition whose parts feed each other in one direction only. What needs no device is a part of its own, or
+    takes its turn where all stages do."""
     stages = workload.stages
     number = {stage.name: index for index, stage in enumerate(stages)}
     before = [0] * len(stages)
@@ -91,20 +92,21 @@ def _partitions(workload: Workload) -> Iterator[tuple[tuple[Stage, ...], ...]]:
         for edge in workload.edges:
             source, target = number[edge.source], number[edge.target]
             before[target] |= before[source] | 1 << source
-    beside = {index for index, stage in enumerate(stages) if not any(one.devices for one in stage.options)}
     depth = {index: before[index].bit_count() for index in range(len(stages))}
+    beside = sum(1 << i for i, stage in enumerate(stages) if not any(one.devices for one in stage.options))
+    everything = (1 << len(stages)) - 1
     seen: set[frozenset[int]] = set()
 
     def cut(rest: int) -> Iterator[tuple[int, ...]]:
-        for part in (*ideals(rest, before), rest):
-            members = {index for index in range(len(stages)) if part >> index & 1}
-            if not members & beside or len(members) == 1:
-                if part == rest:
-                    yield (part,)
-                else:
-                    yield from ((part, *others) for others in cut(rest & ~part))
+        for part in (*sorted(ideals(rest, before), key=lambda part: (part & -part, part)), rest):  # as stages are named
+            if part & beside and part.bit_count() > 1 and part != everything:
+                continue
+            if part == rest:
+                yield (part,)
+            else:
+                yield from ((part, *others) for others in cut(rest & ~part))
 
-    for parts in cut((1 << len(stages)) - 1):
+    for parts in cut(everything):
         if (key := frozenset(parts)) not in seen:
             seen.add(key)
             members = ([index for index in range(len(stages)) if part >> index & 1] for part in parts)

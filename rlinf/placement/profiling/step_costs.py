@@ -165,6 +165,7 @@ def observed(
     flow: str,
     kind: str = "gpu",
     held: Mapping[str, tuple[int, int]] | None = None,
+    staleness: int = 0,
 ) -> Profile:
     """Return the profile of a step that was read.
 
@@ -176,6 +177,7 @@ def observed(
         model, machine, flow: see `Profile`.
         kind: of its devices.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
+        staleness: steps that work is begun early.
     """
     stages = {}
     for name, stage in seen.stages.items():
@@ -195,7 +197,7 @@ def observed(
     receivers = [len(seen.stages[target].devices) for _, target in seen.published if target in seen.stages]
     sync = (Timing(1, max(receivers, default=1) or 1, seen.sync),) if seen.sync > 0 else ()
     edges = tuple((edge.source, edge.target, edge.barrier) for edge in seen.edges)
-    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published)
+    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published, staleness)
 
 
 def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:

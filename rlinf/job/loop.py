@@ -9,6 +9,7 @@ business. Who wakes whom: each step begins when the one before has ended; checkp
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +36,9 @@ from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""What a disk says that takes no more."""
 
 
 class TrainingLoop(RunKind[E]):
@@ -87,7 +91,7 @@ class TrainingLoop(RunKind[E]):
 
         Raises:
             InputError: something that the configuration names cannot be used, or the flow returned no metrics.
-            RunFailure: a checkpoint cannot be written, the loss is no number, or one of `failures`.
+            RunFailure: a file cannot be written, the loss is no number, or one of `failures`.
             Exception: whatever the flow or a role raised.
         """
         try:
@@ -97,6 +101,12 @@ class TrainingLoop(RunKind[E]):
             raise RunFailure(f"step {self.done + 1}: {error}") from error
         except DataError as error:
             raise InputError(str(error)) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            which = error.filename or self.directory.path
+            told = f"after step {self.done} {which} cannot be written: {error.strerror}; what is there stays as it is"
+            raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
 
     async def _take_steps(self) -> None:
         while not (self.over or self.leaving.asked):

@@ -46,6 +46,9 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
         RunFailure: the run cannot go on, for a reason outside the code.
         SystemExit: the process was told to end; with code 75 if the run is to be started again.
     """
+    import torch  # which takes seconds
+
+    torch.manual_seed(config.seed)  # for code of the user's own: ours has generators of its own
     path = Path(config.output_dir).expanduser() / config.name
     if rank != 0:
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)

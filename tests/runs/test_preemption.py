@@ -158,3 +158,14 @@ def test_torchrun_restarts_what_was_killed_and_it_goes_on_by_itself(uninterrupte
     assert job.returncode == 0, said
     assert "the lock of the run directory is taken over from pid " in said
     equal(uninterrupted, run)
+
+
+# Other ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_while_metrics_are_written_is_one_line(tmp_path):
+    done = launch(*RUN, f"output_dir={tmp_path}", expect=1, FULL_AT="2")
+    told = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(told) == 1, done.stderr
+    assert re.fullmatch(r"error: after step 3 .* cannot be written: No space left on device; .*--resume auto", told[0])
+    assert "Traceback" not in done.stderr

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlinf.actors.base.in_flight import PartialGroup
 from rlinf.cli.ledger_command import account
 from rlinf.data.in_flight.kept_files import read_kept
 from rlinf.data.in_flight.ledger import of_ranges
@@ -440,6 +441,9 @@ def tokens_held(checkpoint: Path) -> int:
             total += sum(sample.learned_tokens for group in entry.result for sample in group.samples)
             continue
         for part in entry.partial:
+            if not isinstance(part, PartialGroup):  # a task of an agent's
+                total += part.tokens
+                continue
             total += sum(len(one.response_ids) for one in part.done.values())
             total += sum(one.answered for one in part.left.values())
     return total

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlinf.actors.base.in_flight import PartialGroup
 from rlinf.cli.ledger_command import account
 from rlinf.data.in_flight.kept_files import read_kept
 from rlinf.data.in_flight.ledger import of_ranges
@@ -113,6 +114,8 @@ class Found:
     """The kills."""
     runs: int = 0
     """Runs that were let to their end."""
+    torn: int = 0
+    """How often a run ended because its engine was killed in the middle of taking new weights."""
     wrong: list[str] = field(default_factory=list)
     """What should not be, at the end of a run."""
     held: int = 0
@@ -175,16 +178,29 @@ class Run:
         self.tokens = output / "tokens"
         self.arguments = drill.arguments(output, engine=engine)
         self.processes: Ranks | Torchrun | None = None
-        self.resumed: Path | None = None
+        self.went_on: int | None = None  # from the checkpoint of this step
+        self.held = 0  # tokens in flight there
 
-    def begin(self) -> None:
+    def begin(self) -> Ranks | Torchrun:
         """Start it, or go on with it."""
         self.tokens.unlink(missing_ok=True)
         found = find_checkpoint(self.path) if self.path.exists() else None
-        self.resumed = None if found is None else found.path
+        self.went_on = None if found is None else found.step
+        self.held = 0 if found is None else tokens_held(found.path)
         more = {TOKENS: str(self.tokens)}
         arguments = (*self.arguments, "--resume", "auto")
         self.processes = Torchrun(arguments, **more) if self.torchrun else start(*arguments, processes=2, **more)
+        return self.processes
+
+    def again(self) -> Ranks | Torchrun:
+        """Go on after a death."""
+        self.end()
+        return self.begin()
+
+    def torn(self) -> bool:
+        """It has ended because its engine died while it took new weights, which no replica may go on from."""
+        here = self.processes
+        return here is not None and here.ended() and "LoadTorn" in here.everything()
 
     def choose(self) -> tuple[str, str]:
         """A victim and a moment."""
@@ -288,10 +304,9 @@ def drilled(
 def _uninterrupted(drill: Drill, output: Path, engine: bool) -> Path:
     run = Run(drill, output, random.Random(0), engine=engine, torchrun=False)
     output.mkdir()
-    run.begin()
-    assert run.processes is not None
+    here = run.begin()
     try:
-        assert set(run.processes.codes(PATIENCE)) == {0}, run.processes.everything()
+        assert set(here.codes(PATIENCE)) == {0}, here.everything()
     finally:
         run.end()
     return run.path
@@ -300,12 +315,14 @@ def _uninterrupted(drill: Drill, output: Path, engine: bool) -> Path:
 def _with_kills(run: Run, kills: int, found: Found, say: Callable[[str], None]) -> None:
     """A run from start to end, with so many kills on the way."""
     since, before = time.monotonic(), shared_memory()
-    run.begin()
-    here = run.processes
-    assert here is not None
+    here = run.begin()
     while kills:
         victim, moment = run.choose()
         if not run.until_moment(moment):
+            if run.torn():
+                found.torn += 1
+                here = run.again()
+                continue
             break
         point = Point(victim, moment, steps_noted(run.path))
         killed, born = run.kill(victim)
@@ -323,10 +340,7 @@ def _with_kills(run: Run, kills: int, found: Found, say: Callable[[str], None]) 
                 codes = []
                 point.wrong.append(f"it did not end: {error}"[:300])
             _examine(run, point, born, before, silent=apart or not any(codes))
-            here.end()
-            run.begin()
-            here = run.processes
-            assert here is not None
+            here = run.again()
         found.points.append(point)
         kills -= 1
         spent = time.monotonic() - since
@@ -335,6 +349,10 @@ def _with_kills(run: Run, kills: int, found: Found, say: Callable[[str], None]) 
         for each in point.wrong:
             say(f"      wrong: {each}")
     codes = here.codes(PATIENCE)
+    if run.torn():
+        found.torn += 1
+        here = run.again()
+        codes = here.codes(PATIENCE)
     said = here.everything()
     found.runs += 1
     if any(codes):
@@ -359,7 +377,7 @@ def _examine(run: Run, point: Point, born: Sequence[tuple[int, str]], before: se
     point.cause = " | ".join(told)
     if point.victim.startswith("rank") and not silent and not _named(told, point):
         point.wrong.append(f"first cause not told in one line: {said[-300:]}")
-    if "Traceback" in said and not run.torchrun:  # torchrun shows its own
+    if "Traceback" in said and not run.torchrun and not run.engine:  # torchrun and the imitated server show their own
         point.wrong.append(f"a traceback: {said[-500:]}")
     try:
         until(lambda: not [pid for pid, birth in born if _birth(pid) == birth], "", 15)
@@ -404,15 +422,14 @@ def _finished(run: Run, found: Found) -> None:
     stale = max((line.get("staleness/max", 0.0) for line in metrics_of(run.path)), default=0.0)
     if stale > (run.drill.staleness if "async" in run.drill.flow else 0):
         found.wrong.append(f"{run.path}: staleness/max {stale}")
-    if run.resumed is None or run.engine or not run.resumed.exists():
+    if run.went_on is None or run.engine:
         return
-    held = tokens_held(run.resumed)
-    lines = [line for line in read_lines(run.path / "ledger.jsonl") if line["step"] > _step(run.resumed)]
+    lines = [line for line in read_lines(run.path / "ledger.jsonl") if line["step"] > run.went_on]
     used = sum(sum(line.get("tokens", {}).values()) for line in lines)
     made = sum(map(int, run.tokens.read_text().split())) if run.tokens.exists() else 0
     at_the_end = tokens_held(run.path / "checkpoints" / "latest")
-    found.held += held
-    found.again += max(0, made + held - used - at_the_end)
+    found.held += run.held
+    found.again += max(0, made + run.held - used - at_the_end)
 
 
 def tokens_held(checkpoint: Path) -> int:
@@ -424,6 +441,9 @@ def tokens_held(checkpoint: Path) -> int:
             total += sum(sample.learned_tokens for group in entry.result for sample in group.samples)
             continue
         for part in entry.partial:
+            if not isinstance(part, PartialGroup):  # a task of an agent's
+                total += part.tokens
+                continue
             total += sum(len(one.response_ids) for one in part.done.values())
             total += sum(one.answered for one in part.left.values())
     return total
@@ -440,10 +460,6 @@ def _noting(wrong: list[str], what: str) -> Iterator[None]:
 def _checkpoints(path: Path) -> list[str]:
     there = path / "checkpoints"
     return [entry.name for entry in there.iterdir() if entry.name.startswith("step_")] if there.is_dir() else []
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.resolve().name.rpartition("_")[2])
 
 
 def _evaluations(path: Path) -> int:
@@ -477,6 +493,7 @@ def summary(found: Found) -> dict[str, Any]:
     return {
         "points": len(found.points),
         "runs": found.runs,
+        "ended by an engine killed in the middle of a load": found.torn,
         "well": len(found.points) - sum(bad.values()),
         "victims": {name: f"{by[name] - bad[name]} of {by[name]}" for name in VICTIMS if by[name]},
         "moments": dict(Counter(point.moment for point in found.points)),

@@ -42,7 +42,7 @@ EVERY = 4
 LATE = 20
 """Steps at the end whose numbers are averaged: answers of older weights make those of a single step swing."""
 COMMON = (
-    *("flow=rlinf.flows.grpo_async", f"evaluation.every={EVERY}", "trace=false", "metrics.live=false"),
+    *("flow=rlinf.flows.grpo_async", f"evaluation.every={EVERY}", "trace=false"),
     *("placement.rollout=0", "placement.judge=0", "placement.trainer=0"),
 )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlinf.algos import recipes, spec
-from rlinf.algos.parts import Clipped, Correction
+from rlinf.algos.parts import Clipped, Correction, Rejection
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
@@ -24,8 +24,9 @@ PLACES = (
 _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
 """Values that change nothing, where it is not an empty mapping."""
 
-FOR_OLDER = Correction(cap=5.0)
-"""How asynchronous flows correct, measured in docs/async.md."""
+CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
+"""How asynchronous flows correct for older answers, measured in docs/async.md. The cap is high because what must be
+taken back has large weights: tokens that have become likely since they were drawn and turned out bad."""
 
 
 def algorithm_of(config: RunConfig) -> AlgorithmSpec:
@@ -51,25 +52,32 @@ def algorithm_of(config: RunConfig) -> AlgorithmSpec:
 
 
 def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
-    """The algorithm as it learns from answers of older weights: with `FOR_OLDER`, where neither the recipe nor the
-    configuration says how to correct. Losses that weigh by the ratio to what drew the tokens need nothing beside.
+    """The algorithm as it learns from answers of older weights: with `CORRECTION` and `REJECTION`, where neither the
+    recipe nor the configuration says a word of correction or rejection. Losses that weigh by the ratio to what drew the
+    tokens need nothing beside.
 
     Args:
         algorithm: of the run.
         config: of the run.
     """
-    if not config.staleness.max or config.algorithm.correction != {} or algorithm.correction is not None:
+    settled = (config.algorithm.correction, config.algorithm.rejection) != ({}, {})
+    if settled or not config.staleness.max or not isinstance(algorithm.loss, Clipped):
         return algorithm
-    return replace(algorithm, correction=FOR_OLDER) if isinstance(algorithm.loss, Clipped) else algorithm
+    if algorithm.correction is not None or algorithm.rejection is not None:
+        return algorithm
+    return replace(algorithm, correction=CORRECTION, rejection=REJECTION)
 
 
 def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
     """That `for_older_answers` had something to add, for people; None if it had not."""
-    if algorithm is None or algorithm.correction is not FOR_OLDER:
+    if algorithm is None or algorithm.correction is not CORRECTION:
         return None
+    age = config.staleness.max
     return (
-        f"answers may be {config.staleness.max} versions old, which is corrected for by "
-        f"algorithm.correction={{cap: {FOR_OLDER.cap:g}}}; null would leave it out"
+        f"answers may be {age} version{'s' * (age > 1)} old, which is corrected for: "
+        f"algorithm.correction={{cap: {CORRECTION.cap:g}}} "
+        f"algorithm.rejection={{floor: {REJECTION.floor:g}, cap: {REJECTION.cap:g}}}; "
+        "algorithm.correction=null leaves both out"
     )
 
 

@@ -8,7 +8,15 @@ from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.config.learning import RECIPES
 from rlinf.config.loading import ConfigError
-from rlinf.job.algorithm import FOR_OLDER, algorithm_of, default_correction, flow_of, for_older_answers, roles_of
+from rlinf.job.algorithm import (
+    CORRECTION,
+    REJECTION,
+    algorithm_of,
+    default_correction,
+    flow_of,
+    for_older_answers,
+    roles_of,
+)
 from rlinf.job.prepare import prepare
 from rlinf.job.validate import load_config
 
@@ -63,7 +71,8 @@ def test_any_part_can_be_changed_left_out_or_ones_own():
     [
         (("algorithm=grpo",), True),
         (("algorithm=ppo",), True),
-        (("algorithm.rejection.cap=1.5",), True),
+        (("algorithm.rejection.cap=1.5",), False),
+        (("algorithm.rejection=null",), False),
         (("staleness.max=0",), False),
         (("algorithm.correction=null",), False),
         (("algorithm.correction.cap=3",), False),
@@ -76,7 +85,8 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
     config = load_config(None, overrides)
     plain = algorithm_of(config)
     found = for_older_answers(plain, config)
-    assert (found.correction is FOR_OLDER) == corrected == (found != plain)
+    assert (found.correction is CORRECTION) == corrected == (found != plain)
+    assert (found.rejection is REJECTION) == corrected
     words = default_correction(config, found)
     assert (words is not None) == corrected
     assert not corrected or "algorithm.correction={cap: " in words
@@ -86,7 +96,7 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
 def test_only_flows_that_work_ahead_have_the_default_correction(flow):
     path = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     found = prepare(load_config(path, [f"flow=rlinf.flows.{flow}"]), 2).algorithm
-    assert (found.correction is FOR_OLDER) == (flow == "grpo_async")
+    assert (found.correction is CORRECTION) == (flow == "grpo_async")
 
 
 @pytest.mark.parametrize(

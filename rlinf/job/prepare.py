@@ -166,9 +166,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     own = own_roles(config) if not beside else {}
     flow, asked = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(asked) else 0
-    placed, planned = _planned(
-        config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items, own=own, staleness=staleness
-    )
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, kinds, hosts, own=own, **said)
     model_config, held, problems = _held(config, placed, needed, beside)
     problems = [
         *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
@@ -195,11 +194,8 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     algorithm = None if off_policy else _algorithm(config.algorithm.name, lambda: control_algorithm_of(config))
     path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
-    problems = [
-        *_flow_problems(path, flow, tuple(kind.name for kind in CONTROL)),
-        *unusable(config),
-        *_tracker_problems(config.metrics),
-    ]
+    problems = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
+    problems = [*problems, *unusable(config), *_tracker_problems(config.metrics)]
     if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
         advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
         problems.append(_problem("env.fresh", "false", advice))
@@ -210,11 +206,10 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     if problems:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
-    placed, planned = _planned(
-        config.placement, CONTROL, hosts, flow=flow, path=path, model=model, items=items, staleness=staleness
-    )
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, CONTROL, hosts, **said)
     return Prepared(
-        flow, path, algorithm, CONTROL, model, items, placed, planned, {}, callbacks=callbacks, staleness=staleness
+        **said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=planned, held={}, callbacks=callbacks
     )
 
 

@@ -194,8 +194,8 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     algorithm = None if off_policy else _algorithm(config.algorithm.name, lambda: control_algorithm_of(config))
     path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
-    problems = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
-    problems = [*problems, *unusable(config), *_tracker_problems(config.metrics)]
+    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
+    problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
     if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
         advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
         problems.append(_problem("env.fresh", "false", advice))

@@ -25,7 +25,7 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, PartialAnswer, Request, Sampling
+from rlinf.engines.base import Completion, Kv, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
@@ -57,6 +57,7 @@ class Rollout(Receiver, TailMigration):
         max_rows: int = 128,
         max_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        kv: Kv | None = None,
         rescale: bool = False,
         directory: str | None = None,
     ) -> None:
@@ -78,6 +79,8 @@ class Rollout(Receiver, TailMigration):
             max_tokens: for which the KV cache has room, prompts and possible answers together; None for as many as
                 `max_rows` answers may have.
             dtype: in which answers are computed; weights of another are cast.
+            kv: what becomes of keys and values when weights change in the middle of answers: `keep` those of the old
+                weights, or `reread` all with the new. None: the engine's own choice.
             rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
                 the devices of the others are free earlier. The samples stay the same, up to rounding.
             directory: of the run, where the output of an inference server goes.
@@ -109,6 +112,7 @@ class Rollout(Receiver, TailMigration):
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_length=said.length,
+            kv=kv,
             directory=directory,
             compute=self.compute,
             on_device=_on_device,
@@ -293,9 +297,6 @@ class Rollout(Receiver, TailMigration):
         another later: of each group with at least so many finished answers, and as many that are not.
 
         Indices stay those of the whole group, so that no sample is made twice. Returns how many groups were split.
-
-        Raises:
-            ValueError: `least` is below 2: a group of one answer has nothing to compare its reward with.
         """
         if least < 2:
             raise ValueError(f"split: least={least} must be at least 2: rewards are compared within a group")

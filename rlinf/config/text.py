@@ -243,6 +243,10 @@ class StalenessConfig:
     mode: Literal["mask", "drop", "resample"] = "mask"
     """What becomes of answers that were carried over for so long (rollout.carry) that some of their tokens are too old:
     `mask` learns their other tokens, `drop` leaves them out, `resample` answers their prompts again."""
+    kv: Literal["keep", "reread"] | None = None
+    """What becomes of keys and values when weights change in the middle of answers: `keep` goes on with those of the
+    old weights, which costs nothing; `reread` reads each answer so far with the new ones before its next token. null is
+    keep where the engine can (transformers), otherwise reread (sglang, vllm); see docs/engines.md."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
-from rlinf.engines.make import lacking
+from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
 from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, roles_of
 from rlinf.job.callbacks import Callbacks
@@ -178,6 +178,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     ]
     if (lacks := lacking(config.rollout.engine, config.rollout.engine_args)) is not None:
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
+    if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
+        problems.append(_problem("staleness.kv", config.staleness.kv, other))
     agent, mistakes = configured_agent(config, asked, objects.agent)
     problems += [_problem(*each) for each in mistakes]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)

@@ -8,7 +8,8 @@ server that is up again after it died.
 
 All tokens are on this side, with the version of the weights that made them. Whatever interrupts an answer (a pause,
 other weights, a crash) is handled in one way: it is asked for again, prompt and tokens as the prompt, and the rest as
-the answer. The server has read most of it already, unless its weights have changed.
+the answer. The server has read most of it already, unless its weights have changed: then it has forgotten all it has
+read (`Server.quiet`), for a token has one version, and pieces that stream while weights change would have two.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> 
 
 def _rollout(config: RunConfig) -> dict[str, Any]:
     """The keys that are not the work in flight's."""
-    return {name: value for name, value in asdict(config.rollout).items() if name not in ("carry", "extra", "groups")}
+    own = {name: value for name, value in asdict(config.rollout).items() if name not in ("carry", "extra", "groups")}
+    return {**own, "kv": config.staleness.kv}
 
 
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:

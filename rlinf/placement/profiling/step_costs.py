@@ -31,21 +31,7 @@ PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
 MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
-    (
-        "save",
-        "restore",
-        "state",
-        "samples",
-        "shapes",
-        "version",
-        "in_flight",
-        "forget",
-        "scored",
-        "drop",
-        "settled",
-        "split",
-        "learned",
-    )
+    ("save", "restore", "state", "samples", "shapes", "version", "in_flight", "forget", "scored")
 ) | frozenset(
     (
         "abort",

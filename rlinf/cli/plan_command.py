@@ -205,6 +205,9 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
     _tell(chosen.reason)
     if chosen.staleness and options.rehearse > 0 and chosen.rows[0].rehearsed is None:
         _tell("calculated only: the flow works on one step at a time; add --flow rlinf.flows.grpo_async, or its like")
+    if chosen.handed_over:
+        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in chosen.handed_over.items())
+        _tell(f"if trainers took devices over as these run out of answers (calculated, at most): {'; '.join(gains)}")
     if chosen.recommended is not None:
         _tell(_recommended(chosen.recommended))
     used = len(chosen.plan.devices)

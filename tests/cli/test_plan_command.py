@@ -72,6 +72,7 @@ def test_without_rehearsal_plans_are_ranked_by_formula_and_need_no_flow(plan):
 
 def test_it_says_what_each_staleness_gains(plan):
     _, out, _ = plan("--devices", "8", "--rehearse", "0")
+    assert "if trainers took devices over as these run out of answers (calculated, at most): collocated " in out
     assert re.search(r"staleness 1 gains \d+ %, 2 gains (\d+ %|nothing) more, 4 gains .*: take \d \(rollout \d", out)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlinf.data.step import works_ahead
+from rlinf.placement.asynchronous.handing_over import HandedOver, handed_over
 from rlinf.placement.asynchronous.recommend import Recommended, recommend
 from rlinf.placement.asynchronous.split import plan_ahead
 from rlinf.placement.asynchronous.steady import load
@@ -87,6 +88,8 @@ class Chosen:
     """Versions by which weights that generate may be behind."""
     recommended: Recommended | None = None
     """What each staleness would bring; None where the profile cannot tell."""
+    handed_over: Mapping[Mode, HandedOver] = field(default_factory=dict)
+    """By mode: what it would bring if devices changed hands within a synchronous step, where that can be told."""
 
     @property
     def plan(self) -> Plan:
@@ -201,7 +204,11 @@ def choose_for(
     rows.sort(key=lambda row: row.expected)
     why = _why(_firsts(rows), limit, cost_error)
     rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
-    return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness)
+    handed: dict[Mode, HandedOver] = {}
+    for one in () if staleness else found:
+        if (gained := handed_over(one, workload, items)) is not None:
+            handed.setdefault(gained.mode, gained)
+    return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness, handed_over=handed)
 
 
 def _row(

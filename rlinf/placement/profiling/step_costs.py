@@ -30,23 +30,12 @@ PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
 """Endpoints whose time is weight synchronisation."""
 MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
-ASIDE = (
-    frozenset(("save", "restore", "state", "samples", "shapes", "version", "in_flight", "forget", "scored", "learned"))
-    | frozenset(("export_state", "import_state", "settled", "drop", "split"))
-    | frozenset(
-        (
-            "abort",
-            "pause",
-            "resume",
-            "joint_ready",
-            "joint_over",
-            "joint_word",
-            "joint_given",
-            "rescale_hand_over",
-            "rescale_take",
-            "rescale_tell",
-        )
-    )
+ASIDE = frozenset(
+    (
+        "save restore export_state import_state state samples shapes version scored learned optimizer_steps "
+        "in_flight answering settled drop split forget abort pause resume "
+        "joint_ready joint_over joint_word joint_given rescale_hand_over rescale_take rescale_tell"
+    ).split()
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
 Where a device does nothing else, it idles."""

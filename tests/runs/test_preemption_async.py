@@ -28,9 +28,11 @@ def test_what_is_in_flight_is_in_the_checkpoint_and_goes_on(tmp_path):
         ranks.end()
     (done,) = map(int, re.findall(r"stopped after step (\d+); ", ranks.printed(0)))
     checkpoint = Path(run / "checkpoints" / f"step_{done:06d}")
-    drawn = json.loads((checkpoint / "queue.json").read_text())["problems"]
-    kept = sorted(each.name for each in checkpoint.glob("in_flight*"))
-    assert "in_flight.json" in kept, (kept, drawn)
+    drawn = json.loads((checkpoint / "queue.json").read_text())["problems"]["train"]["position"]
+    kept = json.loads((checkpoint / "in_flight.json").read_text())["objects"]
+    in_flight = {value["id"] for kind, value in kept if kind == "Prompt"}
+    assert drawn == 4 * done + len(in_flight), "every prompt is trained or in flight"
+    assert len(in_flight) > 0
     said = launch(*here, f"steps={done + 4}", "--resume", "auto").stdout
     assert f"going on after step {done}, from " in said
     lines = metrics_of(run)

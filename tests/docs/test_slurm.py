@@ -1,4 +1,4 @@
-"""The batch script of docs/checkpoints.md, with shell stand-ins for Slurm: a signal leaves a checkpoint and requeues."""
+"""The batch script for Slurm on docs/checkpoints.md: run by a shell, with stand-ins for what a cluster has."""
 
 import os
 import re

@@ -32,10 +32,30 @@ MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
     (
-        "save restore export_state import_state state samples shapes version scored learned optimizer_steps "
-        "in_flight answering settled drop split forget abort pause resume "
-        "joint_ready joint_over joint_word joint_given rescale_hand_over rescale_take rescale_tell"
-    ).split()
+        *(
+            "save",
+            "restore",
+            "export_state",
+            "import_state",
+            "state",
+            "samples",
+            "shapes",
+            "version",
+            "scored",
+            "learned",
+            "optimizer_steps",
+        ),
+        *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
+        *(
+            "joint_ready",
+            "joint_over",
+            "joint_word",
+            "joint_given",
+            "rescale_hand_over",
+            "rescale_take",
+            "rescale_tell",
+        ),
+    )
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
 Where a device does nothing else, it idles."""

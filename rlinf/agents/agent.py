@@ -291,7 +291,7 @@ class AgentLLM:
 
     @property
     def index(self) -> int:
-        """Which attempt at its task this is, from 0: with the task's id, a name that stays when it is run again."""
+        """Which attempt at its task this is, from 0: with the task's id, its name, also when it is run again."""
         return self._record.index
 
     def samples(self, reward: Any = None) -> list[Sample]:

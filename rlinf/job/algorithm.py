@@ -5,7 +5,7 @@ In: a `RunConfig`. Out: an `AlgorithmSpec`, and the roles and the flow that it n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.text import RunConfig
+from rlinf.data.step import works_ahead
 
 PLACES = (
     "advantage", "loss", "aggregation", "kl", "entropy_bonus", "correction", "rejection", "max_drift", "shaping",
@@ -135,3 +136,30 @@ def _found(path: str) -> Any:
     if (mistake := mistake_in(path)) is not None:
         raise ValueError(f"{path}: {mistake}")
     return resolve(path)
+
+
+def mistakes_ahead(config: RunConfig, flow: Any) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) for what a flow that works ahead, or one that does not, makes nothing of.
+
+    Args:
+        config: right by itself.
+        flow: one step.
+    """
+    stale, rollout, plain = config.staleness, config.rollout, RunConfig()
+    if works_ahead(flow):
+        if rollout.rescale:
+            advice = "the flow works ahead, so that answers never come to an end: leave it out"
+            yield "rollout.rescale", True, advice
+        most = stale.max * config.algorithm.prompts_per_step
+        if rollout.extra is not None and rollout.extra > most:
+            yield "rollout.extra", rollout.extra, f"more than staleness.max batches, {most}, never helps: at most that"
+        return
+    given = {f"staleness.{key}": (getattr(stale, key), getattr(plain.staleness, key)) for key in ("max", "mode", "kv")}
+    own = {
+        f"rollout.{key}": (getattr(rollout, key), getattr(plain.rollout, key)) for key in ("carry", "extra", "groups")
+    }
+    for key, (value, default) in {**given, **own}.items():
+        if value != default:
+            name = getattr(flow, "__qualname__", flow)
+            advice = f"the flow {name} begins nothing early: take rlinf.flows.grpo_async or its like, or leave it out"
+            yield key, value, advice

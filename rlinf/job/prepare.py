@@ -1,8 +1,7 @@
 """What only importing can show to be wrong: the flow, the algorithm, the reward and the model of a configuration.
 
-In: a configuration that is right by itself. Out: what it names, imported, and where its roles run; or one `ConfigError`
-with everything that is wrong. No process or device is touched.
-"""
+In: a configuration that is right by itself. Out: what it names, imported, and where roles run; or one `ConfigError`. No
+process or device is touched."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
-from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, roles_of
+from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, mistakes_ahead, roles_of
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.embodied import unusable
 from rlinf.job.checks.fits import oversized, too_long
@@ -162,7 +161,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     flow = _imported(path) if objects.flow is None else objects.flow
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
-    beside = [_problem(*each) for each in (*mistakes_in_models(config), *mistakes_in_own(config, flow))]
+    mistaken = (*mistakes_in_models(config), *mistakes_in_own(config, flow), *mistakes_ahead(config, flow))
+    beside = [_problem(*each) for each in mistaken]
     own = own_roles(config) if not beside else {}
     flow, asked = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(asked) else 0

@@ -141,3 +141,18 @@ def test_what_does_not_go_together_is_told_before_anything_starts():
     assert "grpo has no critic" in refused("critic.model=some/model")["critic.model"]
     assert "needs a critic" in refused("algorithm=ppo", "flow=rlinf.flows.grpo")["flow"]
     assert "critic, which this run has not" in refused("flow=rlinf.flows.ppo")["flow"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("staleness.max=3",), "staleness.max"),
+        (("rollout.carry=2",), "rollout.carry"),
+        (("rollout.groups=partial",), "rollout.groups"),
+        (("flow=rlinf.flows.grpo_async", "rollout.rescale=true"), "rollout.rescale"),
+        (("flow=rlinf.flows.grpo_async", "rollout.extra=65"), "rollout.extra"),
+    ],
+)
+def test_a_key_of_working_ahead_that_the_flow_makes_nothing_of_is_a_mistake(settings, key):
+    with pytest.raises(ConfigError, match=rf"{key} = "):
+        prepare(load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", settings))

@@ -40,7 +40,7 @@ ANSWERS = 4
 
 
 class GivenLengths(Generation):
-    """Answers whose length is their prompt's second token and those behind it, read as one number."""
+    """Answers that are as long as their prompt's right answer says."""
 
     def asked(self, prompt: Prompt, seeds: Iterable[int], sampling: Sampling) -> PartialGroup:
         """See `Generation`."""

@@ -84,7 +84,7 @@ class RewardModel(_Scoring, ModelActor):
     """Scores by one forward pass: of a classifier, or of a language model that chooses between given replies."""
 
     async def setup(  # type: ignore[override]
-        self, *, path: str, alone: bool = False, order: Literal["prompt", "arrival"] = "prompt", **given: Any
+        self, *, path: str, alone: bool = False, order: Literal["prompt", "arrival", "free"] = "prompt", **given: Any
     ) -> None:
         """Load the model.
 
@@ -102,7 +102,7 @@ class RewardModel(_Scoring, ModelActor):
         settings, path = await self.compute(self.prepare, {"path": path, **given}, alone)
         if settings.kind == "generative" and not settings.choices:
             raise ValueError(f"{NAME}: a generative model without choices writes its reply: spawn a GenerativeJudge")
-        self._together = order == "arrival"
+        self._together = order != "prompt"
         load: Any = {"dtype": dtype_of(settings.dtype), "device": self.device}
         tokenizer = self._question.tokenizer
         self._model: SequenceClassifier | Choices

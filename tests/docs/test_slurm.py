@@ -1,4 +1,4 @@
-"""The batch script of docs/checkpoints.md, with shell stand-ins for Slurm: a signal leaves a checkpoint and requeues."""
+"""The batch script of docs/checkpoints.md, with stand-ins for Slurm: a signal leaves a checkpoint and a requeued job."""
 
 import os
 import re

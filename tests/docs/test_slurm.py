@@ -1,4 +1,4 @@
-"""The batch script of docs/checkpoints.md, with stand-ins for Slurm: a signal leaves a checkpoint and a requeued job."""
+"""The batch script of docs/checkpoints.md, with stand-ins for Slurm: a signal leaves a checkpoint, the job requeues."""
 
 import os
 import re

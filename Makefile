@@ -71,6 +71,10 @@ fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS
 fuzz-configs: install  ## try WILD (20000) random configurations through --dry-run, from the seed WILD_SEED (0); `make test` tries 2,000
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.cli.wild_configs $(or $(WILD),20000) $(or $(WILD_SEED),0)
 
+.PHONY: drills
+drills: install  ## kill -9 parts of runs at DRILLS (100) random moments: nothing is lost or repeated; FLOW=grpo_async, DRILL_ARGS="--staleness 2 --save"
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.driver --points $(or $(DRILLS),100) --flow $(or $(FLOW),grpo_async) $(DRILL_ARGS)
+
 .PHONY: package
 package: install  ## build sdist and wheel in dist/; `make test` builds them too, and tries the wheel in an environment of its own
 	rm -rf dist build

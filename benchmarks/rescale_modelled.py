@@ -186,10 +186,13 @@ def _completion(request: Request, lengths: Lengths) -> Completion:
 class ModelledRollout(Rollout):
     """The real rollout around modelled engines."""
 
+    engine = f"{__name__}.ModelledEngine"
+    """What generates."""
+
     async def setup(self, *, law: DecodeCost, lengths: Lengths, **settings: Any) -> None:  # type: ignore[override]
         """Everything else is as in the rollout."""
         await super().setup(
-            model={}, tokenizer={"characters": "0"}, engine=f"{__name__}.ModelledEngine", max_new_tokens=lengths.limit,
+            model={}, tokenizer={"characters": "0"}, engine=self.engine, max_new_tokens=lengths.limit,
             engine_args={"law": law, "lengths": lengths}, **settings,
         )  # fmt: skip
         self._ends: list[float] = []

@@ -26,7 +26,7 @@ from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
 from rlinf.models.language.load import ModelSource
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.calls import lease_here, start_apart
+from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import ModelSettings, Optimization, Outputs
 from rlinf.training.text.advantage_rows import RETURNS, value_rows
@@ -86,7 +86,7 @@ class Critic(TextTrainer):
 
     # Predicting --------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, gang=True)
+    @endpoint(device=True, gang=True, late=True)
     async def values(self, groups: Groups) -> AsyncIterator[Group]:
         """Groups with what is still to be expected before each token of their answers, under `values`.
 
@@ -106,7 +106,7 @@ class Critic(TextTrainer):
 
     # Learning ----------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def train(self, groups: Groups) -> dict[str, float]:
         """Learn from a batch of groups that `values` has seen: `epochs` x `minibatches` optimizer steps.
 
@@ -122,8 +122,6 @@ class Critic(TextTrainer):
             ValueError: a group that was not judged or has no values, or nothing to learn from.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        if (lease := lease_here()) is not None:
-            lease.give()  # every rank does, and they take the devices together again when it is their turn
         batch = await start_apart(_read(groups), "batch") if self.rank == 0 else []
         schedule = BatchSchedule(
             partial(value_rows, self._spec),
@@ -136,6 +134,7 @@ class Critic(TextTrainer):
             seed=(self._seed, self.version),
             compute=self.compute,
             whole_batch=True,
+            copies=self._side_by_side,
         )
         steps = await self._work_together(schedule.commands(batch), self._learner, _of_critic)
         if self.rank > 0:

@@ -8,6 +8,7 @@ they are replaced (`load`), or move towards others (`follow`), on all ranks or o
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.weights.parked_state import OpenState, ParkedState
 from rlinf.weights.receive import DEADLINE, Receiver
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import write_in_thread
+from rlinf.weights.train_state import StateCopy, write_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ class Reference(ModelActor, Receiver):
             exact: nn.Module = await self.compute(build_model, model, read, seed=seed)
             self._exact = exact.requires_grad_(False).to(self.device)
         self.version = 0
+        self._as_made = True
+        """Its weights are those that anybody would make from the same settings."""
 
     @endpoint(device=True)
     async def logprobs(self, groups: Iterable[Group] | AsyncIterable[Group]) -> AsyncIterator[Group]:
@@ -215,6 +219,32 @@ class Reference(ModelActor, Receiver):
         self.version = weights.version
 
     @endpoint(device=True, joint=True)
+    async def export_state(self) -> StateCopy:
+        """The weights as they are now, in host memory, if they have ever changed; see `parked_state.park`."""
+        weights: dict[str, Tensor] = {}
+        if self.rank == 0 and not self._as_made:  # the others have the same
+            weights = await self.on_model(_copies, self._exact)
+        offsets = {name: (0,) * tensor.dim() for name, tensor in weights.items()}
+        return StateCopy(self.rank, json.dumps({"version": self.version}), weights, offsets, {})
+
+    @endpoint(device=True, joint=True)
+    async def import_state(self, parked: ParkedState) -> int:
+        """Take over what other ranks exported; returns the weights' version.
+
+        Raises:
+            ValueError: they do not fit this model.
+        """
+        if parked.shards[0]:
+            await self.on_model(self._take_parked, parked.open())
+        self.version = int(parked.about["version"])
+        return self.version
+
+    def _take_parked(self, source: OpenState) -> None:
+        weights = source.whole("")
+        self._check({name: tuple(tensor.shape) for name, tensor in weights.items()}, source.name)
+        self._move_towards(weights, 1.0)
+
+    @endpoint(device=True, joint=True)
     async def save(self, path: str | Path) -> str:
         """Write the weights as they are now; they may change again while the file is still being written.
 
@@ -271,6 +301,7 @@ class Reference(ModelActor, Receiver):
     @torch.no_grad()
     def _move_towards(self, others: Mapping[str, Tensor], share: float) -> None:
         """Go this share of the way to other weights."""
+        self._as_made = False
         computing = dict(self.policy.model.named_parameters())
         for name, own in self._exact.named_parameters():
             if share == 1.0:

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.base.in_flight import Generation, PartialGroup
+from rlinf.actors.base.in_flight import Generation, PartialGroup, one_by_one
+from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Request, Sampling
+from rlinf.engines.base import Completion, Kv, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
-from rlinf.runtime.streams.stream import each
 from rlinf.weights.receive import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,6 +57,7 @@ class Rollout(Receiver, TailMigration):
         max_rows: int = 128,
         max_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        kv: Kv | None = None,
         rescale: bool = False,
         directory: str | None = None,
     ) -> None:
@@ -78,6 +79,8 @@ class Rollout(Receiver, TailMigration):
             max_tokens: for which the KV cache has room, prompts and possible answers together; None for as many as
                 `max_rows` answers may have.
             dtype: in which answers are computed; weights of another are cast.
+            kv: what becomes of keys and values when weights change in the middle of answers: `keep` those of the old
+                weights, or `reread` all with the new. None: the engine's own choice.
             rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
                 the devices of the others are free earlier. The samples stay the same, up to rounding.
             directory: of the run, where the output of an inference server goes.
@@ -109,6 +112,7 @@ class Rollout(Receiver, TailMigration):
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_length=said.length,
+            kv=kv,
             directory=directory,
             compute=self.compute,
             on_device=_on_device,
@@ -117,6 +121,7 @@ class Rollout(Receiver, TailMigration):
         if rescale and not self._engine.hands_over:
             await self._engine.close()
             raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
+        self._single = SingleAnswers(self._engine)
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
         self._rescale = rescale
 
@@ -168,7 +173,7 @@ class Rollout(Receiver, TailMigration):
         key = self._key(prompts) if self._rescale else None
 
         async def requests() -> AsyncIterator[Request]:
-            async for prompt in each(prompts):
+            async for prompt in one_by_one(prompts):
                 if isinstance(prompt, PartialGroup):
                     group = call.continued(prompt)
                 elif not isinstance(prompt, Prompt):
@@ -204,6 +209,8 @@ class Rollout(Receiver, TailMigration):
         *,
         seed: int,
         conversation: int | None = None,
+        name: str | None = None,
+        begun: PartialAnswer | None = None,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         **sampling: Any,
@@ -212,7 +219,7 @@ class Rollout(Receiver, TailMigration):
 
         It is a function of the weights, the prompt and the seed, up to rounding: callers who want different answers
         give different seeds. A caller who is cancelled gives its row back. `abort` ends it where it stands, `pause`
-        and a parked device make it wait; `in_flight` does not list it, since nobody waits for it after a restart.
+        and a parked device make it wait; `answering` tells how far it is, `in_flight` does not list it.
 
         Args:
             prompt: a prompt, or its token ids, int64 [prompt].
@@ -220,6 +227,9 @@ class Rollout(Receiver, TailMigration):
             conversation: names the conversation of which this is a turn, unique on this rank. If the next prompt of
                 that name begins with this prompt and its answer, the engine may read only what follows them; call
                 `forget` when there will be none. It changes no answer, up to rounding.
+            name: of the call, unique: `answering` tells by it how far the answer is. None: it does not.
+            begun: the beginning of the answer, as `answering` told it: it is read, not made again, where the engine can
+                go on with it.
             temperature: logits are divided by it; 0 takes the likeliest token. Default: the actor's own.
             max_new_tokens: default: the actor's own.
             sampling: any of top_p, top_k, min_p, min_new_tokens and stop; default: the actor's own.
@@ -234,8 +244,14 @@ class Rollout(Receiver, TailMigration):
         rules = _overridden(
             "answer", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
         )
-        request = Request(next(self._ids), ids, rules, seed, images=images, conversation=conversation)
-        return await self._engine.answer(request)
+        request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
+        return await self._single.answer(request, name)
+
+    @endpoint
+    async def answering(self) -> dict[str, PartialAnswer]:
+        """How far the calls of `answer` are that have a name, by that name: their tokens so far. They go on here; those
+        that have no token yet are left out."""
+        return await self._single.partial()
 
     @endpoint
     async def forget(self, conversations: Sequence[int] | None = None) -> None:
@@ -274,6 +290,17 @@ class Rollout(Receiver, TailMigration):
             nothing, or has put it out before.
         """
         return await self._in_flight.drop(set(prompts))
+
+    @endpoint
+    async def split(self, least: int = 2) -> int:
+        """Let the finished answers to a prompt come out of `generate` now, as a group of their own, and the others as
+        another later: of each group with at least so many finished answers, and as many that are not.
+
+        Indices stay those of the whole group, so that no sample is made twice. Returns how many groups were split.
+        """
+        if least < 2:
+            raise ValueError(f"split: least={least} must be at least 2: rewards are compared within a group")
+        return self._in_flight.split(least)
 
     @endpoint
     async def abort(self) -> None:

@@ -94,7 +94,7 @@ class SupervisedTrainer(TextTrainer):
 
     # Learning ----------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def train(self, groups: Groups) -> dict[str, float]:
         """Learn from a batch: one optimizer step on the mean loss of all of it.
 
@@ -118,6 +118,7 @@ class SupervisedTrainer(TextTrainer):
         commands = supervised_commands(
             rows(), self._shares, self._budget,
             where="train", together=self._objective.together, columns=self._own_columns,
+            copies=self._side_by_side,
         )  # fmt: skip
         steps = await self._work_together(commands, self._learner)
         if self.rank > 0:
@@ -137,7 +138,7 @@ class SupervisedTrainer(TextTrainer):
 
     # Without learning --------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, gang=True)
+    @endpoint(device=True, gang=True, late=True)
     async def outputs(self, groups: Groups) -> AsyncIterator[Group]:
         """Groups with what the model says of each learned token: log-probs, or the score.
 

@@ -7,6 +7,7 @@ a flow calls the group and reads one answer; how they work together is `text_tra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.config.learning import TrainerSettings
 from rlinf.config.schema import settings as settings_of
+from rlinf.data.in_flight.ledger import Learned
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
@@ -34,6 +36,8 @@ from rlinf.training.text.schedule import BatchSchedule, example_rows, supervised
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
+_REMEMBERED = 1024
+"""Batches whose samples a trainer remembers until it is asked: a program that never asks shall not fill memory."""
 
 
 class Trainer(TextTrainer):
@@ -102,10 +106,11 @@ class Trainer(TextTrainer):
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir, self._staleness = rescue_dir, staleness
         self._batch: BatchSchedule | None = None
+        self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def train(self, groups: Groups) -> dict[str, float]:
         """Learn from a batch of scored groups: `epochs` x `minibatches` optimizer steps.
 
@@ -140,6 +145,7 @@ class Trainer(TextTrainer):
             compute=self.compute,
             own=own,
             whole_batch=self._spec.needs_whole_batch,
+            copies=self._side_by_side,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
@@ -149,13 +155,14 @@ class Trainer(TextTrainer):
         if self.rank > 0:
             return {}
         self._batch = batch
+        self._learned.append(Learned.of(batch.groups))
         sums = [gathered for gathered, _ in steps]
         shaped = None if self._spec.shaping is None else batch.learned.rewards
         told = partial(describe, oldest=self._staleness, learns_cut=self._spec.truncated == "keep")
         described = await self.compute(told, batch.groups, met, shaped)
         return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
 
-    @endpoint(device=True, joint=True)
+    @endpoint(device=True, joint=True, late=True)
     async def sft(self, batches: Batches, *, lr: float = 2e-3) -> dict[str, float]:
         """Learn from worked examples, one optimizer step per batch, with an optimizer of its own.
 
@@ -172,7 +179,7 @@ class Trainer(TextTrainer):
             FloatingPointError: the loss or its gradient is not finite.
         """
         learner = self._back.optimization(lr=lr)
-        commands = supervised_commands(example_rows(batches), self._shares, self._budget)
+        commands = supervised_commands(example_rows(batches), self._shares, self._budget, copies=self._side_by_side)
         steps = await self._work_together(commands, learner)
         if self.rank > 0:
             return {}
@@ -226,3 +233,11 @@ class Trainer(TextTrainer):
         """
         batch = self._batch
         return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
+
+    @endpoint(joint=True)
+    async def learned(self) -> Learned:
+        """Which samples were learned from in the batches since this was last asked; a batch whose step was not taken is
+        none of them."""
+        found = sum(self._learned, Learned())
+        self._learned.clear()
+        return found

@@ -289,6 +289,11 @@ class AgentLLM:
         """All agents of the task, by name."""
         return self._record.agents
 
+    @property
+    def index(self) -> int:
+        """Which attempt at its task this is, from 0: with the task's id, a name that stays when it is run again."""
+        return self._record.index
+
     def samples(self, reward: Any = None) -> list[Sample]:
         """What was said so far, as samples; see `Trajectories.samples`.
 

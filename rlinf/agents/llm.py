@@ -35,6 +35,8 @@ class LLM(Protocol):
             conversation: whose turn it is: what was read for the turn before need not be read again. None: there will
                 be one turn only.
             sampling: `temperature`, `max_new_tokens` and the like; what is not given is the model's own.
+                Of a call in an episode also `name`, its own, and `begun`, the answer's beginning, which is not made
+                again, or None.
         """
 
     def ended(self, conversation: int) -> None:

@@ -2,6 +2,7 @@
 
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too
+    rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf plan | trace | report | config            around a run
 
 Each command imports no more than it needs.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _ELSEWHERE = {
     "train": ("rlinf.cli.main", "train by a configuration; --dry-run shows what would run, and what could not"),
     "plan": ("rlinf.cli.plan_command", "find the best placement of a profiled flow on any number of devices"),
+    "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
     "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
 }
 """Commands with modules of their own, which read what follows: module, and what it does."""
@@ -133,9 +135,13 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
+    from rlinf.job.checks.whole import check_parts
     from rlinf.job.embodied import in_words, try_policy
     from rlinf.job.start import run_to_end
     from rlinf.training.embodied.trajectory_batch import summary
+
+    if os.environ.get("RANK", "0") == "0":
+        check_parts(config)
 
     async def main(system: ActorSystem) -> None:
         episodes = await try_policy(system, config, videos if config.trials.videos else None)

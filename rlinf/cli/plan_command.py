@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf.config.importing import look_in_working_directory, mistake_in, resolve
+from rlinf.placement.asynchronous.recommend import Recommended
 from rlinf.placement.auto.choose import FINALISTS, Chosen, Row, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import GB
 from rlinf.placement.plan_file import save
+from rlinf.placement.planner.plan_tree import leaves
 from rlinf.placement.profiling.profile import BESIDE, Profile, load
 from rlinf.placement.simulator.simulate import Flow
 from rlinf.runtime.actor.actor import Actor
@@ -62,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes; left out: no limit"
     )
     parser.add_argument("--items", type=int, metavar="N", help="items (prompts) of a step; as many as were profiled")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        metavar="N",
+        help="plan for answers that are begun N steps early, by a flow such as rlinf.flows.grpo_async; left out: as it "
+        "was profiled",
+    )
     parser.add_argument("--flow", metavar="PATH", help="dotted path of the flow function; the profiled one if left out")
     parser.add_argument(
         "--actor",
@@ -94,6 +103,8 @@ def _run(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise PlanError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
+    if options.staleness is not None and options.staleness < 0:
+        raise PlanError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
     memory = None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
     flow = _flow(options.flow, profile) if options.rehearse > 0 else None
     try:
@@ -107,6 +118,7 @@ def _run(options: argparse.Namespace) -> None:
             per_mode=max(0, options.rehearse),
             quantum=options.per_node,
             actors=_actors(options.actor),
+            staleness=options.staleness,
         )
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)
@@ -178,8 +190,10 @@ def _resolved(key: str, path: str) -> Any:
 def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options: argparse.Namespace) -> None:
     count = sum(devices.values())
     items = options.items or profile.items
+    early = f", begun up to {chosen.staleness} steps early," if chosen.staleness else ""
     title = (
-        f"{profile.flow or options.flow}: a step of {items:,} items on {count:,} devices, SIMULATED from the profile"
+        f"{options.flow or profile.flow}: a step of {items:,} items{early} on {count:,} devices, SIMULATED from the "
+        "profile"
     )
     table = Table(title=title)
     for name in ("mode", "devices per role", "calculated s", "rehearsed s", "of bound", "bubble", "peak GB", "chunks"):
@@ -189,6 +203,13 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
     Console(width=max(120, Console().width)).print(table)
     _tell(f"bound: {chosen.bound.seconds:,.3f} s, set by {chosen.bound.binding}")
     _tell(chosen.reason)
+    if chosen.staleness and options.rehearse > 0 and chosen.rows[0].rehearsed is None:
+        _tell("calculated only: the flow works on one step at a time; add --flow rlinf.flows.grpo_async, or its like")
+    if chosen.handed_over:
+        gains = (f"{mode} {one.seconds:,.3f} s, {one.gain:.0%} quicker" for mode, one in chosen.handed_over.items())
+        _tell(f"if trainers took devices over as these run out of answers (calculated, at most): {'; '.join(gains)}")
+    if chosen.recommended is not None:
+        _tell(_recommended(chosen.recommended))
     used = len(chosen.plan.devices)
     if used < count and not options.extrapolate:
         most = max((timing.devices for stage in profile.stages.values() for timing in stage.timings), default=0)
@@ -200,6 +221,14 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
         f"All seconds are simulated from {profile.machine}, not measured on {count:,} devices "
         f"(took {chosen.took:.1f} s here)."
     )
+
+
+def _recommended(found: Recommended) -> str:
+    """What each staleness brings, and the best split at the one to take."""
+    row = next(row for row in found.rows if row.staleness == found.staleness)
+    sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.found.tree))
+    share = row.bound.efficiency(row.found.seconds)
+    return f"{found.said} ({sizes}: {row.found.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
 
 
 def _tell(line: str) -> None:

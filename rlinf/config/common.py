@@ -24,6 +24,10 @@ class CheckpointConfig:
     after every evaluation that is the best so far, and `checkpoints/best` leads to it. null keeps the newest alone."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the largest value of that metric is the best, or the smallest."""
+    grace: float = number(30.0, low=0)
+    """Seconds in which a run that gets SIGTERM or SIGUSR1 writes a checkpoint and ends with exit code 75, to go on by
+    `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it at
+    once."""
 
 
 @dataclass

@@ -212,9 +212,11 @@ class ForwardConfig:
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights, gradients and the optimizer stay in float32."""
-    order: Literal["prompt", "arrival"] = "prompt"
+    order: Literal["prompt", "arrival", "free"] = "prompt"
     """`prompt` cuts micro-batches in the order of the prompts, so that a run repeats bit for bit; `arrival` takes
-    groups as they finish, which is faster where a few answers are much longer than the others."""
+    groups as they finish, which is faster where a few answers are much longer than the others. `free` does too, and
+    with `sharding` replicate or hybrid each copy of the model learns on its own as its devices become free, so that
+    those whose answers are done train while others still generate; docs/training.md."""
     logprob_chunk: int = number(1024, low=1)
     """Tokens whose logits over the vocabulary are in memory at once."""
 

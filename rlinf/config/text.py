@@ -182,6 +182,10 @@ class RolloutConfig:
     extra: int | None = number(None, low=0)
     """Where the flow works ahead: prompts under way beside those of the step in hand; the surplus is there for the next
     step. null is staleness.max batches, and more than that never helps."""
+    groups: Literal["whole", "partial"] = "whole"
+    """Where the flow works ahead: learn from `whole` groups alone; or, where a step would have to wait, also from the
+    finished answers to a prompt, if two or more are finished and two or more are not: each `partial` group has a
+    baseline of its own, over fewer rewards."""
     rescale: bool = False
     """When the last answers of a step are few, gather them on fewer ranks, so that the devices of the others are free
     earlier. Samples stay the same up to rounding; see docs/rescaling.md for when it pays."""
@@ -239,6 +243,10 @@ class StalenessConfig:
     mode: Literal["mask", "drop", "resample"] = "mask"
     """What becomes of answers that were carried over for so long (rollout.carry) that some of their tokens are too old:
     `mask` learns their other tokens, `drop` leaves them out, `resample` answers their prompts again."""
+    kv: Literal["keep", "reread"] | None = None
+    """What becomes of keys and values when weights change in the middle of answers: `keep` goes on with those of the
+    old weights, which costs nothing; `reread` reads each answer so far with the new ones before its next token. null is
+    keep where the engine can (transformers), otherwise reread (sglang, vllm); see docs/engines.md."""
 
 
 @dataclass

@@ -17,7 +17,6 @@ Outcome = Literal["ok", "truncated", "timeout", "error"]
 raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
 as 0."""
 
-
 REWARDS = "rewards"
 """Key of `Sample.per_token`: the part of the sample's reward that fell at each token, 0 where none did. An advantage
 over tokens (`gae`) has it there, and what the sample's reward is more at the end; others take that reward alone."""
@@ -151,6 +150,8 @@ class Sample:
     share a reward weigh 1/3 each where the task shall count once."""
     agent: str = ""
     """Which of the agents of its task made it: each is compared with itself alone. "" where there is one."""
+    attempt: int | None = None
+    """Which of the attempts at its task it came of, where one may leave several samples; None: the one of its index."""
     too_old: int = 0
     """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
 
@@ -259,7 +260,7 @@ class Sample:
         return Sample(
             self.prompt, self.index, self.response_ids, self.logprobs, self.versions, self.text, self.truncated,
             self.temperature, reward, outcome, scores, extracted, remark, self.per_token, self.loss_mask, self.weight,
-            self.agent, self.too_old,
+            self.agent, self.attempt, self.too_old,
         )  # fmt: skip
 
 
@@ -352,7 +353,7 @@ class Group:
 
 _REST = (
     *("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark"),
-    *("loss_mask", "weight", "agent", "too_old"),
+    *("loss_mask", "weight", "agent", "attempt", "too_old"),
 )
 """Fields of a sample besides its prompt and the arrays that every sample has."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rlinf.algos.parts import DynamicSampling
-from rlinf.data.in_flight import InFlight
+from rlinf.data.in_flight import InFlight, Ledger
 from rlinf.data.sample import Group, Prompt
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]
@@ -53,6 +53,8 @@ class Step:
     """The reference policy follows the one that learns."""
     in_flight: InFlight = field(default_factory=InFlight)
     """What was begun early; the run's."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """The run's account of samples, told of those that are dropped."""
 
 
 @dataclass(frozen=True, slots=True)

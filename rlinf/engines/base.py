@@ -21,6 +21,11 @@ Finish = Literal["stop", "text", "length", "abort"]
 """Why an answer ended: a stop token (its last token), a stop text, the length limit, or `abort`."""
 
 
+Kv = Literal["keep", "reread"]
+"""What becomes of the keys and values of answers in flight when weights change: those of the old weights stay, or all
+is read again by the new ones before the next token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen and when an answer ends."""
@@ -179,6 +184,8 @@ class Engine(ABC):
     """Tokens of KV cache that the answers in flight may come to, together; None for no bound."""
     max_length: int | None = None
     """Most tokens of a prompt and its answer; a longer request is refused. None for no bound."""
+    kv: tuple[Kv, ...] = ("reread",)
+    """What it can do with keys and values when `load` brings weights in the middle of answers; its own choice first."""
     hands_over: bool = False
     """It has `take_out`, and continues a `Request.partial`."""
     seeded: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.config.importing import resolve
 from rlinf.engines import ENGINES
-from rlinf.engines.base import Engine
+from rlinf.engines.base import Engine, Kv
 from rlinf.runtime.base.tasks import InThreads
 
 Compute = Callable[..., Awaitable[Any]]
@@ -49,6 +49,8 @@ class EngineSetup:
     """Tokens of KV cache that answers in flight may come to, together; None for no bound."""
     max_length: int | None = None
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
+    kv: Kv | None = None
+    """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
     directory: str | None = None
     """Of the run, where an engine may keep the output of its server; None keeps it in memory."""
     compute: Compute = field(default_factory=InThreads)
@@ -70,6 +72,20 @@ def lacking(engine: str, args: Mapping[str, Any] | None = None) -> str | None:
     return found
 
 
+def unable(engine: str, kv: Kv | None) -> str | None:
+    """Why an engine of `ENGINES` cannot treat keys and values so when weights change; None: it can, or is another's."""
+    if kv is None or engine not in ENGINES:
+        return None
+    made: type[Engine] = importlib.import_module(ENGINES[engine].rpartition(".")[0]).ENGINE
+    return None if kv in made.kv else _other_kv(engine, made.kv)
+
+
+def _other_kv(engine: str, kinds: Sequence[Kv]) -> str:
+    return (
+        f"{engine} can only {' or '.join(kinds)} the keys and values of answers in flight; leave the key out for that"
+    )
+
+
 async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None = None) -> Engine:
     """Make an engine.
 
@@ -80,7 +96,7 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         args: further arguments of that function.
 
     Raises:
-        ValueError: the function does not take `args`.
+        ValueError: the function does not take `args`, or the engine cannot do `setup.kv`.
         TypeError: what it returns is no `Engine`.
     """
     path = ENGINES.get(engine, engine)
@@ -97,4 +113,7 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         made = await made
     if not isinstance(made, Engine):
         raise TypeError(f"rollout.engine={engine} gave {type(made).__name__}, which is no rlinf.engines.base.Engine")
+    if setup.kv is not None and setup.kv not in made.kv:
+        await made.close()
+        raise ValueError(f"staleness.kv={setup.kv}: {_other_kv(engine, made.kv)}")
     return made

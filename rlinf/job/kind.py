@@ -45,6 +45,8 @@ class RunKind(ABC, Generic[E]):
 
     kinds: Sequence[type[Any]] = ()
     """Dataclasses of half made work, as checkpoints keep it."""
+    ahead: bool = False
+    """The flow takes what is in flight: what was drawn is kept there, until it is learned from."""
     own_roles: Collection[str] = ()
     """Names of the user's own roles."""
 
@@ -115,6 +117,16 @@ class RunKind(ABC, Generic[E]):
 
     async def ends(self) -> None:
         """The steps are over, all of them well; what came of them is about to be written."""
+
+    @property
+    def restartable(self) -> bool:
+        """A step that was given up before the first optimizer step can be taken again from `position`: none of the
+        roles has moved on."""
+        return False
+
+    def position(self) -> dict[str, Any]:
+        """The part of `queue` that drawing moves on."""
+        return {}
 
     def queue(self) -> dict[str, Any]:
         """What a checkpoint keeps that is neither model nor optimizer, as JSON."""

@@ -9,7 +9,8 @@ business. Who wakes whom: each step begins when the one before has ended; checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+import errno
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight
 from rlinf.data.in_flight.kept_files import read_kept, write_kept
 from rlinf.data.step import AnyStep
+from rlinf.job.ending.preemption import Leaving
 from rlinf.job.kind import E, RunKind
 from rlinf.job.placement_manager import PlacementManager
 from rlinf.job.prepare import Prepared
-from rlinf.job.roles.running import Roles, restore_roles, save_roles
+from rlinf.job.roles.running import Roles, restore_roles
 from rlinf.metrics.best import Best
 from rlinf.metrics.checkpoints import Checkpoints
 from rlinf.metrics.console.report import Report, tracking_of
@@ -34,6 +36,9 @@ from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""What a disk says that takes no more."""
 
 
 class TrainingLoop(RunKind[E]):
@@ -72,6 +77,9 @@ class TrainingLoop(RunKind[E]):
         self.stopped: str | None = None
         """Why the step under way, or the last one, is the last one, if it is not the last of all."""
         self._over = False  # it was
+        self._saved_at: int | None = None  # steps done when a checkpoint was begun last
+        self.leaving = Leaving(None)
+        """How the run ends if it is told to before its last step."""
 
     # The run -----------------------------------------------------------------------------------------------------
 
@@ -83,19 +91,35 @@ class TrainingLoop(RunKind[E]):
 
         Raises:
             InputError: something that the configuration names cannot be used, or the flow returned no metrics.
-            RunFailure: a checkpoint cannot be written, the loss is no number, or one of `failures`.
+            RunFailure: a file cannot be written, the loss is no number, or one of `failures`.
             Exception: whatever the flow or a role raised.
         """
         try:
-            async with self.started(begun):
-                while not self.over:
-                    step = await self.draw(self.done)
-                    self.step_begins()
-                    await self.step_ended(await self.call_flow(step))
+            async with self.started(begun), Leaving(self) as self.leaving:
+                await self._take_steps()
         except self.failures as error:
             raise RunFailure(f"step {self.done + 1}: {error}") from error
         except DataError as error:
             raise InputError(str(error)) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            which = error.filename or self.directory.path
+            told = f"after step {self.done} {which} cannot be written: {error.strerror}; what is there stays as it is"
+            raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
+
+    async def _take_steps(self) -> None:
+        while not (self.over or self.leaving.asked):
+            await self.leaving.step_begins()
+            step = await self.draw(self.done)
+            self.step_begins()
+            returned = await self.leaving.unless_given_up(self.call_flow(step))
+            if returned is None:
+                await self.leaving.save_beginning()
+            else:
+                await self.step_ended(returned)
+        if self.leaving.asked and self.leaving.left_out is None and self._saved_at != self.done:
+            await self.save()
 
     @asynccontextmanager
     async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
@@ -144,6 +168,9 @@ class TrainingLoop(RunKind[E]):
             if config.trace:
                 await self.system.trace(directory.trace)
         await asyncio.to_thread(write_report, directory.path)
+        if self.leaving.asked and not self.over:
+            self.report.line(self.leaving.told())
+            return
         change = self.compared(self.before, self.after) if self.before and self.after else ()
         best = () if self.best is None else self.best.in_words()
         self.report.ends([*change, *best, *self.remarks()], await self.system.device_memory())
@@ -172,7 +199,8 @@ class TrainingLoop(RunKind[E]):
         last = self.done == self.steps or self.stopped is not None
         if last:
             await self.in_flight.close()  # a run that is stopped had begun more
-        if (last or due(self.done, self.evaluates_every)) and (found := await self.evaluate()) is not None:
+        evaluates = last or due(self.done, self.evaluates_every)
+        if evaluates and (found := await self.leaving.unless_given_up(self.evaluate())) is not None:
             metrics |= self.evaluated(found)
             await self._tell("on_evaluate", evaluation=self.numbers(found))
             last = last or self.stopped is not None
@@ -181,21 +209,26 @@ class TrainingLoop(RunKind[E]):
         self.stepped(metrics)
         self.checkpoints.check()
         is_best = self.best is not None and self.best.kept == self.done
-        if last or due(self.done, config.checkpoint.every) or is_best:
+        if last or due(self.done, config.checkpoint.every) or is_best or self.leaving.asked:
             await self.save()
         self._over = last
-        if not last:
+        if not (last or self.leaving.asked):
             await self._move(metrics["timing/step"])
         elif self.stopped is not None:
             self.report.line(f"stopped after step {self.done}: {self.stopped}")
         return metrics
 
-    async def save(self) -> None:
-        """Begin to write a checkpoint of this moment."""
+    async def save(self, position: Mapping[str, Any] | None = None) -> None:
+        """Begin to write a checkpoint of this moment.
+
+        Args:
+            position: in the data, where that is to be another than now.
+        """
+        self._saved_at = self.done
         best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
         save = await self.saving()
         begun = await self.in_flight.state()
-        queue = {**self.queue(), "best": best}  # of the same moment as what is in flight
+        queue = {**self.queue(), **(position or {}), "best": best}  # of the same moment as what is in flight
 
         def fill(directory: Path) -> Coroutine[Any, Any, None]:
             saved = save(directory)  # called at once: of this moment, whatever comes next
@@ -220,7 +253,7 @@ class TrainingLoop(RunKind[E]):
     @property
     def over(self) -> bool:
         """There are no more steps to take."""
-        return self._over or self.done == self.steps
+        return self._over or (self.steps is not None and self.done >= self.steps)
 
     async def _begin(self) -> None:
         """What comes before the first step of a new run."""
@@ -241,15 +274,17 @@ class TrainingLoop(RunKind[E]):
             await self.restore(begun)
             if (kept := await asyncio.to_thread(read_kept, begun.path, self.kinds)) is not None:
                 self.in_flight.resume(kept)
-        except (ValueError, FileNotFoundError, DataError) as error:
+        except (ValueError, LookupError, FileNotFoundError, DataError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
         await self._publish(self.roles)
-        self.done = begun.step
+        self.done = self._saved_at = begun.step
         if self.best is not None:
             self.best.resume(begun.queue.get("best"), self.directory)
             if (why := self.best.exhausted) is not None:
                 self._over = True
                 self.report.line(f"nothing is left to do: {why}")
+        for each in begun.passed_over:
+            self.report.line(f"passed over, as it is damaged: {each}")
         self.report.resumed(self.done, begun.path)
         for change in self.directory.changed:
             self.report.line(f"changed since then: {change}")
@@ -322,20 +357,17 @@ class TrainingLoop(RunKind[E]):
     async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
         await roles[self.generates].load(roles["trainer"].weights())
 
+    async def _rest(self) -> None:
+        """Have nothing under way: checkpoints are written, and what was begun for later steps is kept for them."""
+        await self.checkpoints.finish()
+        await self.in_flight.suspend()
+        await self.in_flight.publish(self.roles[self.generates])  # what was to be loaded later is the old trainer's
+
     async def _move(self, seconds: float) -> None:
-        """Move roles, if it is time to: they are saved, started elsewhere, and restored."""
-        run = self.directory.path
-
-        def save(roles: Mapping[str, ActorGroup], aside: Path) -> Awaitable[Any]:
-            return save_roles(roles, aside, self.moving_reference, self.own_roles)
-
-        async def restore(roles: Mapping[str, ActorGroup], moving: Collection[str], aside: Path) -> None:
-            await restore_roles({role: roles[role] for role in moving}, aside, run, own=self.own_roles)
-            await self._publish(roles)
-
+        """Move roles, if it is time to."""
         self.roles = await self.placement.after(
-            seconds, self.system, self.roles, run,
-            say=self.report.line, rest=self.checkpoints.finish, save=save, spawn=self.spawn, restore=restore,
+            seconds, self.system, self.roles, self.directory.path,
+            say=self.report.line, rest=self._rest, spawn=self.spawn, publish=self._publish,
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlinf.config.placement import Placing
 from rlinf.job.prepare import Prepared
+from rlinf.job.roles.running import restore_own, save_own
 from rlinf.metrics.machine import machine
 from rlinf.placement.auto.auto import AutoPlacement
 from rlinf.placement.grammar import PlacementError
@@ -22,8 +23,10 @@ from rlinf.placement.plan import Mode, Plan, RolePlan
 from rlinf.placement.plan_file import save as save_plan
 from rlinf.placement.profiling.ledger import Ledger
 from rlinf.placement.seats import Placed, RoleKind, placed_by
+from rlinf.runtime.base.tasks import all_or_none
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights.parked_state import ParkedState, park
 
 PLAN = "plan.yaml"
 """File name in a run directory."""
@@ -49,6 +52,7 @@ class PlacementManager:
             machine=machine(),
             flow=prepared.path,
             held=prepared.held,
+            staleness=prepared.staleness,
         )
         self._auto: AutoPlacement | None = None
         if wanted.mode == "auto" and placed.devices > 1:
@@ -70,9 +74,8 @@ class PlacementManager:
         *,
         say: Callable[[str], None],
         rest: Callable[[], Awaitable[Any]],
-        save: Callable[[Roles, Path], Awaitable[Any]],
         spawn: Callable[[Placed, Collection[str]], Awaitable[Roles]],
-        restore: Callable[[Roles, Collection[str], Path], Awaitable[Any]],
+        publish: Callable[[Roles], Awaitable[Any]],
     ) -> dict[str, ActorGroup]:
         """A step is over: plan and move, if it is time to.
 
@@ -82,7 +85,7 @@ class PlacementManager:
             directory: of the run.
             say: tells a line.
             rest: waits until nothing is under way between steps, such as a checkpoint.
-            save, spawn, restore: see `placement_manager.relocate`.
+            spawn, publish: see `placement_manager.relocate`.
 
         Returns:
             The roles, those that moved as they are now.
@@ -97,7 +100,7 @@ class PlacementManager:
         goal = placed_by(decision.plan, self.placed, self._kinds)
         moving = moved(self.placed, goal)
         now = await relocate(
-            system, roles, moving, directory, save=save, spawn=lambda moving: spawn(goal, moving), restore=restore
+            system, roles, moving, directory, spawn=lambda moving: spawn(goal, moving), publish=publish
         )
         where = (f"{role} to host {', '.join(map(str, now[role].hosts))}" for role in now if role in moving)
         say(f"moved: {', '.join(where)}")
@@ -120,8 +123,8 @@ def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
 
 
 ASIDE = "checkpoints/.moving.partial"
-"""Directory, in that of the run, into which moving roles are saved. If a run is killed meanwhile, it is removed with
-other unfinished checkpoints when the run is resumed."""
+"""Directory, in that of the run, into which moving roles are saved whose class only knows files. If a run is killed
+meanwhile, it is removed with other unfinished checkpoints when the run is resumed."""
 
 
 def moved(before: Placed, after: Placed) -> frozenset[str]:
@@ -141,20 +144,21 @@ async def relocate(
     moving: Collection[str],
     directory: Path,
     *,
-    save: Callable[[Mapping[str, ActorGroup], Path], Awaitable[Any]],
     spawn: Callable[[Collection[str]], Awaitable[Mapping[str, ActorGroup]]],
-    restore: Callable[[Mapping[str, ActorGroup], Collection[str], Path], Awaitable[Any]],
+    publish: Callable[[Mapping[str, ActorGroup]], Awaitable[Any]],
 ) -> dict[str, ActorGroup]:
-    """Move some roles.
+    """Move some roles, one after the other gone before the first comes: a device need not hold both.
+
+    What a role knows stays in the memory of its old hosts meanwhile, and its new ranks fetch what they need of it. A
+    role that has `save` and `restore` and no `export_state` goes through a directory.
 
     Args:
         system: where they run.
         roles: all of them, at rest: between two steps, with no checkpoint under way.
         moving: names of those that are spawned anew.
         directory: of the run, which all hosts can read.
-        save: has some roles write their state into a directory.
         spawn: starts roles in their new places.
-        restore: given all roles, has the new ones read that state, and weights published to whoever needs them.
+        publish: given all roles, has weights published to whoever needs them.
 
     Returns:
         All roles, in the same order.
@@ -162,21 +166,37 @@ async def relocate(
     Raises:
         Exception: what a role raised; the run cannot go on then, but from its last checkpoint.
     """
-    aside = directory / ASIDE
-    await asyncio.to_thread(_empty, aside)
     leaving = {role: roles[role] for role in moving}
-    await save(leaving, aside)
-    ended = await asyncio.gather(*(system.kill(group) for group in leaving.values()), return_exceptions=True)
-    for failure in ended:
-        if isinstance(failure, BaseException):
-            raise failure
-    come = await spawn(moving)
-    now = {role: come.get(role, group) for role, group in roles.items()}
-    await restore(now, moving, aside)
-    await asyncio.to_thread(shutil.rmtree, aside)
+    by_file = [role for role, group in leaving.items() if "export_state" not in group.endpoints]
+    aside = directory / ASIDE
+    parked: list[ParkedState] = []
+
+    async def take_along(role: str, group: ActorGroup) -> None:
+        parked.append(await park(system, role, group))
+
+    try:
+        await asyncio.to_thread(_remove, aside)
+        await all_or_none(
+            [
+                save_own(leaving, aside, by_file),
+                *(take_along(role, group) for role, group in leaving.items() if role not in by_file),
+            ]
+        )
+        ended = await asyncio.gather(*(system.kill(group) for group in leaving.values()), return_exceptions=True)
+        for failure in ended:
+            if isinstance(failure, BaseException):
+                raise failure
+        come = await spawn(moving)
+        now = {role: come.get(role, group) for role, group in roles.items()}
+        await all_or_none(
+            [restore_own(now, aside, by_file), *(now[state.role].import_state(state) for state in parked)]
+        )
+    finally:
+        await asyncio.gather(*(system.kill(state.keepers) for state in parked))
+    await publish(now)
+    await asyncio.to_thread(_remove, aside)
     return now
 
 
-def _empty(directory: Path) -> None:
+def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)

@@ -27,8 +27,7 @@ from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
-from rlinf.engines.make import lacking
-from rlinf.flows.embodied_async import embodied_async
+from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
 from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, roles_of
 from rlinf.job.callbacks import Callbacks
@@ -37,6 +36,7 @@ from rlinf.job.checks.fits import oversized, too_long
 from rlinf.job.checks.footprint import Spread, complaints, footprints, spread_of
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
+from rlinf.job.checks.whole import check_parts
 from rlinf.job.roles.agents import configured_agent
 from rlinf.job.roles.named import (
     collected,
@@ -114,6 +114,8 @@ class Prepared:
     """What was passed instead of being named."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Who is told what happens in the run."""
+    staleness: int = 0
+    """Steps that the flow begins work early."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -140,6 +142,7 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
         ConfigError: with every mistake.
         Exception: what the imported code itself raised, with its traceback.
     """
+    check_parts(config)
     if isinstance(config, EmbodiedConfig):
         return _prepare_embodied(config, hosts)
     if config.algorithm.name in SUPERVISED:
@@ -158,15 +161,13 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     kinds = kinds_of(config, needed)
     flow = _imported(path) if objects.flow is None else objects.flow
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
-    ahead = config.placement.profile is not None or config.placement.mode == "auto"
-    if ahead and "session" in inspect.signature(flow).parameters:
-        advice = "a flow that takes a session cannot be rehearsed: name a mode, and leave placement.profile out"
-        raise ConfigError([_problem("placement.mode", config.placement.mode, advice)])
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
     beside = [_problem(*each) for each in (*mistakes_in_models(config), *mistakes_in_own(config, flow))]
     own = own_roles(config) if not beside else {}
     flow, asked = with_teachers(flow, config.named_teachers), flow
-    placed, planned = _planned(config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items, own=own)
+    staleness = config.staleness.max if works_ahead(asked) else 0
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, kinds, hosts, own=own, **said)
     model_config, held, problems = _held(config, placed, needed, beside)
     problems = [
         *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
@@ -177,13 +178,17 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     ]
     if (lacks := lacking(config.rollout.engine, config.rollout.engine_args)) is not None:
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
+    if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
+        problems.append(_problem("staleness.kv", config.staleness.kv, other))
     agent, mistakes = configured_agent(config, asked, objects.agent)
     problems += [_problem(*each) for each in mistakes]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
         raise ConfigError(problems)
     objects = objects if agent is None else replace(objects, agent=agent)
-    return Prepared(flow, path, algorithm, kinds, model, items, placed, planned, held, model_config, objects, callbacks)
+    return Prepared(
+        flow, path, algorithm, kinds, model, items, placed, planned, held, model_config, objects, callbacks, staleness
+    )
 
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
@@ -191,23 +196,23 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     algorithm = None if off_policy else _algorithm(config.algorithm.name, lambda: control_algorithm_of(config))
     path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
-    problems = [
-        *_flow_problems(path, flow, tuple(kind.name for kind in CONTROL)),
-        *unusable(config),
-        *_tracker_problems(config.metrics),
-    ]
+    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
+    problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
     if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
         advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
         problems.append(_problem("env.fresh", "false", advice))
-    ahead = flow in (embodied_async, sac) and (off_policy or config.algorithm.staleness)
-    if config.placement.mode == "auto" and ahead:
+    if config.placement.mode == "auto" and flow is sac and off_policy:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))
     callbacks = Callbacks.of(config.callbacks, problems)
     if problems:
         raise ConfigError(problems)
-    placed, planned = _planned(config.placement, CONTROL, hosts, flow=flow, path=path, model=model, items=items)
-    return Prepared(flow, path, algorithm, CONTROL, model, items, placed, planned, {}, callbacks=callbacks)
+    staleness = config.algorithm.staleness if works_ahead(flow) else 0
+    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
+    placed, planned = _planned(config.placement, CONTROL, hosts, **said)
+    return Prepared(
+        **said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=planned, held={}, callbacks=callbacks
+    )
 
 
 def _algorithm(name: str, make: Callable[[], AlgorithmSpec]) -> AlgorithmSpec:
@@ -252,17 +257,15 @@ def _planned(
     model: str,
     items: int,
     own: Mapping[str, Role] = MappingProxyType({}),
+    staleness: int = 0,
 ) -> tuple[Placed, Chosen | None]:
     """Where roles run, and what the planner found where there is a profile to plan from.
 
     Args:
         wanted: the section `placement`.
-        kinds: the roles that there are.
+        kinds, path, model, items, staleness: see `Prepared`.
         hosts: number of processes of the job.
         flow: one step, which is rehearsed; there must not be a running event loop.
-        path: its dotted path.
-        model: see `Prepared`.
-        items: of a step.
         own: roles of the user's own.
 
     Raises:
@@ -277,7 +280,10 @@ def _planned(
             raise PlacementError(problems)
         memory = None if placed.memory is None else {KIND: placed.memory}
         actors = {name: role.actor for name, role in own.items()}
-        chosen = choose(profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate, actors=actors)
+        chosen = choose(
+            profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate, actors=actors,
+            staleness=staleness,
+        )  # fmt: skip
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
         raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None

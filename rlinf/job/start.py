@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +19,7 @@ from rlinf.config.loading import InputError, RunFailure, dump
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
+from rlinf.metrics.durable.lock import Held, Lock, held
 from rlinf.metrics.run_directory import MISSING, Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
 
@@ -43,22 +44,52 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     Raises:
         InputError: what the configuration names is not there or does not fit; nothing was started.
         RunFailure: the run cannot go on, for a reason outside the code.
+        SystemExit: the process was told to end; with code 75 if the run is to be started again.
     """
+    import torch  # which takes seconds
+
+    torch.manual_seed(config.seed)  # for code of the user's own: ours has generators of its own
     path = Path(config.output_dir).expanduser() / config.name
     if rank != 0:
-        run_to_end(_serve_only, config.system)
+        run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return
     from rlinf.job.prepare import prepare  # torch comes with it, which takes seconds
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     prepared = prepare(config, hosts)
-    begun = checkpoint_to_resume(resume, path.absolute())
-    directory = open_run_directory(path.absolute(), config, begun)
-    run_to_end(
-        lambda system: loop_of(system, config, prepared, directory).run(begun),
-        config.system,
-        prepared.placed.memory_of(hosts),
-    )
+    with locked(path.absolute()) as lock:
+        begun = checkpoint_to_resume(resume, path.absolute())
+        directory = open_run_directory(path.absolute(), config, begun, lock)
+        run_to_end(
+            lambda system: loop_of(system, config, prepared, directory).run(begun),
+            config.system,
+            prepared.placed.memory_of(hosts),
+            config.checkpoint.grace,
+        )
+
+
+@contextmanager
+def locked(path: Path, who: str = "output_dir") -> Iterator[Lock]:
+    """Holds a run directory for this process, against all others of this machine and of those that share its disk.
+
+    Args:
+        path: absolute.
+        who: what errors begin with.
+
+    Raises:
+        InputError: a live run has it, or it cannot be made.
+    """
+    try:
+        with ExitStack() as stack:
+            try:
+                lock = stack.enter_context(held(path))
+            except OSError as error:
+                raise InputError(f"{who}: {path} cannot be made: {error.strerror or error}") from None
+            yield lock
+    except Held as error:
+        raise InputError(
+            f"{who}: {path} is the run directory of another session or run that is under way: {error}"
+        ) from None
 
 
 def loop_of(
@@ -91,15 +122,24 @@ def checkpoint_to_resume(resume: str, path: Path) -> Checkpoint | None:
     try:
         found = find_checkpoint(wanted)
     except ValueError as error:
-        raise InputError(f"--resume {resume}: {error}") from None
+        advice = "; --resume never starts anew, and keeps what is there" if resume == "auto" else ""
+        raise InputError(f"--resume {resume}: {error}{advice}") from None
     if found is None and resume != "auto":
         advice = "name a run's directory or one of its checkpoints" if wanted.exists() else "there is no such directory"
         raise InputError(f"--resume {resume}: no checkpoint there; {advice}")
     return found
 
 
-def open_run_directory(path: Path, config: RunConfig | EmbodiedConfig, begun: Checkpoint | None) -> RunDirectory:
+def open_run_directory(
+    path: Path, config: RunConfig | EmbodiedConfig, begun: Checkpoint | None, lock: Lock | None = None
+) -> RunDirectory:
     """The run's directory: a new one, or that of the run that is gone on with.
+
+    Args:
+        path: of it, absolute.
+        config: the run's.
+        begun: where to go on from.
+        lock: of the directory, which no checkpoint is written without; None where nobody else can come.
 
     Raises:
         InputError: it cannot be made, or a key was changed since the checkpoint that cannot be; nothing was touched.
@@ -113,10 +153,12 @@ def open_run_directory(path: Path, config: RunConfig | EmbodiedConfig, begun: Ch
             if begun and again
             else RunDirectory.create(path, config.keep_previous)
         )
-        directory.changed = changed
+        directory.changed, directory.lock = changed, lock
         directory.write_text(directory.resolved, text)
     except OSError as error:
-        raise InputError(f"output_dir: the run directory {path} cannot be made: {error.strerror or error}") from error
+        which = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        why = f"{error.strerror or error}{which}"
+        raise InputError(f"output_dir: the run directory {path} cannot be made: {why}") from error
     return directory
 
 
@@ -128,7 +170,11 @@ def _changed(config: RunConfig | EmbodiedConfig, begun: Checkpoint, text: str) -
     """
     told, refused = [], []
     kept = any((place / REFERENCE).exists() for place in (begun.path, begun.run))
-    for change in changes(begun.run / "resolved.yaml", text):
+    try:
+        found_changes = changes(begun.run / "resolved.yaml", text)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    for change in found_changes:
         found, entry = on_resume(type(config), change.key, kept_reference=kept), entry_of(type(config), change.key)
         newly_known = change.was == MISSING and entry == change.key  # the checkpoint is of an earlier version of ours
         if found.effect == "refused" and not newly_known:
@@ -147,7 +193,10 @@ def _changed(config: RunConfig | EmbodiedConfig, begun: Checkpoint, text: str) -
 
 
 def run_to_end(
-    main: Callable[[ActorSystem], Awaitable[T]], limits: SystemConfig, memory: Mapping[int, int] | None = None
+    main: Callable[[ActorSystem], Awaitable[T]],
+    limits: SystemConfig,
+    memory: Mapping[int, int] | None = None,
+    grace: float = 0.0,
 ) -> T | None:
     """Run a program on the processes that torchrun started, or in this one; its value, on rank 0.
 
@@ -155,6 +204,7 @@ def run_to_end(
         main: what rank 0 runs.
         limits: how long to wait for hosts, and for something to move.
         memory: bytes per device; None lets any number of roles fit.
+        grace: see `rlinf.run`.
 
     Raises:
         InputError: the job cannot run as it was started, for instance because its processes do not meet.
@@ -173,6 +223,7 @@ def run_to_end(
             device_memory=memory,
             stall_after=limits.stall_after,
             host_timeout=limits.host_timeout,
+            grace=grace,
         )
 
 

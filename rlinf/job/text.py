@@ -6,6 +6,7 @@ problems, the roles and the answers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
@@ -20,7 +21,9 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
-from rlinf.data.in_flight import InFlight, Rules
+from rlinf.data.in_flight import InFlight, Ledger, Rules
+from rlinf.data.in_flight.held import held_of
+from rlinf.data.in_flight.ledger import CRITIC_ONLY
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
 from rlinf.data.step import Step, works_ahead
 from rlinf.flows.evaluation.answers import evaluate
@@ -37,11 +40,15 @@ from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
 from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored, StalenessAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
+from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
+
+_OUR_FLOWS = "rlinf.flows."
+"""Flows from here learn from everything that is drawn, once; others may do as they like."""
 
 
 class TextLoop(TrainingLoop[Evaluation]):
@@ -59,6 +66,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.data = load_data_of(config, prepared.objects)
         self.counters: dict[str, int] = {}
         """How much was drawn by sessions, for their randomness to go on after a checkpoint."""
+        self.ledger = Ledger(own=not prepared.flow.__module__.startswith(_OUR_FLOWS))
+        """What became of every sample that was drawn."""
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         self.notes = self.data.notes
@@ -73,10 +82,12 @@ class TextLoop(TrainingLoop[Evaluation]):
                 mode=stale.mode,
                 carry=rollout.carry,
                 extra=rollout.extra,
+                partial=rollout.groups == "partial",
                 sampling=prepared.algorithm.sampling,
             )
-            keeper = RolloutKeeper(lambda: self.roles["rollout"])
-            self.in_flight = InFlight(rules, draw=self.data.train.draw, keeper=keeper, end=config.steps)
+            keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)
+            draw = self.data.train.draw
+            self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
         self._scoring = FailureAlarm()
@@ -87,8 +98,9 @@ class TextLoop(TrainingLoop[Evaluation]):
     @asynccontextmanager
     async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
         try:
-            async with super().started(begun):
-                yield
+            with JsonLines(self.directory.ledger) as self._account:
+                async with super().started(begun):
+                    yield
         finally:
             await self._endpoint.close()
 
@@ -128,15 +140,25 @@ class TextLoop(TrainingLoop[Evaluation]):
         assert self.prepared.algorithm is not None  # of every run on text
         return Step(
             index,
-            () if self.ahead else Stream.of(await self.data.train.draw(count)),
+            () if self.ahead else Stream.of(await self._drawn(count)),
             config.algorithm.group_size,
             prompts_per_step=count,
             sampling=None if self.ahead else self.prepared.algorithm.sampling,
-            draw=self.data.train.draw,
-            critic_only=CRITIC in self.roles and index < config.critic.head_start,
+            draw=self._drawn,
+            critic_only=self._critic_only(index),
             moving_reference=REFERENCE in self.roles and self.moving_reference,
             in_flight=self.in_flight,
+            ledger=self.ledger,
         )
+
+    async def _drawn(self, count: int) -> Sequence[Prompt]:
+        """The next prompts, entered in the ledger."""
+        prompts = await self.data.train.draw(count)
+        self.ledger.drawn((prompt.id for prompt in prompts), self.config.algorithm.group_size)
+        return prompts
+
+    def _critic_only(self, index: int) -> bool:
+        return CRITIC in self.roles and index < self.config.critic.head_start
 
     @property
     def session(self) -> RunningSession:
@@ -165,9 +187,10 @@ class TextLoop(TrainingLoop[Evaluation]):
             compares=algorithm.name if isinstance(algorithm.advantage, GroupRelative | LeaveOneOut) else None,
             judges=judges,
             counters=self.counters,
-            critic_only=lambda: CRITIC in self.roles and self.done < self.config.critic.head_start,
+            critic_only=lambda: self._critic_only(self.done),
             moving_reference=self.moving_reference,
             say=self.report.line,
+            dropped=(lambda *_: None) if self.ahead else self.ledger.dropped,  # what is in flight tells it itself
             endpoint=self._endpoint,
         )
 
@@ -202,7 +225,23 @@ class TextLoop(TrainingLoop[Evaluation]):
             self._overlong_told = True
             for line in self._overlong():
                 self.report.line(f"step {self.done + 1}: {line} so far")
+        await self._account_for(self.done + 1)
         return await super().step_ended({**returned, **told})
+
+    async def _account_for(self, step: int) -> None:
+        """Write the step's line of the ledger."""
+        found = await self.roles["trainer"].learned()
+        self.in_flight.learned()
+        ledger, held = self.ledger, held_of(self.in_flight.entries)
+        ledger.learned(found)
+        if self._critic_only(step - 1):
+            for prompt_id in ledger.open.keys() - held.keys():
+                ledger.dropped(prompt_id, CRITIC_ONLY)
+        self._account.add([ledger.close(step, held)])
+
+    async def save(self, position: Mapping[str, Any] | None = None) -> None:
+        await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
+        await super().save(position)
 
     def _overlong(self) -> Iterator[str]:
         """What became of prompts that are too long."""
@@ -241,13 +280,21 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
-        return {"problems": self.data.state_dict(), "before": before, "after": after, "session": self.counters}
+        return {**self.position(), "before": before, "after": after, "ledger": self.ledger.state_dict()}
+
+    def position(self) -> dict[str, Any]:
+        return {"problems": self.data.state_dict(), "session": self.counters}
+
+    @property
+    def restartable(self) -> bool:
+        return not any("save" in self.roles[name].endpoints for name in self.own_roles)
 
     async def restore(self, begun: Checkpoint) -> None:
         queue: Any = begun.queue
         self.data.load_state_dict(queue["problems"])
         self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
+        self.ledger.load_state_dict(queue.get("ledger", {}))
 
 
 # Data and evaluations -------------------------------------------------------------------------------------------------

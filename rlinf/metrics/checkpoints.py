@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlinf.config.loading import RunFailure
+from rlinf.metrics.durable.manifest import MANIFEST
 from rlinf.metrics.run_directory import QUEUE, RunDirectory
 from rlinf.runtime.base.tasks import finish
 
@@ -33,6 +35,10 @@ class Checkpoints:
     ) -> None:
         self._directory, self._keep, self._written = directory, keep, written
         self._writing: asyncio.Task[None] | None = None
+        self.newest: int | None = None
+        """Steps done at the newest whole one that this process wrote."""
+        self.seconds: float | None = None
+        """How long that took."""
 
     async def begin(
         self, step: int, fill: Callable[[Path], Awaitable[Any]], queue: Mapping[str, Any], best: int | None = None
@@ -49,13 +55,18 @@ class Checkpoints:
             RunFailure: the one before could not be written.
         """
         await self.finish()
-        content = json.dumps({"step": step, **queue})
+        content = json.dumps({"step": step, "manifest": MANIFEST, **queue})  # who reads it knows what belongs to it
         aside = self._directory.begin_checkpoint(step)
         filled = fill(aside)  # called here, so that no later call of the run can come before it
         self._writing = asyncio.create_task(self._write(step, aside, filled, content, best), name=f"checkpoint {step}")
 
     def check(self) -> None:
-        """Raise what went wrong with the checkpoint under way, if anything has."""
+        """Raise what went wrong with the checkpoint under way, if anything has.
+
+        Raises:
+            RunFailure: it could not be written, or the run directory is another run's by now.
+        """
+        self._check_lock()
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -75,7 +86,13 @@ class Checkpoints:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
+    def _check_lock(self) -> None:
+        lock = self._directory.lock
+        if lock is not None and (why := lock.lost()) is not None:
+            raise RunFailure(f"this run must not go on: {why}; nothing was written since")
+
     async def _write(self, step: int, aside: Path, filled: Awaitable[Any], content: str, best: int | None) -> None:
+        began = time.perf_counter()
         try:
             await filled
             naming = asyncio.create_task(asyncio.to_thread(self._name, step, aside, content, best), name="naming")
@@ -95,9 +112,11 @@ class Checkpoints:
                 f"the checkpoint of step {step} cannot be written to {aside.parent}: {error}; {kept}. "
                 "Make room, or set output_dir, and go on with --resume auto"
             ) from error
+        self.newest, self.seconds = step, time.perf_counter() - began
         if self._written is not None:
             await self._written(step, naming.result())
 
     def _name(self, step: int, aside: Path, content: str, best: int | None) -> Path:
+        self._check_lock()
         (aside / QUEUE).write_text(content, encoding="utf-8")
         return self._directory.finish_checkpoint(step, self._keep, best)

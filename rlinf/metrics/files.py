@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: what a run leaves for programs, one JSON object per line.
+"""metrics.jsonl, samples.jsonl and ledger.jsonl: what a run leaves for programs, one JSON object per line.
 
 In: a step's metrics, or some of its samples. Out: lines on disk before the next step starts: a crash loses none.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ class JsonLines:
         """Write one line per row; NaN and infinity become null, because JSON has no word for them."""
         self._file.writelines(f"{json.dumps(_plain(row), ensure_ascii=False)}\n" for row in rows)
         self._file.flush()
+
+    def sync(self) -> None:
+        """Have the lines on disk: they outlive the machine's end."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Nothing more will come."""

@@ -1,11 +1,12 @@
 """The directory of one run: what lies where, and how it gets there whole.
 
     outputs/<name>/
-      resolved.yaml  metrics.jsonl  samples.jsonl  trace.json  report.html
-      checkpoints/step_000100/{state/, hf/, queue.json}   latest -> step_000100  best -> step_000040
+      resolved.yaml  metrics.jsonl  samples.jsonl  ledger.jsonl  trace.json  report.html
+      checkpoints/step_000100/{state/, hf/, queue.json, manifest.json}   latest -> step_000100  best -> step_000040
 
-Whatever is written in more than one piece is written aside and renamed, so a reader never meets half of it. An earlier
-run of the same name is moved out of the way, never overwritten; a resumed run goes on in its own directory.
+Whatever is written in more than one piece is written aside and renamed, so a reader never meets half of it. A
+checkpoint is on the disk, with a checksum of every file, before it has its name; it is compared with them before use.
+An earlier run of the same name is moved out of the way, never overwritten; a resumed run goes on in its own directory.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlinf.metrics.durable.lock import Lock
+from rlinf.metrics.durable.manifest import MANIFEST, Damaged, sync, verify, write_manifest
 from rlinf.metrics.files import read_lines
 
 QUEUE = "queue.json"
@@ -40,9 +43,12 @@ class RunDirectory:
         """Earlier runs of the same name that are gone: this path itself, if the run there had come to nothing."""
         self.changed: list[str] = []
         """Keys whose values are others than in the run that is gone on with, and what becomes of them, in words."""
+        self.lock: Lock | None = None
+        """The run's hold of it; None where nobody else can come."""
         self.resolved = path / "resolved.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.ledger = path / "ledger.jsonl"
         self.trace = path / "trace.json"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
@@ -74,6 +80,8 @@ class RunDirectory:
                 shutil.rmtree(run)
         directory = cls(path, moved, removed)
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        sync(path.parent)
+        sync(path)
         return directory
 
     @classmethod
@@ -86,7 +94,7 @@ class RunDirectory:
             OSError: it cannot be written to.
         """
         directory = cls(path)
-        for lines in (directory.metrics, directory.samples):
+        for lines in (directory.metrics, directory.samples, directory.ledger):
             if lines.exists():
                 directory.write_text(lines, "".join(_up_to(lines, step)))
         for partial in directory.checkpoints.glob(".*.partial"):
@@ -94,8 +102,7 @@ class RunDirectory:
                 shutil.rmtree(partial)
         for later in [entry for entry in _checkpoints_in(directory.checkpoints) if _step_of(entry) > step]:
             superseded = later.with_name(f"superseded_{later.name}")
-            if superseded.exists():
-                shutil.rmtree(superseded)
+            _remove(superseded)
             later.rename(superseded)
         if (current := directory.checkpoints / f"step_{step:06d}").exists():
             directory._point(directory.latest, current)
@@ -107,7 +114,9 @@ class RunDirectory:
         """Replace a file in one step."""
         aside = path.with_name(f".{path.name}.partial")
         aside.write_text(text, encoding="utf-8")
+        sync(aside)
         aside.replace(path)
+        sync(path.parent)
 
     def begin_checkpoint(self, step: int) -> Path:
         """An empty directory to fill, beside where the checkpoint of `step` will be."""
@@ -119,6 +128,8 @@ class RunDirectory:
     def finish_checkpoint(self, step: int, keep: int = 0, best: int | None = None) -> Path:
         """Give the filled directory its name `step_<step>`, point `latest` to it, and remove older ones.
 
+        Before it has the name, its manifest is written, and it and the run's lines of metrics are on the disk.
+
         Args:
             step: as given to `begin_checkpoint`.
             keep: how many checkpoints stay, the new one included; 0 for all.
@@ -128,9 +139,10 @@ class RunDirectory:
             The checkpoint.
         """
         final = self.checkpoints / f"step_{step:06d}"
-        _sync(self._aside(step))
-        if final.exists():
-            shutil.rmtree(final)
+        write_manifest(self._aside(step), step)
+        for lines in self.path.glob("*.jsonl"):
+            sync(lines)
+        _remove(final)
         self._aside(step).rename(final)
         self._point(self.latest, final)
         if best is not None:
@@ -138,7 +150,8 @@ class RunDirectory:
         if keep:
             for old in sorted(_checkpoints_in(self.checkpoints), key=_step_of)[:-keep]:
                 if _step_of(old) != best:
-                    shutil.rmtree(old)
+                    _remove(old)
+        sync(self.checkpoints)
         return final
 
     def keep_best(self, step: int) -> bool:
@@ -151,6 +164,15 @@ class RunDirectory:
     def drop_checkpoint(self, step: int) -> None:
         """Remove what was begun for `step`."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
+
+    def withdraw(self, step: int) -> None:
+        """Remove the checkpoint of a step, and point `latest` to the newest of the others."""
+        _remove(self.checkpoints / f"step_{step:06d}")
+        others = sorted(_checkpoints_in(self.checkpoints), key=_step_of)
+        if others:
+            self._point(self.latest, others[-1])
+        else:
+            _remove(self.latest)
 
     @property
     def latest(self) -> Path:
@@ -167,9 +189,12 @@ class RunDirectory:
 
     def _point(self, link: Path, checkpoint: Path) -> None:
         aside = link.with_name(f".{link.name}.partial")
-        aside.unlink(missing_ok=True)
+        _remove(aside)
         os.symlink(checkpoint.name, aside)
+        if not link.is_symlink():
+            _remove(link)  # copied there by something that knows no links; a directory is not replaced
         aside.replace(link)
+        sync(link.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +205,8 @@ class Checkpoint:
     """Its directory."""
     queue: dict[str, object]
     """Contents of its queue.json."""
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, and how, a line each."""
 
     @property
     def step(self) -> int:
@@ -195,13 +222,38 @@ class Checkpoint:
 def find_checkpoint(path: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run directory, or the one that `path` is itself; None if there is none.
 
+    All its files are read, and compared with its manifest.
+
     Raises:
-        ValueError: there is one, but it cannot be gone on from; the text says why.
+        ValueError: there is one, but it cannot be gone on from, or, of a run, none can; the text says why.
     """
-    if (path / QUEUE).is_file():
-        return _read(path.resolve())
-    candidates = sorted(_checkpoints_in(path / "checkpoints"), key=_step_of)
-    return _read(candidates[-1].resolve()) if candidates else None
+    try:
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} leads to {os.readlink(path)}, which is not there")
+        if not (path / "checkpoints").is_dir():
+            itself = _STEP.fullmatch(path.resolve().name) or any((path / name).exists() for name in (QUEUE, MANIFEST))
+            return _read(path.resolve()) if itself and path.exists() else None
+        return _newest_whole(path / "checkpoints")
+    except OSError as error:
+        raise ValueError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+
+
+def _newest_whole(checkpoints: Path) -> Checkpoint | None:
+    """The newest whole one of a directory of checkpoints; None if there is none at all.
+
+    Raises:
+        ValueError: all are damaged.
+    """
+    candidates = [entry for entry in checkpoints.iterdir() if _STEP.fullmatch(entry.name)]
+    passed_over: list[str] = []
+    for candidate in sorted(candidates, key=_step_of, reverse=True):
+        try:
+            return replace(_read(candidate.resolve()), passed_over=tuple(passed_over))
+        except ValueError as error:
+            passed_over.append(f"{candidate.name}: {str(error).removeprefix(f'{candidate.resolve()}: ')}")
+    if passed_over:
+        raise ValueError(f"no checkpoint in {checkpoints} is whole: " + "; ".join(passed_over))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +282,16 @@ def changes(resolved: Path, text: str) -> list[Change]:
     Args:
         resolved: the saved one; where it is missing nothing is known to differ.
         text: the other, as YAML.
+
+    Raises:
+        ValueError: the saved one is no YAML.
     """
     if not resolved.exists():
         return []
-    was, now = (dict(_flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
+    try:
+        was, now = (dict(_flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
+    except (yaml.YAMLError, ValueError, AttributeError):
+        raise ValueError(f"{resolved} is damaged: remove it, and nothing is known to have changed") from None
     return [
         Change(key, was.get(key, MISSING), now.get(key, MISSING))
         for key in [*now, *(key for key in was if key not in now)]
@@ -250,14 +308,30 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _read(path: Path) -> Checkpoint:
+    """A checkpoint, once its files were found to be what was written.
+
+    Raises:
+        ValueError: they are not, or there is nothing to go on from; the text begins with the path.
+    """
     try:
         queue = json.loads((path / QUEUE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} has no {QUEUE}: it holds a model, but nothing to go on from") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path / QUEUE} is not JSON: {error}") from None
+        raise ValueError(f"{path}: it has no {QUEUE}: there is nothing to go on from") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {QUEUE} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {QUEUE} is not JSON: {error}") from None
     if not isinstance(queue, dict) or not isinstance(queue.get("step"), int):
-        raise ValueError(f"{path / QUEUE} does not say after which step it was written")
+        raise ValueError(f"{path}: {QUEUE} does not say after which step it was written")
+    try:
+        step = verify(path)
+    except Damaged as damage:
+        raise ValueError(f"{path}: {damage}") from None
+    if queue.pop("manifest", None) is not None and step is None:
+        raise ValueError(f"{path}: {MANIFEST} is missing")
+    numbered = {_step_of(path), step, queue["step"]} - {None, -1}
+    if len(numbered) > 1:
+        raise ValueError(f"{path}: it is of step {queue['step']}, which is not what its name or {MANIFEST} says")
     return Checkpoint(path, queue)
 
 
@@ -272,22 +346,20 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _up_to(lines: Path, step: int) -> Iterator[str]:
-    """The lines of a JSON-lines file that tell of steps up to `step`; one cut short by a crash is dropped."""
-    with lines.open(encoding="utf-8") as file:
+    """The lines of a JSON-lines file that tell of steps up to `step`; what a crash cut short or damaged is dropped."""
+    with lines.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, AttributeError, TypeError):
                 if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
                     yield line
 
 
-def _sync(directory: Path) -> None:
-    """Have the names of a directory's files on disk before its own is changed."""
-    for folder, _, _ in os.walk(directory):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _remove(path: Path) -> None:
+    """Remove a directory, a file or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _previous(path: Path) -> list[Path]:

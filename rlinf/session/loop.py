@@ -7,6 +7,7 @@ many steps there will be unless it was said, problems are optional, and checkpoi
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rlinf.config.text import RunConfig
@@ -64,8 +65,8 @@ class SessionLoop(TextLoop):
         self.state.update(state)
         self._saved = self._evaluated = begun.step
 
-    async def save(self) -> None:
-        await super().save()
+    async def save(self, position: Mapping[str, Any] | None = None) -> None:
+        await super().save(position)
         self._saved = self.done
 
     def evaluated(self, found: Any) -> dict[str, float]:

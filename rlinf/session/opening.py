@@ -7,19 +7,18 @@ run is moved aside before everything was checked.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlinf.config.loading import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.job.prepare import InMemory, Prepared, prepare
 from rlinf.job.start import checkpoint_to_resume, open_run_directory
+from rlinf.metrics.durable.lock import Lock
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.session.configure import configured
 from rlinf.session.objects import Objects
@@ -74,12 +73,13 @@ def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: A
     return Given(objects, settings, Path(run_dir).expanduser().absolute(), os.fspath(resume))
 
 
-def opened(what: Given, hosts: int) -> Opened:
+def opened(what: Given, hosts: int, lock: Lock | None = None) -> Opened:
     """Check everything, then open the run's directory; blocking.
 
     Args:
         what: was passed.
         hosts: processes of the job.
+        lock: this program's hold of the run directory.
 
     Raises:
         InputError: with every mistake; nothing was made.
@@ -102,7 +102,7 @@ def opened(what: Given, hosts: int) -> Opened:
             place = getattr(config.model, name)
             setattr(config.model, name, place and place.replace(str(aside), str(path)))
         objects.save(aside, objects.to_save.keys() - kept)
-        directory = open_run_directory(path, config, begun)
+        directory = open_run_directory(path, config, begun, lock)
         for name in objects.to_save.keys() - kept:
             (aside / name).replace(path / name)
     finally:
@@ -123,33 +123,3 @@ def _check(config: RunConfig, passed: InMemory, who: str) -> None:
         problems.append(Problem(who, "tokenizer", None, text))
     if problems:
         raise ConfigError(problems)
-
-
-@contextmanager
-def locked(path: Path, who: str) -> Iterator[None]:
-    """Holds a run directory for one program, also against other processes.
-
-    Raises:
-        InputError: another one holds it, or it cannot be made.
-    """
-    lock = path.parent / f".{path.name}.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
-    except OSError as error:
-        raise InputError(f"{who}: {path} cannot be made: {error.strerror or error}") from None
-    with file:
-        _take(file, path, who)
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-
-
-def _take(file: TextIO, path: Path, who: str) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise InputError(
-            f"{who}: {path} is the run directory of another session that is open; close it, or name another run_dir"
-        ) from None

@@ -27,6 +27,7 @@ from rlinf.data.datasets.sources import Source
 from rlinf.data.sample import Evaluation, Prompt
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
+from rlinf.job.start import locked
 from rlinf.metrics.console.answers import in_words, rows
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.system import ActorSystem
@@ -35,7 +36,7 @@ from rlinf.session.configure import key_of, name_of
 from rlinf.session.loop import SessionLoop, no_problems, taken_by_the_program
 from rlinf.session.objects import Objects
 from rlinf.session.online import Online
-from rlinf.session.opening import Given, given, locked, opened
+from rlinf.session.opening import Given, given, opened
 
 
 class Session(RunningSession):
@@ -161,9 +162,9 @@ class Session(RunningSession):
 
     async def _start(self, stack: AsyncExitStack) -> None:
         what = self._given
-        stack.enter_context(locked(what.run_dir, what.objects.who))
+        lock = stack.enter_context(locked(what.run_dir, what.objects.who))
         hosts = 1 if self._system is None else self._system.hosts
-        run = await asyncio.to_thread(opened, what, hosts)
+        run = await asyncio.to_thread(opened, what, hosts, lock)
         system = self._system
         if system is None:
             stack.enter_context(switching_often())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.supervised import SUPERVISED
-from rlinf.job.start import loop_of, plainly_told, run_to_end
+from rlinf.job.start import locked, loop_of, plainly_told, run_to_end
 from rlinf.session.configure import configured, key_of, name_of
 from rlinf.session.result import Result, result_of
 
@@ -79,6 +79,7 @@ def train(
         InputError: a mistake in what was passed; as `ConfigError` with all mistakes that settings have. Nothing was
             started.
         RunFailure: the run cannot go on, for a reason outside the code, or a callback raised.
+        SystemExit: a signal told the process to end; with code 75 if `resume="auto"` is to go on.
         Exception: what a flow or a role raised.
     """
     if _in_loop():
@@ -110,13 +111,13 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
         raise InputError("train_async: it runs in one process; under torchrun, call rlinf.train")
     from rlinf.runtime.system.system import ActorSystem  # torch comes with it, which takes seconds
     from rlinf.runtime.system.torchrun import switching_often
-    from rlinf.session.opening import locked, opened
+    from rlinf.session.opening import opened
 
     named = {name: rest.pop(name) for name in _Call.__slots__[3:-1] if name in rest}
     try:
         given = await asyncio.to_thread(_sorted, _Call(model, rewards, data, **named, settings=rest), 1)
-        with locked(given.run_dir, WHO):
-            ready = await asyncio.to_thread(opened, given, 1)
+        with locked(given.run_dir, WHO) as lock:
+            ready = await asyncio.to_thread(opened, given, 1, lock)
             stall_after = ready.config.system.stall_after
             with plainly_told(), switching_often():
                 async with ActorSystem.local(1, device_memory=ready.memory, stall_after=stall_after) as system:
@@ -128,16 +129,19 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
 def _train(call: _Call) -> Result | None:
     """What `train` does in this process."""
     if int(os.environ.get("RANK", "0")):
-        limits = {name: each for name, each in call.settings.items() if (key_of(name) or "").startswith("system")}
-        run_to_end(_serve_only, configured(call.run_dir, limits, WHO).system)
+        shared = ("system", "checkpoint")  # what every process has to know
+        limits = {name: each for name, each in call.settings.items() if (key_of(name) or "").startswith(shared)}
+        config = configured(call.run_dir, limits, WHO)
+        run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
-    from rlinf.session.opening import locked, opened  # torch comes with it, which takes seconds
+    from rlinf.session.opening import opened  # torch comes with it, which takes seconds
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
-    with locked(given.run_dir, WHO):
-        ready = opened(given, hosts)
-        return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory)
+    with locked(given.run_dir, WHO) as lock:
+        ready = opened(given, hosts, lock)
+        grace = ready.config.checkpoint.grace
+        return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)
 
 
 @dataclass(frozen=True, slots=True)

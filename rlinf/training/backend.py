@@ -27,7 +27,7 @@ from rlinf.data.packing import Packed
 from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
-from rlinf.weights.train_state import HostCopy, Restored
+from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor]
 """Of each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
@@ -127,6 +127,9 @@ class BackEnd(Protocol):
     data_ranks: Sequence[int]
     """Of each rank, which share of a round of micro-batches it computes, from 0. Ranks that are parts of one model
     (tensor-parallel, or stages of a pipeline) have the same."""
+    copies_of_ranks: Sequence[Sequence[int]]
+    """The ranks of each copy of the model, as many in each. `accumulate` and `outputs` communicate within one alone,
+    and copies meet in `step`; a single one if that is not so."""
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -183,9 +186,17 @@ class BackEnd(Protocol):
         """
         ...
 
-    def restore(self, optimization: Optimization, directory: Path) -> Restored:
-        """Go on from the `STATE` of a checkpoint that any number of ranks wrote: with its weights, what its optimizer
+    def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
+        """The `STATE` of `copies` alone, for ranks that go on elsewhere; arguments as there."""
+        ...
+
+    def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
+        """Go on from a `STATE` that any number of ranks wrote or exported: with its weights, what its optimizer
         remembers and its place in the schedule, and with the hyperparameters that `optimization` was given.
+
+        Args:
+            optimization: whose optimizer takes it over.
+            source: its directory, or where else it is; for `load_state`.
 
         Raises:
             FileNotFoundError: there is no complete state.

@@ -28,7 +28,7 @@ from rlinf.weights.adapter_export import ADAPTER, copy_adapter
 from rlinf.weights.hf_export import MODEL, copy_model
 from rlinf.weights.publish import exported, reshard
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, Restored, copy_state, load_state
+from rlinf.weights.train_state import STATE, Restored, Source, StateCopy, copy_state, load_state
 
 
 class FsdpBackEnd:
@@ -41,6 +41,7 @@ class FsdpBackEnd:
         self._base = model.source if isinstance(model.source, str) and model.lora is not None else None
         self._adapted = model.lora is not None
         self.data_ranks: Sequence[int] = range(ranks.world_size)
+        self.copies_of_ranks = copies_of(model.sharding, ranks.machines)
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod
@@ -107,18 +108,7 @@ class FsdpBackEnd:
         extra: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase,
     ) -> Mapping[str, HostCopy]:
-        learner = _ours(optimization)
-        first = self.layout.first_copy
-        state = copy_state(
-            self.model,
-            learner.optimizer,
-            learner.schedule,
-            version,
-            rank=self._rank,
-            ranks=self._ranks,
-            extra=extra,
-            first_copy=first,
-        )
+        first, state = self.layout.first_copy, self.state(optimization, version, extra)
         lead = self._rank == 0
         at_hand = state.copies if lead else None
         whole = alone = None
@@ -129,9 +119,22 @@ class FsdpBackEnd:
         parts = {STATE: state, MODEL: whole, ADAPTER: alone}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def restore(self, optimization: Optimization, directory: Path) -> Restored:
+    def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
         learner = _ours(optimization)
-        found = load_state(self.model, learner.optimizer, learner.schedule, directory, rank=self._rank)
+        return copy_state(
+            self.model,
+            learner.optimizer,
+            learner.schedule,
+            version,
+            rank=self._rank,
+            ranks=self._ranks,
+            extra=extra,
+            first_copy=self.layout.first_copy,
+        )
+
+    def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
+        learner = _ours(optimization)
+        found = load_state(self.model, learner.optimizer, learner.schedule, source, rank=self._rank)
         learner.resumed()
         return found
 

@@ -1,9 +1,9 @@
-"""A trainer's state in files, from which training goes on bit for bit.
+"""A trainer's state, from which training goes on bit for bit: copied, written into files, taken over.
 
 Flows in: a model, its optimizer and schedule. Flows out: a directory `state/`, and the same model, optimizer and
-schedule on another day. Saving has two halves: copies in host memory, made in the compute thread between two steps, and
-the writing, in a thread of its own while training goes on. Neither the writing nor the reading communicates, so they
-cannot come between collectives of the training.
+schedule on another day; or, through memory (`parked_state.py`), on other hosts. Saving has two halves: copies in host
+memory, made in the compute thread between two steps, and the writing, in a thread of its own while training goes on.
+Neither the writing nor the reading communicates, so they cannot come between collectives of the training.
 
 `state/` is a sharded checkpoint in the safetensors layout of torch.distributed.checkpoint: each rank writes the shards
 it has, `HuggingFaceStorageReader` and DCP's planner read what the ranks of another run have, however many they are.
@@ -62,6 +62,20 @@ class Restored:
     """Of the weights."""
     extra: dict[str, Any]
     """What the caller gave when it saved."""
+
+
+class Source(Protocol):
+    """Where a state is read from: the files of a checkpoint, or the memory of the hosts that it leaves."""
+
+    name: str
+    """For messages."""
+    about: Mapping[str, Any]
+    """What is not a tensor; see `StateCopy.about`."""
+    stored: Metadata
+    """Names, shapes and shards of the tensors."""
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors, or this rank's shards of them, by name. Blocking; communicates with no other reader."""
 
 
 class HostCopy(Protocol):
@@ -162,7 +176,7 @@ def load_state(
     model: nn.Module,
     optimizer: Optimizer | None,
     schedule: LRScheduler | None,
-    directory: str | Path,
+    source: str | Path | Source,
     *,
     rank: int,
 ) -> Restored:
@@ -173,7 +187,7 @@ def load_state(
 
     Args:
         model, optimizer, schedule: built as when the state was saved; sharded over any number of ranks.
-        directory: the checkpoint's `state`.
+        source: a checkpoint's `state`, or where else the state is.
         rank: which this is.
 
     Raises:
@@ -181,21 +195,19 @@ def load_state(
         ValueError: it does not fit what is given, is damaged, or was written by a later version. Nothing has changed
             then, except when the damage is in the middle of a file.
     """
-    directory = Path(directory)
-    about = _read_about(directory)
     reshard(model)
-    reader = HuggingFaceStorageReader(str(directory))
     try:
-        stored = reader.read_metadata()
+        state_at: Source = _Files(Path(source)) if isinstance(source, str | Path) else source
+        about, stored = state_at.about, state_at.stored
         targets = model_tensors(model)
         groups = optimizer_groups(model, optimizer)
-        _check(directory, stored, targets, groups, about)
+        _check(state_at.name, stored, targets, groups, about)
         state = empty_state(model, optimizer, stored, about["optimizer"])
         kept = {f"optimizer.{name}.{key}": value for name, values in state.values() for key, value in values.items()}
         random = {key: value for key, value in generators(rank, model).items() if key in stored.state_dict_metadata}
-        _read(reader, stored, {**targets, **kept, **random})
+        state_at.fill({**targets, **kept, **random})
     except SafetensorError as error:
-        raise ValueError(f"{directory} is damaged: resume from an earlier checkpoint ({error})") from error
+        raise ValueError(f"{source} is damaged: resume from an earlier checkpoint ({error})") from error
     take_over(optimizer, state, about["optimizer"])
     if schedule is not None and about["schedule"] is not None:
         schedule.load_state_dict(about["schedule"])
@@ -226,7 +238,7 @@ def _read_about(directory: Path) -> dict[str, Any]:
 
 
 def _check(
-    directory: Path,
+    name: str,
     stored: Metadata,
     targets: Mapping[str, Tensor],
     groups: Mapping[str, Any],
@@ -248,7 +260,7 @@ def _check(
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"{directory} does not fit this model and optimizer: {'; '.join(sorted(wrong)[:5])}{more}. "
+            f"{name} does not fit this model and optimizer: {'; '.join(sorted(wrong)[:5])}{more}. "
             "Resume with the configuration that it was saved with"
         )
 
@@ -258,12 +270,26 @@ def _has_holes(kind: Any) -> bool:
     return sum(prod(chunk.sizes) for chunk in kind.chunks) != prod(kind.size)
 
 
-def _read(reader: HuggingFaceStorageReader, stored: Metadata, targets: dict[str, Any]) -> None:
-    """Fill tensors, or this rank's shards of them, from whichever files have them. Communicates with nobody."""
+class _Files:
+    """A checkpoint's `state`; a `Source`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = str(directory)
+        self.about: Mapping[str, Any] = _read_about(directory)
+        self._reader = HuggingFaceStorageReader(str(directory))
+        self.stored: Metadata = self._reader.read_metadata()
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        self._reader.set_up_storage_reader(self.stored, is_coordinator=True)
+        planner = planner_of(self.stored, targets)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def planner_of(stored: Metadata, targets: Mapping[str, Tensor]) -> DefaultLoadPlanner:
+    """What finds out which parts of which shards go where in some tensors."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader.set_up_storage_reader(stored, is_coordinator=True)
-    planner.set_up_planner(targets, stored, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    planner.set_up_planner(dict(targets), stored, is_coordinator=True)
+    return planner
 
 
 def _file_name(rank: int) -> str:

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from rlinf import ActorSystem, Stream
+from rlinf import Actor, ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
-from tests.actors.test_rollout import SHARED, answered, asked, collected
+from rlinf.runtime.actor.actor import endpoint
+from tests.actors.test_rollout import SHARED, answered, asked, collected, weights
 from tests.actors.test_rollout_engine import PROCESS
 
 ENGINES = {"transformers": "transformers", "process": PROCESS, "plain": "tests.actors.test_rollout_engine.plain"}
@@ -139,3 +140,85 @@ async def test_a_call_that_is_cancelled_does_not_hold_up_who_drops(system):
         await dropping
         while await rollout.in_flight() != [[]]:
             await asyncio.sleep(0)
+
+
+class Neighbour(Actor):
+    """A trainer on the same device: wants it, and tells how the rollout stands meanwhile."""
+
+    async def setup(self, rollout):
+        self._rollout = rollout
+
+    @endpoint(device=True)
+    async def train(self):
+        return (await self._rollout.state())[0]
+
+
+class Told(Rollout):
+    """Tells how it stands."""
+
+    @endpoint
+    async def state(self):
+        batch = self._engine._batch
+        return {"asleep": batch.asleep, "bands": len(batch._bands), "live": batch.live}
+
+
+async def test_it_gives_its_device_to_a_trainer_with_half_finished_answers_and_goes_on_with_new_weights():
+    async with ActorSystem.local(device_memory={0: 100}) as system:
+        on_one = {"hosts": [0], "devices": [0], "resident_bytes": 80, "parked_bytes": 10}
+        rollout = await system.spawn(Told, name="rollout", lease_items=3, **on_one, **LONG)
+        trainer = await system.spawn(Neighbour, name="trainer", rollout=rollout, **on_one)
+        feed = Feed()
+        feed.put(*asked(20))
+        groups, turns, loading = [], [], None
+        stream = answers(rollout, feed.stream, n=2, min_new_tokens=20)
+        groups.append(await anext(stream))
+        training = asyncio.ensure_future(trainer[0].train())
+        async for group in stream:
+            groups.append(group)
+            if training.done():
+                turns.append((len(groups), await training))
+                await loading if loading is not None else None
+                loading = asyncio.ensure_future(rollout.load(weights(len(turns))))
+                training = asyncio.ensure_future(trainer[0].train())
+            if len(groups) == 20:
+                break
+        feed.end()
+        await asyncio.gather(training, loading)
+        assert sorted(group.id for group in groups) == list(range(20))
+        assert len(turns) >= 3
+        for _, state in turns:
+            assert state["asleep"]
+            assert state["bands"] == 0
+        assert sum(state["live"] > 0 for _, state in turns) >= 3  # it did not wait for its last answers
+        assert len(turns) <= 1 + 20 / 3  # one after so many groups
+        rows = [sample.versions.tolist() for group in groups for sample in group.samples]
+        assert all(row == sorted(row) for row in rows)
+        assert sum(row[0] < row[-1] for row in rows) >= 3  # answers of several versions
+
+
+async def test_a_group_comes_in_two_parts_when_it_is_split(system, engine):
+    settings = {**LONG, "engine": engine, "max_rows": 8}
+    rollout = await system.spawn(Rollout, name="rollout", **settings)
+    whole = {group.id: answered(group) for group in await collected(rollout.generate(asked(3), n=4))}
+    stream = answers(rollout, Stream.of(asked(3)), n=4)
+    found = []
+    while not any(await rollout.split()):
+        await asyncio.sleep(0)
+        groups = [group for group in (await rollout.in_flight())[0] if not group.left]
+        assert len(groups) < 3, "not one group was ever half finished"
+    kept = await rollout.in_flight()
+    found = await collected(stream)
+    parts = {}
+    for group in found:
+        parts.setdefault(group.id, []).append(len(group.samples))
+    assert [2, 2] in parts.values()
+    assert all(sizes in ([2, 2], [4]) for sizes in parts.values())
+    rows = {id: sorted(row for group in found if group.id == id for row in answered(group)) for id in whole}
+    assert rows == whole  # no sample is another because of it
+    if engine != ENGINES["plain"]:  # which does not go on with half answers
+        again = await system.spawn(Rollout, name="again", **settings)
+        unread = [prompt for prompt in asked(3) if prompt.id not in {group.prompt.id for group in kept[0]}]
+        resumed = await collected(again.generate(Stream.of([*kept[0], *unread]), n=4))
+        assert {id: sorted(row for one in resumed if one.id == id for row in answered(one)) for id in whole} == whole
+    with pytest.raises(ValueError, match="least=1 must be at least 2"):
+        await rollout.split(1)

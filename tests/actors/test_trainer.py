@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf import ActorSystem, Stream
 from rlinf.actors.trainer import Trainer
-from rlinf.data.sample import Example, Group, Prompt, Sample
+from rlinf.data.in_flight.ledger import Learned
+from rlinf.data.sample import Example, Group, NotScored, Prompt, Sample
 from tests.actors import toys
 from tests.actors.programs.ranks import Apprentice
 from tests.actors.watched import PRECISELY
@@ -228,6 +229,20 @@ async def test_samples_that_could_not_be_judged_count_as_not_drawn(trainer):
     }
     shares = {name: metrics[f"outcomes/{name}"] for name in ("ok", "truncated", "timeout", "error")}
     assert shares == {"ok": 2 / 8, "truncated": 2 / 8, "timeout": 2 / 8, "error": 2 / 8}
+
+
+async def test_it_tells_once_which_samples_it_has_learned_from(trainer):
+    learning = await trainer()
+    assert await learning.learned() == Learned()
+    await learning.train([scored((1.0, None, 0.0, None), 0, outcome="timeout"), scored(number=2, truncated=True)])
+    with pytest.raises(NotScored):
+        await learning.train([scored((None, None), 1, outcome="error")])
+    await learning.train([scored(number=2)])
+    found = await learning.learned()
+    assert found.trained == {0: [0, 2], 2: [0, 1, 0, 1]}, "one batch learned what the other had learned"
+    assert found.unscored == {0: [1, 3]}
+    assert found.tokens > 0
+    assert await learning.learned() == Learned()
 
 
 async def test_supervised_training_learns_the_answers(trainer):

@@ -91,10 +91,11 @@ def test_every_algorithm_has_the_gradient_of_one_process_that_goes_sample_by_sam
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_log_probs_before_the_update_are_ours_whatever_the_engine_said(results, world):
+@pytest.mark.parametrize("how", ["", " freely"])
+def test_log_probs_before_the_update_are_ours_whatever_the_engine_said(results, world, how):
     """With several minibatches they are computed for the whole batch first."""
     plain = build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval()
-    found = results[world]["proximal"]
+    found = results[world][f"proximal{how}"]
     assert_told(found["groups"], plain)
     assert [group.prompt.id for group in found["groups"]] == list(range(7))
     assert found["metrics"]["ratio/max"] == pytest.approx(1.0, abs=1e-5)
@@ -103,10 +104,11 @@ def test_log_probs_before_the_update_are_ours_whatever_the_engine_said(results, 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_groups_come_back_with_what_all_ranks_together_said_of_them(results, world):
-    said = results[world]["said"]
+@pytest.mark.parametrize("how", ["", " freely"])
+def test_groups_come_back_with_what_all_ranks_together_said_of_them(results, world, how):
+    said = results[world][f"said{how}"]
     assert_told(said, build_model(toys.configuration(), load_tokenizer(toys.ALPHABET)).eval())
-    assert [group.prompt.id for group in said] == list(range(7))
+    assert [group.prompt.id for group in said] == list(range(7))[:: -1 if how else 1]
 
 
 def assert_told(groups, plain):

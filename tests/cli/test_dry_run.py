@@ -108,7 +108,7 @@ WRONG = {
         ("placement.mode = disaggregated", "there is collocated", "or set placement.extrapolate=true"),
     ),
     "moves under which acting goes on": (
-        (TOY, "flow=rlinf.flows.embodied_async", "algorithm.staleness=1", "placement.mode=auto"), "",
+        (TOY, "algorithm.name=sac", "placement.mode=auto"), "",
         ("placement.mode", "auto", "name a mode, or take another flow"),
     ),
 }  # fmt: skip

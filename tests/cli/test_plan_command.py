@@ -1,6 +1,7 @@
 """`python -m rlinf plan`: a table and a plan, or one message and exit code 2."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,34 @@ def test_without_rehearsal_plans_are_ranked_by_formula_and_need_no_flow(plan):
     code, out, _ = plan("--devices", "8", "--rehearse", "0", of=profile(flow=""))
     assert code == 0
     assert "collocated" in out
+
+
+def test_it_says_what_each_staleness_gains(plan):
+    _, out, _ = plan("--devices", "8", "--rehearse", "0")
+    assert "if trainers took devices over as these run out of answers (calculated, at most): collocated " in out
+    assert re.search(r"staleness 1 gains \d+ %, 2 gains (\d+ %|nothing) more, 4 gains .*: take \d \(rollout \d", out)
+
+
+def test_it_plans_for_answers_that_are_begun_early(plan):
+    early = ("--devices", "8", "--staleness", "1")
+    code, out, _ = plan(*early, "--flow", "rlinf.flows.grpo_async")
+    assert (code, "begun up to 1 steps early" in out, "calculated only" in out) == (0, True, False)
+    assert all(mode in out for mode in ("collocated", "disaggregated"))
+    seconds = [float(text) for text in re.findall(r"disaggregated .*? (\d+\.\d+) +│ +(?:\d)", out)]
+    assert seconds
+    synchronous = plan("--devices", "8")[1]
+    assert seconds[0] < float(re.findall(r"disaggregated .*? (\d+\.\d+) +│ +(?:\d)", synchronous)[0])
+    assert "add --flow rlinf.flows.grpo_async" in plan(*early)[1]
+
+
+def test_what_another_staleness_brings_is_not_known_of_a_run_that_began_early(plan):
+    stale = replace(profile(), staleness=1)
+    code, out, _ = plan("--devices", "8", "--rehearse", "0", of=stale)
+    assert (code, "begun up to 1 steps early" in out, "gains" in out) == (0, True, False)
+    code, _, said = plan("--devices", "8", "--staleness", "2", of=stale)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "measured with a staleness of 1" in said
+    assert plan("--devices", "8", "--staleness", "-1")[0] == 2
 
 
 def test_roles_take_whole_nodes(plan, tmp_path):

@@ -14,7 +14,7 @@ from rlinf.data.rng import uniforms
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import PartialAnswer, Request, Sampling
-from rlinf.engines.make import EngineSetup, make
+from rlinf.engines.make import EngineSetup, make, unable
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
 ENGINES = {"transformers": "transformers", "process": "tests.engines.scripted_process.build"}
@@ -237,6 +237,61 @@ async def test_new_weights_are_used_by_all_that_comes_after(kind, started):
     after = await answers(engine, requests)
     right(requests, after, tiny(seed=1))
     assert {version for one in after.values() for version in one.versions.tolist()} == {4}
+
+
+async def switched_twice(engine):
+    """Answers under way through two changes of weights, and the models by version."""
+    models = {version: tiny(seed=version) for version in (0, 3, 5)}
+    long = [request(i, [3 + i] * (i + 1), Sampling(70 + i, temperature=1.3)) for i in range(4)]
+    running = await begun(engine, *long)
+    before = {one.id: one.partial for one in await engine.partial(range(4))}
+    for version in (3, 5):
+        await engine.load(packed(models[version], version))
+        await answers(engine, [request(50 + version, [1], Sampling(10))])  # some tokens by these
+    found = await rest(running)
+    for one in found.values():
+        assert sorted(set(one.versions.tolist())) == [0, 3, 5]
+        assert one.versions.tolist() == sorted(one.versions.tolist())
+        begin = before[one.id]
+        assert one.response_ids[: len(begin.response_ids)].tolist() == begin.response_ids.tolist()
+        assert one.logprobs[: len(begin.logprobs)].tolist() == begin.logprobs.tolist()  # what was told stays as it was
+    return long, found, models
+
+
+def furthest(asked, one, models):
+    """How far log-probs are from those of the weights that their versions name, reading the whole text before them:
+    of the tokens of the first weights, and of the others."""
+    by = {version: teacher_forced(model, asked.prompt_ids, one.response_ids, 1.3) for version, model in models.items()}
+    expected = np.array([by[version][place] for place, version in enumerate(one.versions.tolist())])
+    far = np.abs(one.logprobs - expected)
+    return far[one.versions == 0].max(), far[one.versions != 0].max()
+
+
+async def test_reread_every_token_is_of_the_weights_that_its_version_names_alone(kind, started):
+    engine = await started(kind, kv="reread")
+    long, found, models = await switched_twice(engine)
+    for asked in long:
+        assert max(furthest(asked, found[asked.id], models)) < 2e-5
+
+
+def test_what_a_server_cannot_keep_is_known_before_it_is_started():
+    assert unable("sglang", "keep") == unable("vllm", "keep").replace("vllm", "sglang")
+    assert "sglang can only reread" in unable("sglang", "keep")
+    assert [unable(name, kv) for name, kv in (("vllm", "reread"), ("transformers", "keep"), ("sglang", None))] == [
+        None
+    ] * 3
+
+
+async def test_kept_keys_and_values_are_those_of_the_weights_before(kind, started):
+    if kind == "process":  # which keeps none
+        with pytest.raises(ValueError, match=r"staleness\.kv=keep: tests\.eng.* can only reread the keys"):
+            await started(kind, kv="keep")
+        return
+    long, found, models = await switched_twice(await started(kind, kv="keep"))
+    for asked in long:
+        first, later = furthest(asked, found[asked.id], models)
+        assert first < 2e-5
+        assert later > 1e-3  # they were made from a past that those weights would have seen otherwise
 
 
 async def test_weights_that_do_not_fit_change_nothing(kind, started):

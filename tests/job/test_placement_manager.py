@@ -4,6 +4,7 @@ that fails says why, once, and leaves nothing behind."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placement.seats import Placed, RoleKind, Seat, placed_by
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied
+from rlinf.weights.parked_state import ParkedState
+from rlinf.weights.train_state import StateCopy
 
 FAILS: set[str] = set()
 """What goes wrong, such as "trainer.save"."""
@@ -45,23 +48,42 @@ class Learner(Actor):
     async def known_now(self) -> int:
         return self.known
 
-    @endpoint
-    async def save(self, directory: str) -> None:
-        self._may_fail("save")
-        if self.rank == 0:
-            (Path(directory) / self.name).write_text(str(self.known))
-
-    @endpoint
-    async def restore(self, directory: str) -> None:
-        self._may_fail("restore")
-        self.known = int((Path(directory) / self.name).read_text())
-
     async def close(self) -> None:
         CLOSED.append(self._cell.name)
         self._may_fail("close")
         await asyncio.sleep(1.0)
 
 
+class Filing(Learner):
+    """Knows only how to write into files what it knows."""
+
+    @endpoint
+    async def save(self, directory: str) -> None:
+        self._may_fail("save")
+        Path(directory).mkdir(parents=True)
+        (Path(directory) / self.name).write_text(str(self.known))
+
+    @endpoint
+    async def restore(self, directory: str) -> None:
+        self._may_fail("restore")
+        self.known = int((Path(directory) / self.name).read_text())
+
+
+class Remembering(Learner):
+    """Moves through memory."""
+
+    @endpoint(device=True, joint=True)
+    async def export_state(self) -> StateCopy:
+        self._may_fail("export")
+        return StateCopy(self.rank, json.dumps({"known": self.known}) if self.rank == 0 else None, {}, {}, {})
+
+    @endpoint(device=True, joint=True)
+    async def import_state(self, parked: ParkedState) -> None:
+        self._may_fail("import")
+        self.known = parked.about["known"]
+
+
+CLASSES = {"rollout": Filing, "judge": Learner, "trainer": Remembering}
 KINDS = (RoleKind("rollout"), RoleKind("judge", on_devices=False), RoleKind("trainer", learns=True))
 TOGETHER = Placed(
     {
@@ -82,27 +104,21 @@ class Run:
     def __init__(self, system: ActorSystem, directory: Path) -> None:
         self.system, self.directory = system, directory
         self.roles: dict[str, Any] = {}
-        self.found: list[Path] = []
-        """Where roles wrote, what was there before."""
 
     async def spawn(self, placed: Placed, only: Any = ("rollout", "judge", "trainer")) -> dict[str, Any]:
         return {
-            role: await self.system.spawn(Learner, name=role, **placed.spawning(role, 60, 5))
+            role: await self.system.spawn(CLASSES[role], name=role, **placed.spawning(role, 60, 5))
             for role in placed.seats
             if role in only
         }
 
     async def relocate(self, before: Placed, after: Placed) -> None:
-        async def save(roles, aside):
-            self.found = await asyncio.to_thread(lambda: list(aside.iterdir()))
-            await asyncio.gather(*(roles[role].save(str(aside)) for role in roles))
-
-        async def restore(roles, moving, aside):
-            await asyncio.gather(*(roles[role].restore(str(aside)) for role in moving))
+        async def publish(roles):
+            self.published = [name for name in roles if await roles[name][0].known_now() is not None]
 
         self.roles = await relocate(
             self.system, self.roles, moved(before, after), self.directory,
-            save=save, spawn=lambda moving: self.spawn(after, moving), restore=restore,
+            spawn=lambda moving: self.spawn(after, moving), publish=publish,
         )  # fmt: skip
 
 
@@ -137,6 +153,7 @@ def test_roles_keep_what_they_know_and_are_where_they_are_to_be(tmp_path):
             await asyncio.gather(run.roles["trainer"].learn(), run.roles["rollout"].learn())
         await run.relocate(TOGETHER, APART)
         assert list(run.roles) == ["rollout", "judge", "trainer"]
+        assert run.published == ["rollout", "judge", "trainer"]
         assert run.roles["judge"] is judge, "it has not been touched"
         assert CLOSED.count("judge[0]") == 0
         assert [run.roles[role].hosts for role in ("rollout", "trainer")] == [[0], [1]]
@@ -166,7 +183,9 @@ def test_their_devices_are_taken_in_turns_before_and_not_after(tmp_path):
         assert (device.resident, device.parked) == (60, 5), "those that left take nothing any more"
 
 
-@pytest.mark.parametrize("stage", ["trainer.save", "trainer.close", "rollout.close", "trainer.restore"])
+@pytest.mark.parametrize(
+    "stage", ["trainer.export", "rollout.save", "trainer.close", "rollout.close", "trainer.import", "rollout.restore"]
+)
 def test_what_fails_is_told_as_it_is_and_all_ends_with_the_run(tmp_path, stage):
     async def main(run):
         await run.relocate(TOGETHER, APART)
@@ -175,7 +194,7 @@ def test_what_fails_is_told_as_it_is_and_all_ends_with_the_run(tmp_path, stage):
     with pytest.raises(OSError, match=f"{role} cannot {what}"):
         in_a_run(tmp_path, main, stage)
     started = ["rollout[0]", "rollout[1]", "judge[0]", "trainer[0]", "trainer[1]"]
-    if what == "restore":
+    if what in ("restore", "import"):
         started += ["rollout[0]", "trainer[0]"]
     assert sorted(CLOSED) == sorted(started)
 
@@ -224,14 +243,12 @@ def test_nothing_is_ended_before_all_has_been_written(tmp_path):
 
 
 def test_what_an_earlier_move_left_is_not_taken_for_what_a_role_knows(tmp_path):
-    """Such as a reference policy, which not every move writes."""
-
     async def main(run):
-        stale = tmp_path / ASIDE
+        stale = tmp_path / ASIDE / "roles" / "rollout" / "0"
         stale.mkdir(parents=True)
-        (stale / "reference").write_text("99")
+        (stale / "rollout").write_text("99")
         await run.relocate(TOGETHER, APART)
-        assert run.found == []
+        assert await run.roles["rollout"][0].known_now() == 0
 
     in_a_run(tmp_path, main)
 

@@ -165,10 +165,16 @@ AUTO = ("--config", *TEXT, "placement.mode=auto", "placement.profile_steps=2", "
 
 
 def killed_in_a_move(output: Path) -> Path:
-    """Start a run on two processes, and kill all of it some time after it has begun to move roles."""
+    """Start a run on two processes, and kill all of it some time after it has begun to move roles: as soon as the
+    checkpoint before that is written."""
     run = output / "quickstart"
-    moving = run / "checkpoints" / ".moving.partial"
-    killed(moving.exists, *AUTO, f"output_dir={output}", processes=2, later=random.random() * 0.05)
+    killed(
+        (run / "checkpoints" / "step_000002").exists,
+        *AUTO,
+        f"output_dir={output}",
+        processes=2,
+        later=random.random() * 0.05,
+    )
     return run
 
 
@@ -234,6 +240,21 @@ def test_roles_that_moved_are_elsewhere_and_it_leaves_a_plan_and_a_profile(moved
     stages = load_profile(run / "profile.json").stages
     for role in ("rollout", "trainer"):
         assert {timing.devices for timing in stages[role].timings} >= {1, 2}
+
+
+def test_roles_move_while_answers_for_later_steps_are_under_way_and_none_is_lost(tmp_path):
+    done = launch(
+        "--config", *TEXT, "flow=rlinf.flows.grpo_async", "staleness.max=2", "placement.mode=auto",
+        "placement.profile_steps=2", "steps=4", f"output_dir={tmp_path}", processes=2,
+    )  # fmt: skip
+    assert "moved: rollout to host 0, trainer to host 1" in done.stdout
+    run = tmp_path / "quickstart"
+    assert max(step["staleness/max"] for step in metrics_of(run)) <= 2
+    learned = defaultdict(set)
+    for step, prompt in answers(run):
+        learned[prompt].add(step)
+    assert sorted(learned) == list(range(4 * 8)), "every prompt that was drawn was learned from"
+    assert all(len(steps) == 1 for steps in learned.values()), "and once"
 
 
 # Little memory --------------------------------------------------------------------------------------------------------

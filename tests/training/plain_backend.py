@@ -23,7 +23,7 @@ from rlinf.models.language.value_model import HEAD
 from rlinf.training.backend import HostCopy, Loss, ModelSettings, Outputs, Ranks
 from rlinf.weights.hf_export import MODEL, copy_model
 from rlinf.weights.state_tensors import held
-from rlinf.weights.train_state import STATE, Restored, copy_state, load_state
+from rlinf.weights.train_state import STATE, Restored, Source, StateCopy, copy_state, load_state
 
 
 class PlainOptimization:
@@ -73,6 +73,7 @@ class PlainBackEnd:
     def __init__(self, module: Any, ranks: Ranks):
         self.module = module
         self.data_ranks = [0] * ranks.world_size
+        self.copies_of_ranks = [range(ranks.world_size)]
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod
@@ -111,16 +112,18 @@ class PlainBackEnd:
         return ((name, each) for name, each in self.module.model.named_parameters() if not name.startswith(HEAD))
 
     def copies(self, optimization: Any, version: int, extra: Any, tokenizer: Any) -> Mapping[str, HostCopy]:
-        first = self._rank == 0
-        state = copy_state(
-            self.module.model, optimization.optimizer, None, version,
-            rank=self._rank, ranks=self._ranks, extra=extra, first_copy=first,
-        )  # fmt: skip
-        whole = copy_model(self.module.model, tokenizer, lead=True) if first else None
+        state = self.state(optimization, version, extra)
+        whole = copy_model(self.module.model, tokenizer, lead=True) if self._rank == 0 else None
         return {STATE: state} if whole is None else {STATE: state, MODEL: whole}
 
-    def restore(self, optimization: Any, directory: Path) -> Restored:
-        return load_state(self.module.model, optimization.optimizer, None, directory, rank=self._rank)
+    def state(self, optimization: Any, version: int, extra: Any) -> StateCopy:
+        return copy_state(
+            self.module.model, optimization.optimizer, None, version,
+            rank=self._rank, ranks=self._ranks, extra=extra, first_copy=self._rank == 0,
+        )  # fmt: skip
+
+    def restore(self, optimization: Any, source: Path | Source) -> Restored:
+        return load_state(self.module.model, optimization.optimizer, None, source, rank=self._rank)
 
     def held(self, *optimizations: Any) -> Iterator[Tensor]:
         return held(self.module, *(each.optimizer for each in optimizations))

@@ -145,6 +145,7 @@ class TestOnAnyNumberOfRanks:
                 assert found[f"{resumed} as"] == (2, {"cursor": 5})
                 assert toys.furthest(found[resumed], found["continued"]) < PRECISELY
         assert "taken over" in found or world == 1
+        assert found["handed over"], "what a role that moves takes along is what a checkpoint has"
 
     @ranked
     def test_adapters_learn_and_what_is_frozen_stays(self, results, loop, world, name):

@@ -29,6 +29,7 @@ from tests.actors.toys import (
     sample_by_sample,
     told,
 )
+from tests.actors.watched import in_double
 
 BATCH = groups(6)
 ROWS = [Row.of(s, gain) for judged in BATCH for s, gain in zip(judged.scored, advantages(judged), strict=True)]
@@ -46,6 +47,34 @@ def expected():
         loss.backward()
         found[kind] = float(loss.detach()), gradients(plain)
     return found
+
+
+def learned(rows, dtype):
+    """Gradients of rows, and what they weigh."""
+    net = model("qwen2") if dtype == torch.float32 else in_double(model("qwen2"))
+    learner = Learner(PolicyModel(net), **WITHOUT_CLIPPING)
+    for piece in cut(rows, [row.size for row in rows], 40):
+        learn_policy(learner, pack(piece), **CLIP)
+    return gradients(net), float(learner._sum.weight)
+
+
+@pytest.fixture(scope="module")
+def by_one_copy():
+    return {dtype: learned(ROWS, dtype) for dtype in (torch.float32, torch.float64)}
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@given(copies=st.lists(st.integers(0, 3), min_size=len(ROWS), max_size=len(ROWS)), order=st.permutations(ROWS))
+@settings(max_examples=6)
+def test_gradients_of_copies_add_up_to_those_of_one_whichever_computed_what(by_one_copy, dtype, bound, copies, order):
+    """However many copies join and leave between two micro-batches: up to rounding, which grows as the root of their
+    number."""
+    parts = [[row for copy, row in zip(copies, order, strict=True) if copy == number] for number in range(4)]
+    several = [learned(rows, dtype) for rows in parts if rows]
+    expected, weight = by_one_copy[dtype]
+    found = {name: sum(gradient[name] for gradient, _ in several) for name in expected}
+    assert furthest(found, expected) < bound * math.sqrt(len(ROWS))
+    assert sum(mine for _, mine in several) == weight == TOKENS
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])

@@ -4,7 +4,8 @@ In: calls on the whole group, which its ranks carry out together. Out: the weigh
 a device that is free between calls. Who wakes whom: see `spmd.py`.
 
 A subclass makes its module and optimizer in `setup` and hands them to `_own`; it says how its weights are published
-(`_published`), and adds to checkpoints what else it has (`_copies`, `_extra`, `_read`).
+(`_published`), and adds to its state what else it has (`_extra`, `_state`, `_take`), and to checkpoints what has files
+of its own there (`_copies`, `_read`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,18 @@ from rlinf.actors.base.spmd import JointActor
 from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.weights.parked_state import OpenState, ParkedState
 from rlinf.weights.state_tensors import held, hyperparameters, set_hyperparameters
-from rlinf.weights.train_state import STATE, HostCopy, Restored, copy_state, load_state, write_checkpoint
+from rlinf.weights.train_state import (
+    STATE,
+    HostCopy,
+    Restored,
+    Source,
+    StateCopy,
+    copy_state,
+    load_state,
+    write_checkpoint,
+)
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -131,7 +142,11 @@ class BaseTrainer(ModelActor, JointActor):
         Args:
             directory: the checkpoint, for what can be written at once.
         """
-        state = copy_state(
+        return {STATE: self._state()}
+
+    def _state(self) -> StateCopy:
+        """A copy of what this rank knows; blocking, on all ranks together."""
+        return copy_state(
             self.trained,
             self.optimizer,
             self.schedule,
@@ -140,10 +155,9 @@ class BaseTrainer(ModelActor, JointActor):
             ranks=self.world_size,
             extra=self._extra(),
         )
-        return {STATE: state}
 
     def _extra(self) -> Mapping[str, Any]:
-        """JSON values that belong to a checkpoint's state; `_read` finds them in `Restored.extra`."""
+        """JSON values that belong to the state; `_take` finds them in `Restored.extra`."""
         return {}
 
     @endpoint(device=True, joint=True)
@@ -161,8 +175,36 @@ class BaseTrainer(ModelActor, JointActor):
         return (await self.computed_jointly(self._read, directory)).version
 
     def _read(self, directory: Path) -> Restored:
-        """Take over a checkpoint, all but the optimizer's hyperparameters; blocking, on all ranks together."""
-        found = load_state(self.trained, self.optimizer, self.schedule, directory / STATE, rank=self.rank)
+        """Take over a checkpoint; blocking, on all ranks together."""
+        return self._take(directory / STATE)
+
+    # Moving ------------------------------------------------------------------------------------------------------
+
+    @endpoint(device=True, joint=True)
+    async def export_state(self) -> StateCopy:
+        """A copy of what this rank knows, in host memory, for ranks that go on elsewhere; see `parked_state.park`."""
+        return await self.computed_jointly(self._exported)
+
+    @endpoint(device=True, joint=True)
+    async def import_state(self, parked: ParkedState) -> int:
+        """Go on from what other ranks exported, however many they were; returns the weights' version.
+
+        Raises:
+            ValueError: it does not fit what learns here.
+        """
+        return (await self.computed_jointly(self._take_parked, parked.open())).version
+
+    def _exported(self) -> StateCopy:
+        """`_state`, and what checkpoints have in files of its own; blocking, on all ranks together."""
+        return self._state()
+
+    def _take_parked(self, source: OpenState) -> Restored:
+        """Take over what `_exported` gave; blocking, on all ranks together."""
+        return self._take(source)
+
+    def _take(self, source: Path | Source) -> Restored:
+        """Take over a state, all but the optimizer's hyperparameters; blocking, on all ranks together."""
+        found = load_state(self.trained, self.optimizer, self.schedule, source, rank=self.rank)
         if self.schedule is None:  # a schedule's learning rate may follow from the last one
             set_hyperparameters(self.optimizer, self._hyperparameters)
         self.version = found.version

@@ -25,11 +25,14 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion, Engine, Request, Sampling
 from rlinf.placement.tail_migration import Bundle, Load
+from rlinf.runtime.streams.stream import Consumer, Stream, each
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +226,16 @@ class Generation:
             if some is None or group.done.keys() <= set(some):
                 del self._out[group]
 
+    def split(self, least: int) -> int:
+        """Let the finished answers come as a group of their own where there are so many, and as many others go on."""
+        parts = [one for one in self._groups.values() if min(len(one.done), len(one.left)) >= least]
+        for group in parts:
+            part = replace(group, left={})
+            group.done = {}
+            self._ready[part] = None
+            self._news.put_nowait(part)
+        return len(parts)
+
     async def drop(self, prompts: Collection[int]) -> dict[int, int]:
         """End the answers to these prompts, and put out nothing of them any more.
 
@@ -305,12 +318,21 @@ class InFlight:
         for call in self._listed:
             call.settled(answers)
 
+    def split(self, least: int) -> int:
+        """See `Generation.split`."""
+        return sum(call.split(least) for call in self._listed)
+
     async def drop(self, prompts: Collection[int]) -> dict[int, int]:
         """See `Generation.drop`."""
         tokens: Counter[int] = Counter()
         for call in self._listed:
             tokens.update(await call.drop(prompts))
         return dict(tokens)
+
+
+def one_by_one(prompts: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """The same, of a stream nothing ahead: what one rank takes before it has rows for it, no other can begin with."""
+    return Consumer(prompts, prefetch=False) if isinstance(prompts, Stream) else each(prompts)
 
 
 def _bundle(number: int, left: Sequence[tuple[_Place, Request]], steps: float) -> Bundle:

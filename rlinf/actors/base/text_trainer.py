@@ -15,33 +15,37 @@ A subclass says what is learned:
         def _score(self, command):                              # blocking; [columns, learned tokens]
             return self._back.outputs(command.packed())[0][None]
 
-        @endpoint(device=True, joint=True)
+        @endpoint(device=True, joint=True, late=True)
         async def train(self, groups):
             steps = await self._work_together(commands_of(groups), self._learner)
 
-        @endpoint(device=True, gang=True)
+        @endpoint(device=True, gang=True, late=True)
         async def values(self, groups):
             async for group in self._told(groups, ("values",), budget): yield group
 
-Everything that a rank computes in `_learn` and `_score` may be a collective, so each does so for every command, for
-an empty one too.
+Everything that a rank computes in `_learn` and `_score` may be a collective of its copy's ranks, so each does so for
+every command, for an empty one too. With `order: free` copies of the model compute at their own pace (`own_pace.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlinf.actors.base.base_trainer import BaseTrainer
+from rlinf.actors.base.own_pace import OwnPace
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.learning import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import ModelSettings, Optimization, back_end_of
@@ -55,8 +59,9 @@ from rlinf.training.text.commands import (
 )
 from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
+from rlinf.training.text.work_queue import Meeting
 from rlinf.weights.publish import publish
-from rlinf.weights.train_state import STATE, HostCopy, Restored
+from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Taken = tuple[LossSum, dict[str, float]]
 """An optimizer step: what gathered for it, and its loss, gradient norm and learning rate."""
@@ -65,7 +70,7 @@ Explain = Callable[[FloatingPointError, int], Awaitable[FloatingPointError]]
 _END: Any = object()
 
 
-class TextTrainer(BaseTrainer):
+class TextTrainer(OwnPace):
     """Trains a language model by orders."""
 
     async def _make(self, model: ModelSettings, *, tokenizer: TokenizerSource, settings: TrainerSettings) -> None:
@@ -86,12 +91,21 @@ class TextTrainer(BaseTrainer):
         self._learner = self._at_work = self._back.optimization(**settings.learner)
         self._coming_again: list[ForwardBackward] = []
         self.version = 0
+        self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
+        copies = self._back.copies_of_ranks if settings.order == "free" else ()
+        self._apart = copies if len(copies) > 1 else ()
 
     @property
     def _shares(self) -> int:
-        """Micro-batches that are computed at the same time: one for each rank, or for those that are one model."""
-        return max(self._back.data_ranks) + 1
+        """Micro-batches of a round: one for each rank, or for those that are one model; where copies go at their own
+        pace, for each rank of a copy."""
+        return len(self._apart[0]) if self._apart else max(self._back.data_ranks) + 1
+
+    @property
+    def _side_by_side(self) -> int:
+        """Rounds that are computed at the same time."""
+        return len(self._apart) or 1
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
@@ -128,6 +142,8 @@ class TextTrainer(BaseTrainer):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
+        if self._apart:
+            return await self._work_apart(commands, learner, explain)
         stream = CommandStream(commands, self._back.data_ranks)
 
         async def carry_out(mine: Stream[Command]) -> list[Taken]:
@@ -158,6 +174,7 @@ class TextTrainer(BaseTrainer):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
                     steps.append(await self.computed(learner.step))
+                    self._optimizer_steps += 1
                     self.version += command.new_version
                     unnumbered |= not command.new_version
             except FloatingPointError as error:
@@ -171,6 +188,51 @@ class TextTrainer(BaseTrainer):
         if self.rank == 0 and stream.error is not None:
             ended, stream.error = stream.error, None
             raise ended
+        return steps
+
+    async def _work_apart(
+        self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None
+    ) -> list[Taken]:
+        """The same, each copy of the model at its own pace."""
+        steps: list[Taken] = []
+        met = self.version
+        unnumbered = False
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            nonlocal met
+            met, self._at_work = self.version, learner
+            learner.begin()
+            try:
+                yield
+            finally:
+                self._at_work = self._learner
+                self.version += unnumbered
+
+        def carry_out(command: Command) -> Any:
+            if isinstance(command, Forward):
+                return self._score(command).float().cpu().numpy()
+            assert isinstance(command, ForwardBackward)
+            kept = {name: torch.as_tensor(column, device=self.device) for name, column in command.kept.items()}
+            mine = replace(command, kept=kept)
+            self._learn(learner, mine, again=command.again)
+            return {name: column.cpu().numpy() for name, column in mine.kept.items()} if command.keep else {}
+
+        async def meet(meeting: Meeting) -> None:
+            nonlocal unnumbered
+            if meeting.blank is not None:
+                await self.computed(carry_out, meeting.blank)
+            assert meeting.step is not None
+            steps.append(await self.computed(learner.step))
+            self._optimizer_steps += 1
+            self.version += meeting.step.new_version
+            unnumbered |= not meeting.step.new_version
+
+        try:
+            await self.at_own_pace(commands, self._apart, carry_out, meet, turn())
+        except FloatingPointError as error:
+            if self.rank == 0:  # the others leave it to rank 0, which has the batch
+                raise error if explain is None else await explain(error, met) from None
         return steps
 
     def _scored(self, command: Forward) -> list[Any]:
@@ -188,7 +250,7 @@ class TextTrainer(BaseTrainer):
         Yields:
             On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
         """
-        passing = LogprobPass(self.world_size, budget, columns)
+        passing = LogprobPass(self._shares if self._apart else self.world_size, budget, columns, self._side_by_side)
         commands = passing.commands(groups, self._in_order)
         work = asyncio.create_task(self._work_together(commands, self._learner), name="forward pass")
         work.add_done_callback(lambda _: passing.finished.put_nowait(_END))
@@ -202,6 +264,11 @@ class TextTrainer(BaseTrainer):
             if not work.cancelled():
                 work.exception()  # seen: raised above, unless nobody listens any more
 
+    @endpoint
+    async def optimizer_steps(self) -> int:
+        """How many were taken here: whether the weights have changed since, also in the middle of a batch."""
+        return self._optimizer_steps
+
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
     async def _published(self) -> Weights | None:
@@ -212,11 +279,14 @@ class TextTrainer(BaseTrainer):
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)
 
+    def _state(self) -> StateCopy:
+        return self._back.state(self._learner, self.version, self._extra())
+
     def _extra(self) -> Mapping[str, Any]:
         return {} if self._in_order is None else {"prompts": self._in_order.state}
 
-    def _read(self, directory: Path) -> Restored:
-        found = self._back.restore(self._learner, directory / STATE)
+    def _take(self, source: Path | Source) -> Restored:
+        found = self._back.restore(self._learner, source)
         self.version = found.version
         if self._in_order is not None and "prompts" in found.extra:
             self._in_order = InOrder(found.extra["prompts"])

@@ -6,6 +6,7 @@ Every rank has all transitions, draws the same batches and computes on its share
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from rlinf.training.embodied.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.sac_step import SacLearner, SacSettings
 from rlinf.training.embodied.trajectory import Trajectory, transitions
 from rlinf.training.embodied.trajectory_batch import ages_of, summary
-from rlinf.weights.train_state import Restored
+from rlinf.weights.parked_state import OpenState
+from rlinf.weights.train_state import Restored, Source, StateCopy
 
 REPLAY = "replay"
 """Directory of a checkpoint with the replay buffer."""
@@ -173,5 +175,23 @@ class SacTrainer(PolicyTrainer):
     def _read(self, directory: Path) -> Restored:
         found = super()._read(directory)
         self._replay.read(directory / REPLAY)
+        return found
+
+    def _exported(self) -> StateCopy:
+        state = super()._exported()
+        if self.rank:  # all have the same
+            return state
+        # not copied: this actor ends before it could write to them again
+        replay = {f"{REPLAY}.{name}": tensor for name, tensor in self._replay.tensors().items()}
+        offsets = {key: (0,) * tensor.dim() for key, tensor in replay.items()}
+        return dataclasses.replace(state, shards={**state.shards, **replay}, offsets={**state.offsets, **offsets})
+
+    def _take_parked(self, source: OpenState) -> Restored:
+        found = super()._take_parked(source)
+        self._replay.take(source.whole(f"{REPLAY}."))
+        return found
+
+    def _take(self, source: Path | Source) -> Restored:
+        found = super()._take(source)
         self._updates = int(found.extra["updates"])
         return found

@@ -22,21 +22,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlinf.data.in_flight.admission import Admission, Entry
 from rlinf.data.in_flight.choosing import Choosing
-from rlinf.data.in_flight.drawing import Drawing
-from rlinf.data.in_flight.freshness import Fresh, oldest, without_old
-from rlinf.data.in_flight.rules import Answers, Batch, Books, Draw, Keeper, Kept, Made, Rules
+from rlinf.data.in_flight.freshness import Fresh, without_old
+from rlinf.data.in_flight.held import sample_numbers
+from rlinf.data.in_flight.ledger import EQUAL_REWARDS, TOO_OLD
+from rlinf.data.in_flight.making import Making
+from rlinf.data.in_flight.rules import Answers, Batch, Books, Draw, Keeper, Kept, Rules
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
-from rlinf.runtime.streams.stream import Stream, each
+from rlinf.runtime.streams.stream import Stream
 
 
-class InFlight:
+class InFlight(Making):
     """What was begun for the steps to come.
 
     Args:
@@ -58,24 +61,9 @@ class InFlight:
         end: int | None = None,
         kept: Kept | None = None,
     ) -> None:
-        self.rules = rules if isinstance(rules, Rules) else Rules(rules)
-        self._drawing, self._keeper, self._ledger, self._end = Drawing(draw), keeper, ledger, end
-        self._book: Admission | None = None
-        self._base = self._loaded = 0  # version of the weights at first; what was published when those in use were
-        self._weights: Any = None  # published, and not loaded yet
-        self._step: Any = None  # the last one that began
-        self._index = 0  # of the step that takes what is complete now
-        self._open = True  # that one has not begun
-        self._taken: list[Entry] = []  # by the last step that began
-        self._queue: deque[Entry] = deque()  # admitted, and not handed on
-        self._making: set[int] = set()  # handed on, and not complete
-        self._size = 1  # answers of a prompt
-        self._loading = asyncio.Lock()
-        self._settled: list[int] = []
-        self._steps = 0  # what has happened, for the stall report
-        self._pipe: asyncio.Task[None] | None = None
-        self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        super().__init__(rules, draw, keeper, ledger, end)
+        self._open = True  # the step `_index` has not begun
+        self._told: list[Callable[[], None]] = []  # what is entered in the ledger once the step is over
         self.resume(kept)
 
     def resume(self, kept: Kept | None) -> None:
@@ -114,7 +102,10 @@ class InFlight:
 
     def learned(self) -> None:
         """What the step has taken was learned from, and is not in flight any more."""
-        self._taken.clear()
+        for tell in self._told:
+            tell()
+        for done in (self._taken, self._aside, self._told):
+            done.clear()  # type: ignore[attr-defined]
         if self._book is not None:
             self._book.version = self._base + self.version
         if self.rules.staleness:  # otherwise nothing may begin before the next step does
@@ -131,30 +122,37 @@ class InFlight:
         Given back by `resume`, nothing of it is lost or made twice. It holds of the moment at which this returns.
         """
         partials = {} if self._keeper is None or self._pipe is None else await self._keeper.partials()
-        if self._book is None:
-            return self._kept or Kept(self.version)
-        entries = [*self._book.entries.values(), *self._taken]
-        kept = [
-            replace(one, partial=partials.get(one.id, one.partial)) if one.result is None else one for one in entries
-        ]
-        return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
+        async with self._reading:
+            kept = [
+                replace(one, partial=self._rest(one.id, partials.get(one.id, one.partial)))
+                if one.result is None
+                else one
+                for one in self.entries
+            ]
+            return Kept(self.version, tuple(sorted(kept, key=lambda one: one.id)))
+
+    def _rest(self, number: int, begun: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What was begun of one thing, without the parts that have been received."""
+        if self._keeper is None or not self.rules.partial:
+            return begun
+        return self._keeper.rest(begun, {*range(self._size)} - self._unfinished(number))
 
     @property
     def ids(self) -> list[int]:
         """Of what is in flight; several parts of one thing have one id."""
-        return sorted({one.id for one in self._all})
-
-    @property
-    def _all(self) -> Sequence[Entry]:
-        if self._book is None:
-            return () if self._kept is None else self._kept.entries
-        return [*self._book.entries.values(), *self._taken]
+        return sorted({one.id for one in self.entries})
 
     async def suspend(self) -> None:
-        """Stop all work under way, and keep it: the next batch goes on from there."""
+        """Stop all work under way, and keep it: the next batch goes on from there, whoever makes answers by then."""
+        keeper = None if self._pipe is None else self._keeper
+        if keeper is not None:
+            await keeper.pause()  # what it made from now on would be lost
         kept = await self.state()
         await self.close()
+        if keeper is not None:
+            await keeper.unpause()
         self._book = None
+        self._queue.clear()
         self.resume(kept)
 
     async def close(self) -> None:
@@ -182,17 +180,19 @@ class InFlight:
             results = self._usable(entry, found)
             if results is None or not choosing.keep(entry, results):
                 book.reject(entry)
+                if results is not None:
+                    self._aside.append(entry)
             else:
                 self._taken.append(entry)
                 for result in results:
                     yield result
             self._stir()
-        for entry, results in choosing.instead():
-            self._taken.append(entry)
+        for _, results in choosing.instead():
             for result in results:
                 yield result
-        for entry, _ in choosing.even:
-            self._drop(entry.id, "equal rewards", entry.tokens)
+        for entry, results in choosing.even:
+            gone = sample_numbers(results)
+            self._told.append(partial(self._drop, entry.id, EQUAL_REWARDS, entry.tokens, gone))
         metrics |= {**choosing.metrics(), **found.metrics()}
         ready = sum(one.result is not None for one in book.entries.values())
         metrics |= {"in_flight/prompts": float(len(book.entries)), "in_flight/ready": float(ready)}
@@ -210,7 +210,10 @@ class InFlight:
         if again:
             for entry in self._taken:
                 book.give_back(entry)
-            self._taken.clear()
+            for entry in self._aside:
+                book.enter(entry)
+            for undone in (self._taken, self._aside, self._told):
+                undone.clear()  # type: ignore[attr-defined]
         else:
             self.learned()
             self._open_next()
@@ -242,7 +245,7 @@ class InFlight:
                     return None
                 for one in unfinished:
                     book.drop(one)
-                    self._drop(one.id, "not answered")
+                    self._drop(one.id, "not answered", 0, self._unfinished(one.id))
                 continue
             if self.rules.partial and self._keeper is not None and not asked:
                 asked = True
@@ -261,140 +264,16 @@ class InFlight:
             return results
         if mode == "resample":
             found.resampled += entry.tokens
+            self._drop(entry.id, TOO_OLD, entry.tokens, ())
             self._enter_again(replace(entry, result=None, partial=()))
             return None
         masked, lost = found.masked, len(found.lost)
         usable = without_old(results, version, mode, found)
-        if self._ledger is not None:
-            if found.masked > masked:
-                self._ledger.masked(found.masked - masked)
-            for number, index, tokens in found.lost[lost:]:
-                self._ledger.dropped(number, "too old", [index], tokens)
+        if not usable:
+            self._drop(entry.id, TOO_OLD, entry.tokens, sample_numbers(results))
+        elif self._ledger is not None:
+            gone = sample_numbers(results) - sample_numbers(usable)
+            tokens = sum(each for _, _, each in found.lost[lost:])
+            self._told.append(partial(self._ledger.masked, found.masked - masked))
+            self._told.append(partial(self._drop, entry.id, TOO_OLD, tokens, gone))
         return usable or None
-
-    # Making ------------------------------------------------------------------------------------------------------
-
-    async def _make(self, answers: Answers, actor: Any) -> None:
-        prompts: Stream[Any] = Stream.of(self._feed(actor), name="prompts")
-        try:
-            made = answers(prompts)
-            try:
-                async for one in each(made):
-                    self._arrived(one)
-            finally:
-                if isinstance(made, Stream):
-                    await made.close()
-                await prompts.close()  # or it would go on to hand out what the next ones are to get
-        except Exception as error:
-            self._error = self._error or error
-        self._stir()
-
-    async def _feed(self, actor: Any) -> AsyncIterator[Any]:
-        """What is to be made, as soon as it may be begun."""
-        while True:
-            if not (self.rules.between and self._making):
-                if self.rules.between:
-                    await self._load(actor)
-                if not self._queue:
-                    await self._admit()
-                if self._queue:
-                    entry = self._queue.popleft()
-                    if entry.result is None and self._book is not None and (entry.id, 0) in self._book.entries:
-                        self._making.add(entry.id)
-                        for one in entry.partial or (entry.item,):
-                            yield one
-                    continue
-            if self._drawing.exhausted and not self._queue:
-                return
-            await self._change()
-
-    async def _admit(self) -> None:
-        """Draw as many as there is room for."""
-        book, step = self._book, self._step
-        if book is None or step is None:
-            return
-        end = getattr(step, "until", None) if self._end is None else self._end
-        after = None if end is None else end - self._index - 1
-        count = book.room(self._size, self._base + self._loaded, after)
-        if not count:
-            return
-        try:
-            drawn = await self._drawing.take(count, step)
-        except Exception as error:  # of the data: it is not the answers' failure
-            self._error, self._drawing.exhausted = error, True
-            return
-        for number, item in drawn:
-            entry = Entry(number, item, self._size, self._base + self._loaded)
-            book.enter(entry)
-            self._queue.append(entry)
-        if self._ledger is not None:
-            self._ledger.drawn([number for number, _ in drawn], self._size)
-
-    def _enter_again(self, entry: Entry) -> None:
-        """It is in flight once more, complete or not."""
-        assert self._book is not None
-        if entry.result is None:
-            if not entry.partial:
-                entry.version = self._base + self._loaded
-            self._queue.append(entry)
-        self._drawing.drawn_before(entry.id)
-        self._book.enter(entry)
-
-    def _arrived(self, one: Any) -> None:
-        """Something has come of what was begun."""
-        book = self._book
-        assert book is not None
-        made = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
-        version, tokens = oldest(made.results)
-        size = sum(len(group.samples) for group in made.results) if self.rules.partial else None
-        if not made.results:
-            if (entry := book.entries.get((made.id, 0))) is not None and entry.result is None:
-                book.drop(entry)
-                self._drop(made.id, made.dropped or "nothing came of it")
-        else:
-            book.complete(made.id, made.results, version=version, size=size, tokens=tokens)
-        if (rest := book.entries.get((made.id, 0))) is None or rest.result is not None:
-            self._making.discard(made.id)
-        self._stir()
-
-    async def _give_up_old(self) -> None:
-        """Give up what is not complete and has tokens that are too old already, if it is not to be masked."""
-        book, keeper = self._book, self._keeper
-        if keeper is not None and self._settled:
-            settled, self._settled = self._settled, []
-            await keeper.settled(settled)
-        if book is None or keeper is None or self.rules.mode == "mask":
-            return
-        for entry in [one for one in book.too_old() if one.id in self._making]:
-            tokens = await keeper.drop([entry.id])
-            if entry.result is not None or (entry.id, 0) not in book.entries:
-                continue  # it was completed meanwhile
-            self._making.discard(entry.id)
-            if self.rules.mode == "drop":
-                book.drop(entry)
-                self._drop(entry.id, "too old", tokens)
-            else:
-                book.drop(entry)
-                self._enter_again(replace(entry, partial=()))
-
-    async def _load(self, actor: Any) -> None:
-        async with self._loading:
-            weights, self._weights, version = self._weights, None, self.version
-            if weights is not None:
-                await actor.load(weights)
-                self._loaded = version
-
-    # Waiting -----------------------------------------------------------------------------------------------------
-
-    def _drop(self, number: int, reason: str, tokens: int = 0) -> None:
-        if self._ledger is not None:
-            self._ledger.dropped(number, reason, tokens=tokens)
-
-    def _stir(self) -> None:
-        """Something has changed: whoever waits looks again."""
-        self._steps += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self) -> None:
-        await self._changed.wait()

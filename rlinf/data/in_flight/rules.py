@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +94,15 @@ class Keeper(Protocol):
 
     async def split(self) -> None:
         """Let the complete answers of groups under way come by themselves."""
+
+    def rest(self, partial: tuple[Any, ...], samples: Collection[int]) -> tuple[Any, ...]:
+        """What was begun of one thing, without these of its samples, which have been received as a part of it."""
+
+    async def pause(self) -> None:
+        """Make nothing more, and keep what there is."""
+
+    async def unpause(self) -> None:
+        """Go on after `pause`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

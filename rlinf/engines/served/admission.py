@@ -2,15 +2,17 @@
 
 Flows in: rows that want in, rows that are over. Flows out: nothing but the right to begin. Who wakes whom: a row that
 leaves wakes those who wait, first come, first served; a row that does not fit holds up those behind it, and one that is
-larger than the whole budget goes by itself.
+larger than the whole budget goes by itself. Room for one more wakes those who read requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
+from rlinf.engines.base import Request
 from rlinf.engines.served.rows import Row
 
 
@@ -29,6 +31,14 @@ class Admission:
         self._inside: set[Row] = set()
         self._tokens = 0
         self._waiting: deque[tuple[Row, asyncio.Future[None]]] = deque()
+        self._room = asyncio.Event()  # one more of the usual size would be let in
+        self._room.set()
+
+    async def next_of(self, source: AsyncIterator[Request]) -> Request | None:
+        """The next request of a source, once there is a row for it: what is taken from a stream earlier, no other rank
+        can begin with. None at the end."""
+        await self._room.wait()
+        return await anext(source, None)
 
     async def enter(self, row: Row) -> None:
         """Wait until there is room, or nothing more is wanted of the row. Cancelled, it has not entered."""
@@ -60,6 +70,12 @@ class Admission:
             self._inside.add(row)
             self._tokens += row.request.cache_tokens
             place.set_result(None)
+        usual = self._tokens / len(self._inside) if self._inside else 0
+        full = self._max_tokens is not None and self._tokens + usual > self._max_tokens
+        if self._waiting or len(self._inside) >= self._max_rows or full:
+            self._room.clear()
+        else:
+            self._room.set()
 
     def _fits(self, row: Row) -> bool:
         if not self._inside:

@@ -8,7 +8,8 @@ server that is up again after it died.
 
 All tokens are on this side, with the version of the weights that made them. Whatever interrupts an answer (a pause,
 other weights, a crash) is handled in one way: it is asked for again, prompt and tokens as the prompt, and the rest as
-the answer. The server has read most of it already, unless its weights have changed.
+the answer. The server has read most of it already, unless its weights have changed: then it has forgotten all it has
+read (`Server.quiet`), for a token has one version, and pieces that stream while weights change would have two.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class ServedEngine(Engine):
         """Read requests as there is room for them, and have each answered by a task."""
         error: Exception | None = None
         try:
-            async for request in each(requests):
+            source = each(requests)
+            while (request := await self._admission.next_of(source)) is not None:
                 self.check_request(request)
                 row = self._enter(request)
                 call.running += 1

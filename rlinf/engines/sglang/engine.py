@@ -30,6 +30,9 @@ class SGLangEngine(ServedEngine):
             )
 
 
+ENGINE = SGLangEngine
+
+
 def interpreter(python: str | None = None) -> str:
     """The interpreter of SGLang's environment. Raises ValueError if there is none."""
     return environment_of("SGLang", python, "RLINF_SGLANG_PYTHON", ".venv-sglang", "sglang")

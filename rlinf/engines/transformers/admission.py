@@ -11,7 +11,8 @@ read; rows that wait for it stand empty. With answers of L tokens, the sum of bo
 
 **What is reproducible.** A source is read only when newcomers are due, and then it is waited for, so that it depends on
 the requests alone who shares the batch with whom. A source that once let us wait longer than `PATIENCE` is slow; it is
-not waited for again, and then arrival times decide.
+not waited for again, and then arrival times decide. It is read no further than there is room: what is taken from a
+stream here, no other rank can begin with.
 """
 
 from __future__ import annotations
@@ -194,6 +195,7 @@ class Admission:
         self.changed = asyncio.Event()
         """Set, and replaced, whenever something may have become possible."""
         self._share = _LEAST
+        self._usual = 1.0  # tokens that an answer may come to, as far as any have been seen
         self._check = check
 
     def wake(self) -> None:
@@ -287,14 +289,30 @@ class Admission:
         return list(call.running)
 
     def fill(self, free: int) -> bool:
-        """Have the sources asked for `free` requests each; whether all have answered that are waited for."""
+        """Have the sources that are waited for asked for `free` requests each; whether all have answered."""
         settled = True
         for call in self.calls:
+            if call.slow:
+                continue
             call.grant(free)
-            if call.wanting and not call.slow:
+            if call.wanting:
                 call.watch(self)
                 settled = False
         return settled
+
+    def offer(self, free: int, tokens: int, live: int) -> None:
+        """Let slow sources, which nobody waits for, be read as far as there is room now.
+
+        Args:
+            free, tokens, live: see `take`.
+        """
+        if self.max_tokens is not None:
+            self._usual = tokens / live if live else self._usual
+            room = int((self.max_tokens - tokens) // self._usual)
+            free = min(free, room if live else max(1, room))
+        for call in self.calls:
+            if call.slow:
+                call.grant(max(0, free))
 
     def take(self, free: int, tokens: int, live: int) -> list[Request]:
         """Those who come in now, calls in turn; a request that does not fit holds up all behind it.
@@ -322,6 +340,7 @@ class Admission:
         for call in self.calls:
             if not call.slow:
                 call.grant(0)
+        self.offer(free - len(taken), tokens, live + len(taken))
         if taken:
             longest = max(request.sampling.max_new_tokens for request in taken)
             self._share = min(max(_LEAST, isqrt(longest // 2)), _MOST)

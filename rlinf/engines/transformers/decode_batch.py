@@ -100,6 +100,7 @@ class Batch:
         self._slots = Slots(max_rows, decode)
         self._bands: list[Band] = []
         self._view: _View | None = None
+        self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
         self._max_tokens, self._keep_tokens = max_tokens, keep_tokens
         self._longest = 0  # that a turn of a conversation came to
@@ -122,6 +123,8 @@ class Batch:
         if self.asleep or self.paused:
             return
         start = time.perf_counter()
+        if self._unread:
+            self._reread()
         if self.newcomers:
             self._join()
         free, taken = due
@@ -195,29 +198,29 @@ class Batch:
         self.forward.park()
 
     def unpark(self) -> None:
-        """Undo `park`: move the weights back, and read all answers in flight again."""
+        """Undo `park`: move the weights back."""
         if self.asleep:
             self.forward.unpark()
             self.asleep = False
-            self.reread()
 
     def load(self, weights: Weights, reread: bool) -> None:
-        """Switch to other weights; if told so, read all answers in flight again."""
+        """Switch to other weights; if told so, forget the keys and values that the old ones made."""
         self.forward.load(weights)
         self._weights += 1
         self._conversations.forget(None)
-        if reread and not self.asleep:
-            self.reread()
-
-    @torch.inference_mode()
-    def reread(self) -> None:
-        """Read all answers in flight anew, with the weights as they are now."""
-        self._forget()
-        for _ in self._read(list(self._slots.requests)):
-            pass
+        if reread:
+            self._forget()
 
     def _forget(self) -> None:
-        self._bands, self._view = [], None
+        """Give back the memory of keys and values: what is still in flight is read again before the next token, once
+        however much happens until then."""
+        self._bands, self._view, self._unread = [], None, True
+
+    def _reread(self) -> None:
+        """Read all answers in flight anew, with the weights as they are now."""
+        self._unread = False
+        for _ in self._read(list(self._slots.requests)):
+            pass
 
     def _join(self) -> None:
         """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""

@@ -24,12 +24,12 @@ from rlinf.engines.transformers.llama_forward import fastest
 from rlinf.runtime.base.tasks import InThreads
 
 
-async def build(setup: EngineSetup, *, reread: bool = False, keep_tokens: int | None = None) -> TransformersEngine:
+async def build(setup: EngineSetup, *, keep_tokens: int | None = None) -> TransformersEngine:
     """Make the model in this process, and the engine around it; see `make`.
 
     Args:
         setup: what every engine is made from.
-        reread, keep_tokens: see `TransformersEngine`.
+        keep_tokens: see `TransformersEngine`.
     """
 
     def made() -> TransformersEngine:
@@ -41,7 +41,7 @@ async def build(setup: EngineSetup, *, reread: bool = False, keep_tokens: int | 
                 max_tokens=setup.max_tokens,
                 max_length=setup.max_length,
                 tokenizer=setup.tokenizer,
-                reread=reread,
+                reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
             )
 
@@ -72,6 +72,7 @@ class TransformersEngine(Engine):
             range.
     """
 
+    kv = ("keep", "reread")
     hands_over = sleeps = True
 
     def __init__(
@@ -225,6 +226,7 @@ class TransformersEngine(Engine):
         running = batch.live + len(batch.newcomers)
         tokens = batch.tokens + sum(request.cache_tokens for request in batch.newcomers)
         free, (rows, most) = self.max_rows - running, admission.due(batch.stats.steps)
+        admission.offer(free, tokens, running)
         if not running or (free >= rows and tokens <= most):
             if not admission.fill(free):
                 return False
@@ -279,6 +281,9 @@ class TransformersEngine(Engine):
             if (call := self._admission.left(request)) is not None:
                 call.failed(request, error)
                 self._told = error
+
+
+ENGINE = TransformersEngine
 
 
 def _nothing() -> None:

@@ -21,6 +21,9 @@ class VllmEngine(ServedEngine):
     `transformers` engine, so both give the same answers up to rounding, and continue each other's."""
 
 
+ENGINE = VllmEngine
+
+
 def interpreter(python: str | None = None) -> str:
     """The interpreter of vLLM's environment. Raises ValueError if there is none."""
     return environment_of("vLLM", python, "RLINF_VLLM_PYTHON", ".venv-vllm", "vllm")

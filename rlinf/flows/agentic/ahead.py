@@ -22,7 +22,10 @@ async def agentic_async(step: Step, session: Any) -> Mapping[str, float]:
         The trainer's metrics, and those of episodes.
     """
 
-    batch = step.in_flight.next_batch(step, lambda tasks: session.gather(tasks, n=step.group_size), session.rollout)
+    def work(tasks: Any) -> Any:
+        return session.gather_tasks(tasks, n=step.group_size, give_up=step.prompts_per_step)
+
+    batch = step.in_flight.next_batch(step, work, session.rollout)
     metrics: Mapping[str, float] = await session.train(batch.groups, publish=False)
     await step.in_flight.publish(session.rollout, session.trainer.weights())
     return {**metrics, **batch.metrics}

@@ -71,6 +71,8 @@ class Running:
     """The reference follows the policy."""
     say: Callable[[str], None] = print
     """Prints a line for people."""
+    dropped: Callable[[int, str, Sequence[int]], None] = lambda task, reason, attempts: None
+    """Told of attempts that nothing will be learned from, by the number of their task."""
     agent: Agent | None = None
     """What works on a task, where the run names it."""
     timeout: float | None = None
@@ -142,6 +144,7 @@ class Answering:
             sampling: for every call, such as temperature=0.7.
         """
         running, episode = self._open("llm"), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
         if episode is None:
             key: tuple[int, ...] = (running.seed, ANSWERS, self._counted("answers"))
             task, index = None, 0
@@ -150,7 +153,7 @@ class Answering:
             task = episode.prompt or Prompt(episode.task, self._chat.ids(""))
             sampling = {**episode.sampling, **sampling}
         return AgentLLM.begin(
-            self._setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
+            setting, self._chat, self._calls, key=key, fresh=lambda: next(self._numbers), task=task, index=index,
             sampling=sampling, open=None if running.endpoint is None else running.endpoint.session,
         )  # fmt: skip
 
@@ -203,6 +206,7 @@ class Answering:
     ) -> Conversation:
         """A conversation; arguments as of `conversation`, and its number among those of several turns."""
         running, episode = self._open("conversation"), here.get()
+        setting = self._setting if episode is None else episode.recorded(self._setting)
         if episode is not None:
             key = (*episode.seed, episode.index, len(episode.conversations))
             sampling = {**episode.sampling, **sampling}
@@ -215,7 +219,7 @@ class Answering:
         chat = self._chat if tools is None else self._chat.with_arguments(tools=tools)
         task = None if episode is None else episode.prompt or Prompt(episode.task, self._chat.ids(""))
         begun = Conversation(
-            self._setting, chat, key, number, sampling, task,
+            setting, chat, key, number, sampling, task,
             0 if episode is None else episode.index, lambda: next(self._numbers),
         )  # fmt: skip
         if system is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.algos.filters import Filling
+from rlinf.data.in_flight.ledger import EQUAL_REWARDS, SURPLUS
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.step import Step
 from rlinf.runtime.streams.stream import Stream, each
@@ -67,6 +68,7 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
     drawn = 0
     rewards: list[float] = []
     even: list[Group] = []  # of the first round
+    kept: set[int] = set()
     while count := filling.next_round():
         prompts = step.prompts if filling.rounds == 1 else await step.draw(count)
         asked: list[int] = []
@@ -74,17 +76,25 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
             async for group in groups:
                 rewards += group.rewards
                 if filling.offer(group.rewards):
+                    kept.add(group.id)
                     yield group
                 elif filling.rounds == 1:
                     even.append(group)
+                else:
+                    step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
                 if not filling.missing:
                     break
         drawn += len(asked)
         if not asked:  # the data have come to their end
             break
-    if not filling.kept:
-        for group in even:
+    for group in even:
+        if not filling.kept:
             yield group
+        else:
+            step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
+    if not filling.missing:  # the batch was full before the others were answered
+        for prompt_id in step.ledger.open.keys() - kept:
+            step.ledger.dropped(prompt_id, SURPLUS)
     metrics |= {
         "sampling/rounds": float(filling.rounds),
         "sampling/drawn": float(drawn),
@@ -124,3 +134,8 @@ async def _in_turn(
         await answers.close()  # a batch that is full, or that nobody wants any more, needs no further answers
     for number in sorted(waiting):  # behind a prompt that was not answered, as after an abort
         yield waiting.pop(number)
+
+
+def tokens_of(group: Group) -> int:
+    """Generated tokens of a group."""
+    return sum(sample.learned_tokens for sample in group.samples)

@@ -11,163 +11,29 @@ its own. Who wakes whom: the rollout's answers wake conversations; the ends of e
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Mapping
 from typing import Any
 
-from rlinf.agents.agent import Agent, is_agent, samples_of
-from rlinf.agents.awaited import Awaited, plainly
-from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_function, shown
-from rlinf.agents.episodes import Episode, Episodes, Gathered, Play, Tally, here
+from rlinf.agents.agent import Agent
+from rlinf.agents.awaited import Awaited
+from rlinf.agents.checks import WrongType, at_least_one, shown
+from rlinf.agents.episodes import Gathered, Play, Tally
 from rlinf.agents.prompts import prompt_of
-from rlinf.data.sample import Evaluation, Group, Prompt, Sample
+from rlinf.data.in_flight.ledger import FAILED
+from rlinf.data.sample import Evaluation, Group, Prompt
 from rlinf.flows.evaluation.answers import evaluate, measure
-from rlinf.flows.parts.answering import TASKS, TRIALS, Answering
+from rlinf.flows.parts.answering import TRIALS
+from rlinf.flows.parts.gathering import Gathering
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.streams.stream import Stream, each
 
 
-class RunningSession(Answering):
+class RunningSession(Gathering):
     """Conversations, episodes and training on roles that run.
 
     Args:
         running: the run.
     """
-
-    # Episodes ---------------------------------------------------------------------------------------------------
-
-    def gather(
-        self,
-        tasks: Iterable[Any] | AsyncIterable[Any],
-        episode: Play | Agent | None = None,
-        n: int | None = None,
-        *,
-        timeout: float | None = None,
-        at_once: int | None = None,
-    ) -> Stream[Group]:
-        """Play every task `n` times: a group per task, as soon as its last episode is over.
-
-        An episode that raises, takes too long or returns no sample counts as not drawn, never as 0, and is told.
-
-        Args:
-            tasks: a list or a stream of anything; prompts keep their ids, answers and columns.
-            episode: `async def agent(task, llm)`, see `agents.agent`; or `async def episode(task)` that returns
-                `c.trajectory(reward=…)`, a list of those (which then weigh as one), or a number: the reward of the one
-                conversation in it. None: the run's own, `agent.function`.
-            n: episodes per task; default: the run's group size.
-            timeout: seconds of one episode; default: the run's.
-            at_once: how many episodes are played at the same time; default: as many answers as the engine decodes.
-
-        Raises:
-            TypeError, ValueError: wrong arguments; at once.
-            UserError: not one episode went well; when groups are taken.
-        """
-        with plainly():
-            return self._gathered(tasks, episode, n, timeout, at_once, self._tally)
-
-    def _gathered(
-        self,
-        tasks: Any,
-        episode: Play | Agent | None,
-        n: int | None,
-        timeout: float | None,
-        at_once: int | None,
-        tally: Tally,
-    ) -> Stream[Group]:
-        running = self._open("gather")
-        count = at_least_one(running.group_size if n is None else n, "n", "session.gather")
-        if count < 2 and running.compares is not None:
-            raise WrongValue(
-                f"session.gather: n={count}, and {running.compares} compares the episodes of one task with each other: "
-                "it needs at least 2"
-            )
-        return self._played("gather", tasks, episode, count, TASKS, {}, timeout, at_once, (tally,))
-
-    def gather_groups(
-        self,
-        tasks: Any,
-        episode: Play | Agent | None = None,
-        n: int | None = None,
-        *,
-        timeout: float | None = None,
-        at_once: int | None = None,
-    ) -> Awaited[list[Group]]:
-        """As `gather`, all groups in a list; await it. A step that learns from this list tells of its episodes alone;
-        one that learns from anything else tells of all that no step has told of."""
-        tally = Tally()
-        with plainly():
-            groups = self._gathered(tasks, episode, n, timeout, at_once, tally)
-
-        async def collected() -> list[Group]:
-            try:
-                return Gathered(await groups.collect(), tally)
-            finally:
-                self._untold.append(tally)
-
-        return Awaited(collected(), "session.gather_groups(…)")
-
-    def _played(
-        self,
-        call: str,
-        tasks: Any,
-        episode: Play | Agent | None,
-        n: int,
-        kind: int,
-        sampling: Mapping[str, Any],
-        timeout: float | None,
-        at_once: int | None,
-        tallies: Sequence[Tally],
-    ) -> Stream[Group]:
-        running = self._open(call)
-        play = running.agent if episode is None else episode
-        if play is None:
-            raise UserError(f"session.{call}: nothing says what is played; give it an episode, or set agent.function")
-        coroutine_function(play, f"session.{call}")
-        if isinstance(tasks, (str, Mapping)) or not isinstance(tasks, (Iterable, AsyncIterable)):
-            raise WrongType(f"session.{call}: {shown(tasks)} is one task or none; give a list of them")
-        if isinstance(tasks, (list, tuple)) and not tasks:
-            raise WrongValue(f"session.{call}: the list of tasks is empty; give at least one")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise WrongValue(f"session.{call}: timeout={timeout!r} must be seconds, more than 0")
-        places = itertools.count()
-
-        def begin(task: Any, index: int) -> Episode:
-            place = next(places)
-            if isinstance(task, Prompt):
-                number = task.id
-            elif kind == TASKS:
-                number = self._counted("tasks")
-            else:
-                number = place
-            prompt = task if isinstance(task, Prompt) else None
-            return Episode(number, index, (running.seed, kind, number), prompt, sampling)
-
-        async def judge(group: Group) -> Group:
-            ranks = running.roles()["judge"]
-            judged: Group = await ranks[group.prompt.id % len(ranks)].score(group)
-            return judged
-
-        played = Episodes(
-            self._by_agent(play) if is_agent(play) else play, n, begin, tallies,
-            timeout=running.timeout if timeout is None else timeout,
-            at_once=at_least_one(running.at_once if at_once is None else at_once, "at_once", f"session.{call}"),
-            judge=judge if running.judges else None,
-        )  # fmt: skip
-        return Stream.of(played.groups(tasks), name="episodes")
-
-    def _by_agent(self, agent: Agent) -> Play:
-        """An episode in which an agent works on the task."""
-
-        async def play(task: Any) -> list[Sample]:
-            llm = self.llm()
-            if (episode := here.get()) is not None:
-                episode.llm = llm
-            working = agent(task, llm)
-            if not isinstance(working, Awaitable):
-                raise WrongType("agent: it is no `async def` function; it returned without being awaited")
-            return samples_of(await working, llm)
-
-        return play
 
     # Learning ---------------------------------------------------------------------------------------------------
 
@@ -215,8 +81,14 @@ class RunningSession(Answering):
 
     def _told(self, tally: Tally) -> dict[str, float]:
         """Metrics of episodes; failures are said aloud."""
+        over, self._over = self._over, Tally()
+        tally.add(over)
         for warning in tally.warnings():
             self._running.say(f"warning: {warning}")
+        for task, attempt in tally.failed:
+            self._running.dropped(task, FAILED, (attempt,))
+        for note in tally.notes():
+            self._running.say(note)
         return tally.metrics()
 
     async def _checked(self, groups: Any) -> AsyncIterator[Group]:
@@ -301,7 +173,8 @@ class RunningSession(Answering):
             return Awaited(
                 evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **chosen), "session.evaluate(…)"
             )
-        groups = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
+        groups = Stream.of(trials.groups(tasks), name="episodes")
 
         async def played() -> Evaluation:
             found = sorted(await groups.collect(), key=lambda group: group.prompt.id)

@@ -76,7 +76,7 @@ def roles_to_start(
     if works_ahead(prepared.flow) and config.staleness.max:
         # Which answers a step learns from depends on when they come, so nothing is gained by waiting for an order
         for _, settings in found.values():
-            settings |= {"order": "arrival"} if "order" in settings else {}
+            settings |= {"order": "arrival"} if settings.get("order") == "prompt" else {}
         found["trainer"][1]["staleness"] = config.staleness.max
         # it always has answers under way: it gives its devices when there is enough for its share of a step
         grain["rollout"] = -(-config.algorithm.prompts_per_step // len(prepared.placed.seats["rollout"].hosts))
@@ -107,7 +107,8 @@ def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> 
 
 def _rollout(config: RunConfig) -> dict[str, Any]:
     """The keys that are not the work in flight's."""
-    return {name: value for name, value in asdict(config.rollout).items() if name not in ("carry", "extra")}
+    own = {name: value for name, value in asdict(config.rollout).items() if name not in ("carry", "extra", "groups")}
+    return {**own, "kv": config.staleness.kv}
 
 
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:

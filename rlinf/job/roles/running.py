@@ -95,10 +95,16 @@ def save_roles(
         calls.append(roles[CRITIC].save(str(directory / CRITIC)))
     if REFERENCE in roles and moving_reference:
         calls.append(roles[REFERENCE][0].save(str(directory / REFERENCE)))
-    for name in own:
-        if name in roles and "save" in roles[name].endpoints:
-            calls += [ref.save(str(directory / OWN / name / str(rank))) for rank, ref in enumerate(roles[name])]
-    return asyncio.gather(*calls)
+    return asyncio.gather(*calls, save_own(roles, directory, own))
+
+
+def save_own(roles: Mapping[str, ActorGroup], directory: Path, own: Collection[str]) -> asyncio.Future[Any]:
+    """Begin to write what the user's own roles keep; every role is called before this returns. Arguments are those of
+    `save_roles`."""
+    savers = [(name, roles[name]) for name in own if name in roles and "save" in roles[name].endpoints]
+    return asyncio.gather(
+        *(ref.save(str(directory / OWN / name / str(rank))) for name, group in savers for rank, ref in enumerate(group))
+    )
 
 
 async def restore_roles(
@@ -133,6 +139,11 @@ async def restore_roles(
             await roles[REFERENCE].restore(str(kept[0]))
             if into is not None and not await asyncio.to_thread((into / REFERENCE).exists):
                 await roles[REFERENCE][0].save(str(into / REFERENCE))
+    await restore_own(roles, checkpoint, own)
+
+
+async def restore_own(roles: Mapping[str, ActorGroup], checkpoint: Path, own: Collection[str]) -> None:
+    """Have the user's own roles take over what `save_own` wrote. Arguments are those of `restore_roles`."""
     for name in own:
         if name in roles and "restore" in roles[name].endpoints:
             wrote = len(list((checkpoint / OWN / name).glob("*")))

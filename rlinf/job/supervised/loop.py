@@ -108,7 +108,14 @@ class SupervisedLoop(TrainingLoop[Numbers]):
             )
 
     def queue(self) -> dict[str, Any]:
-        return {**super().queue(), "data": self.data.train.state_dict()}
+        return {**super().queue(), **self.position()}
+
+    def position(self) -> dict[str, Any]:
+        return {"data": self.data.train.state_dict()}
+
+    @property
+    def restartable(self) -> bool:
+        return True
 
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)

@@ -99,6 +99,8 @@ class Report:
             where = ", ".join(f"{role} on host {_listed(hosts)}" for role, hosts in roles.items())
         for line in (where, *notes):
             self.line(f"{self._name}: {line}")
+        if self._directory.lock is not None and (dead := self._directory.lock.taken_from) is not None:
+            self.line(f"the lock of the run directory is taken over from {dead}, which ended without giving it back")
         if self._directory.moved is not None:
             self.line(f"an earlier run of this name is now {_shown(self._directory.moved)}")
         for gone in self._directory.removed:

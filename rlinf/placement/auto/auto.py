@@ -141,4 +141,7 @@ def _same(one: Plan, other: Plan) -> bool:
 def _rows(chosen: Chosen) -> str:
     """The best of each mode, as rehearsed."""
     rows = ", ".join(f"{row.mode} {row.seconds:.2f} s" for row in chosen.best_of_modes)
-    return f"simulated from what was measured: {rows}"
+    said = f"simulated from what was measured: {rows}"
+    if chosen.recommended is not None and chosen.recommended.staleness:
+        said += f"; were answers begun early (a flow such as grpo_async), {chosen.recommended.said}"
+    return said

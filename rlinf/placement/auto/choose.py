@@ -7,10 +7,16 @@ From a coroutine: `await asyncio.to_thread(choose, ...)`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from rlinf.data.step import works_ahead
+from rlinf.placement.asynchronous.handing_over import HandedOver, handed_over
+from rlinf.placement.asynchronous.recommend import Recommended, recommend
+from rlinf.placement.asynchronous.split import plan_ahead
+from rlinf.placement.asynchronous.steady import load
 from rlinf.placement.auto.finalists import finalists, peaks
 from rlinf.placement.auto.risk import risk
 from rlinf.placement.grammar import PlacementError
@@ -78,6 +84,12 @@ class Chosen:
     """One sentence: why the first."""
     took: float
     """Seconds of this machine's time that choosing took, most of them of one core."""
+    staleness: int = 0
+    """Versions by which weights that generate may be behind."""
+    recommended: Recommended | None = None
+    """What each staleness would bring; None where the profile cannot tell."""
+    handed_over: Mapping[Mode, HandedOver] = field(default_factory=dict)
+    """By mode: what it would bring if devices changed hands within a synchronous step, where that can be told."""
 
     @property
     def plan(self) -> Plan:
@@ -102,6 +114,7 @@ def choose(
     quantum: int = 1,
     cost_error: float | None = None,
     actors: Mapping[str, type[Actor]] | None = None,
+    staleness: int | None = None,
 ) -> Chosen:
     """Choose a plan for a profiled flow.
 
@@ -112,23 +125,39 @@ def choose(
         profile: of the flow.
         devices: how many there are, by kind.
         memory: bytes of one, by kind.
-        flow: the real one, to be rehearsed; None: plans are ranked by formula.
+        flow: the real one, to be rehearsed; None, or one that takes a session: plans are ranked by formula.
         items: of one step; None: as many as were profiled.
         extrapolate: use sizes outside of what was measured.
         per_mode: plans of each mode that are rehearsed; 0: none.
         quantum: sizes in multiples of so many devices, such as a node; a size of all devices is kept.
         cost_error: see `choose_for`; None: what the profile's own error bars say.
         actors: see `simulate.rehearse`.
+        staleness: versions by which weights that generate may be behind; None: as was profiled.
 
     Raises:
         PlacementError: it cannot be planned, or nothing fits.
     """
+    staleness = profile.staleness if staleness is None else staleness
+    if profile.staleness and staleness != profile.staleness:
+        raise PlacementError(
+            [
+                f"the profile was measured with a staleness of {profile.staleness}, which does not tell what another "
+                "brings: profile a synchronous run of the same model"
+            ]
+        )
     workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate)
+    if flow is not None and "session" in inspect.signature(flow).parameters:
+        flow = None  # agents and their programs are not modelled
     cast = trial(flow, [stage.name for stage in workload.stages], actors=actors) if flow and per_mode else None
     workload, items = _coarse(workload, quantum), items or profile.items
     if cost_error is None:
         cost_error = _mean_error(profile, workload, items, extrapolate=extrapolate)
-    return choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast)
+    chosen = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
+    if profile.staleness:
+        return chosen
+    started = time.monotonic()
+    recommended = recommend(workload)
+    return replace(chosen, recommended=recommended, took=chosen.took + time.monotonic() - started)
 
 
 def choose_for(
@@ -139,6 +168,7 @@ def choose_for(
     per_mode: int = FINALISTS,
     cost_error: float = 0.0,
     cast: Cast | None = None,
+    staleness: int = 0,
 ) -> Chosen:
     """Choose a plan for a workload; see `choose`.
 
@@ -150,35 +180,57 @@ def choose_for(
         cost_error: share by which a stage's measured seconds may be wrong; plans that suffer more from such errors are
             ranked lower.
         cast: of `simulate.trial`, where many workloads of one flow are planned.
+        staleness: see `choose`; above 0 a flow is rehearsed only if it works ahead.
 
     Raises:
         PlacementError: nothing fits, or the flow does not fit the workload.
     """
     started = time.monotonic()
-    limit = bound(workload)
+    limit = bound(workload, staleness=staleness)
+    if staleness and not works_ahead(flow):
+        flow = None
     if flow is not None and per_mode:
         cast = cast or trial(flow, [stage.name for stage in workload.stages])
-    found = finalists(workload, max(1, per_mode))
+    found = list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
     if not found:
         raise PlacementError([_nothing_fits(workload)])
     rows = [
         replace(
-            _row(one, workload, items, flow if per_mode else None, limit, cast), risk=risk(one, workload, cost_error)
+            _row(one, workload, items, flow if per_mode else None, limit, cast, staleness),
+            risk=risk(one, workload, cost_error, staleness),
         )
         for one in found
     ]
     rows.sort(key=lambda row: row.expected)
     why = _why(_firsts(rows), limit, cost_error)
     rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
-    return Chosen(tuple(rows), limit, why, time.monotonic() - started)
+    handed: dict[Mode, HandedOver] = {}
+    for one in () if staleness else found:
+        if (gained := handed_over(one, workload, items)) is not None:
+            handed.setdefault(gained.mode, gained)
+    return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness, handed_over=handed)
 
 
-def _row(found: Found, workload: Workload, items: int, flow: Flow | None, limit: Bound, cast: Cast | None) -> Row:
+def _row(
+    found: Found,
+    workload: Workload,
+    items: int,
+    flow: Flow | None,
+    limit: Bound,
+    cast: Cast | None,
+    staleness: int,
+) -> Row:
     plan = to_plan(found.tree, workload, found.chunks, items, None)
     rehearsed: Rehearsal | None = None
     if flow is not None:
         rehearsed = rehearse(
-            flow, plan, workload, items=items, rehearsed_items=stand_in(items, found.chunks), cast=cast
+            flow,
+            plan,
+            workload,
+            items=items,
+            rehearsed_items=stand_in(items, found.chunks),
+            cast=cast,
+            staleness=staleness,
         )
     seconds = found.seconds if rehearsed is None else rehearsed.seconds
     plan = replace(plan, predicted=Prediction(seconds, limit.seconds))
@@ -188,7 +240,7 @@ def _row(found: Found, workload: Workload, items: int, flow: Flow | None, limit:
         plan.mode,
         found.seconds,
         None if rehearsed is None else rehearsed.seconds,
-        _bubble(found, workload, seconds),
+        _bubble(found, workload, seconds, staleness),
         max(peak, rehearsed.peak_bytes if rehearsed else 0),
         found.chunks,
     )
@@ -200,10 +252,13 @@ def stand_in(items: int, chunks: int) -> int:
     return min(items, chunks * min(each, -(-REHEARSED_ITEMS // chunks)))
 
 
-def _bubble(found: Found, workload: Workload, seconds: float) -> float:
+def _bubble(found: Found, workload: Workload, seconds: float, staleness: int) -> float:
     """Share of all device-seconds that is no work."""
     everywhere = sum(workload.devices.values()) * seconds
-    work = sum(leaf.option.devices * leaf.stage.alone(leaf.option, found.chunks) for leaf in leaves(found.tree))
+    work = sum(
+        leaf.option.devices * load(replace(leaf, resident=True), found.chunks, staleness, alone=True)
+        for leaf in leaves(found.tree)
+    )
     return max(0.0, 1 - work / everywhere) if everywhere else 0.0
 
 

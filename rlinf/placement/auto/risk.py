@@ -16,7 +16,8 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rlinf.placement.planner.plan_tree import Leaf, Tree, replay
+from rlinf.placement.asynchronous.steady import steady
+from rlinf.placement.planner.plan_tree import Leaf, Tree
 from rlinf.placement.planner.search import Found
 from rlinf.placement.profiling.workload import Option, Workload
 
@@ -24,7 +25,7 @@ DRAWS = 32
 """Costs that are drawn: the mean then is within about a percent at an error of 40 %."""
 
 
-def risk(found: Found, workload: Workload, cost_error: float) -> float:
+def risk(found: Found, workload: Workload, cost_error: float, staleness: int = 0) -> float:
     """Return the expected seconds of a plan over those calculated.
 
     Args:
@@ -32,14 +33,19 @@ def risk(found: Found, workload: Workload, cost_error: float) -> float:
         workload: what it plans.
         cost_error: share by which a stage's seconds may be wrong: they are drawn, evenly on a log scale, between the
             known ones divided by, and multiplied by, 1 + cost_error; the same draws for every plan.
+        staleness: steps that work is begun early.
     """
     if cost_error <= 0 or found.seconds <= 0:
         return 1.0
     rng = random.Random(0)
     names = [stage.name for stage in workload.stages]
     drawn = [{name: (1 + cost_error) ** rng.uniform(-1, 1) for name in names} for _ in range(DRAWS)]
-    known = replay(found.tree, workload, found.chunks)
-    return statistics.mean(replay(_scaled(found.tree, factors), workload, found.chunks) / known for factors in drawn)
+
+    def seconds(tree: Tree) -> float:
+        return steady(tree, workload, found.chunks, staleness).seconds
+
+    known = seconds(found.tree)
+    return statistics.mean(seconds(_scaled(found.tree, factors)) / known for factors in drawn)
 
 
 def _scaled(tree: Tree, factors: Mapping[str, float]) -> Tree:
@@ -50,4 +56,4 @@ def _scaled(tree: Tree, factors: Mapping[str, float]) -> Tree:
 
 def _slower(option: Option, factor: float) -> Option:
     chunks = {count: seconds * factor for count, seconds in option.chunk_seconds.items()}
-    return replace(option, seconds=option.seconds * factor, chunk_seconds=chunks)
+    return replace(option, seconds=option.seconds * factor, chunk_seconds=chunks, longest=option.longest * factor)

@@ -1,4 +1,4 @@
-"""Lower bound on the seconds of a synchronous step, over all placements, with its parts.
+"""Lower bound on the seconds of a step, over all placements, with its parts.
 
 Flows in: a workload, and what is known of its longest item. Flows out: the bound, and which part of it binds. Nothing
 waits here. Where the time above the bound went is `lost_time.py`.
@@ -43,32 +43,51 @@ class Bound:
         return self.seconds / seconds if seconds > 0 else 1.0
 
 
-def bound(workload: Workload, *, source: str | None = None, longest_item: float = 0.0) -> Bound:
+def bound(workload: Workload, *, source: str | None = None, longest_item: float = 0.0, staleness: int = 0) -> Bound:
     """Compute the bound.
 
     Stages keep their size during a step; a runtime that resizes them within a step may spend fewer device-seconds than
     `area` assumes.
 
+    Where work is begun early, it is a bound on the steps' mean: what binds is no sum of stages but each for itself; a
+    stage's longest items are filled up with those of later steps, so they count neither in `area` nor in `saturation`;
+    and a batch has so many steps more from its prompts to published weights.
+
     Args:
         workload: stages, edges and devices.
-        source: the stage that generates; None: no tail is considered.
+        source: the stage that generates; None: the one whose longest item is known, or else no tail is considered.
         longest_item: seconds of its longest item with an engine for itself, L_max (a + b).
+        staleness: versions by which the weights that make an item may be older than those that learn from it.
     """
-    area = _area(workload)
+    batches = staleness + 1
+    area = _area(workload, early=staleness > 0)
     fastest = {
         stage.name: min(quickest(workload, stage, one) for one in workload.usable(stage)) for stage in workload.stages
     }
-    saturation = longest_row(fastest, workload.edges)
+    saturation = longest_row(fastest, workload.edges) / batches
+    if staleness:
+        filled = [
+            min(quickest(workload, stage, one) - one.longest for one in workload.usable(stage))
+            for stage in workload.stages
+        ]
+        saturation = max(saturation, *filled)
     network = sum(min(sync.together, sync.apart) for sync in workload.sync)
     tail = 0.0
+    if source is None and (alone := {stage.name: _longest(stage, workload) for stage in workload.stages}):
+        source = max(alone, key=lambda name: alone[name])
+        source, longest_item = (source, alone[source]) if alone[source] > 0 else (None, 0.0)
     if source is not None:
-        tail = longest_item + _after(workload, source) + network
+        tail = (longest_item + _after(workload, source) + network) / batches
     return Bound(area, saturation, tail, area + _forced_switches(workload), network)
 
 
 def quickest(workload: Workload, stage: Stage, option: Option) -> float:
     """Seconds of all items at a size, in as many chunks as is best for it."""
     return min(stage.alone(option, count) for count in workload.chunks)
+
+
+def _longest(stage: Stage, workload: Workload) -> float:
+    return min(option.longest for option in workload.usable(stage))
 
 
 def longest_row(seconds: Mapping[str, float], edges: Iterable[Edge]) -> float:
@@ -92,13 +111,16 @@ def longest_row(seconds: Mapping[str, float], edges: Iterable[Edge]) -> float:
     return max((done(name) for name in seconds), default=0.0)
 
 
-def _area(workload: Workload) -> float:
+def _area(workload: Workload, *, early: bool) -> float:
     """Largest bound by device-seconds: of every kind for the stages that know no other, and of all devices together."""
     total, everywhere = 0.0, sum(workload.devices.values())
     by_kind = dict.fromkeys(workload.devices, 0.0)
     for stage in workload.stages:
         options = workload.usable(stage)
-        least = min(option.devices * quickest(workload, stage, option) for option in options)
+        least = min(
+            option.devices * (quickest(workload, stage, option) - (option.longest if early else 0.0))
+            for option in options
+        )
         total += least
         kinds = {option.kind for option in options if option.devices}
         if len(kinds) == 1 and least > 0:

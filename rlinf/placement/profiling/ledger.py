@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class Ledger:
         kind: of the devices.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
         known: what earlier runs measured.
+        staleness: steps that work is begun early; above 0, a step's work is of several batches, so that no stage need
+            wait for another's of the same step.
 
     Raises:
         ValueError: `known` is of another model, machine or flow.
@@ -67,11 +70,14 @@ class Ledger:
         kind: str = "gpu",
         held: Mapping[str, tuple[int, int]] | None = None,
         known: Profile | None = None,
+        staleness: int = 0,
     ) -> None:
         if known is not None and (problems := known.mismatch(model, machine, flow)):
             raise ValueError("; ".join(problems))
         self.devices, self._items, self._count, self._known, self._held = devices, items, count, known, held
-        self._about = {"model": model, "machine": machine, "flow": flow, "kind": kind}
+        self._about: dict[str, Any] = {
+            "model": model, "machine": machine, "flow": flow, "kind": kind, "staleness": staleness,
+        }  # fmt: skip
         self._steps: deque[Profile] = deque(maxlen=WINDOW)
         self.last: Efficiency | None = None
         """Of the newest step; None before the first, and where no device worked."""
@@ -128,6 +134,7 @@ def pooled(steps: Iterable[Profile]) -> Profile:
         last.items,
         tuple((source, target, barrier) for (source, target), barrier in sorted(edges.items())),
         tuple(dict.fromkeys(pair for one in steps for pair in one.published)),
+        last.staleness,
     )
 
 
@@ -233,7 +240,8 @@ def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
         fastest[name] = _quickest(stage, known, count)
     published = [one.seconds for one in profile.sync]
     area = least / count
-    limit = Bound(area, longest_row(fastest, seen.edges), 0.0, area, min([seen.sync, *published]))
+    saturation = max(fastest.values()) if profile.staleness else longest_row(fastest, seen.edges)
+    limit = Bound(area, saturation, 0.0, area, min([seen.sync, *published]))
     losses = split(list(seen.lanes.values()), seen.seconds, limit, least=least, expected=expected, tail=seen.tail)
     return Efficiency(seen.seconds, count, limit, losses)
 

@@ -155,6 +155,22 @@ class StageProfile:
         points = {(one.batch, one.devices): Point(one.seconds, one.spread) for one in self.timings}
         return interpolate(points, batch, devices, extrapolate=extrapolate)
 
+    def longest(self, batch: int) -> float:
+        """Estimate the part of a batch's seconds that no number of devices shortens: its longest item alone.
+
+        Generation that answers all at once takes L + q / devices: a token takes a + b·n with n answers at work, so the
+        longest answer takes a·tokens, and b counts every token once. Both are fitted by least squares.
+
+        Returns:
+            Seconds; 0 where items leave evenly, or on fewer than two numbers of devices were measured.
+        """
+        points = [(1 / one.devices, one.seconds) for one in self.timings if one.batch == batch]
+        if self.release is None or len(points) < 2:
+            return 0.0
+        mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+        return max(0.0, min([mean_y - max(0.0, slope) * mean_x, *(y for _, y in points)]))
+
     def footprint(self, devices: int) -> Footprint:
         """Return what it holds on so many devices; between measurements, what it held on the next fewer: never less.
 
@@ -212,6 +228,9 @@ class Profile:
     that was seen, only when all items were there."""
     published: tuple[tuple[str, str], ...] = ()
     """Who publishes weights to whom."""
+    staleness: int = 0
+    """Steps that work was begun early while this was measured. If above 0, times are what stages worked per step in the
+    long run; how long a step's items take alone, and their tail, are not known."""
 
     def time(self, stage: str, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
         """Estimate the seconds of a batch of a stage.
@@ -242,6 +261,8 @@ class Profile:
             ValueError: they are of different models, machines, flows or kinds of device.
         """
         problems = list(other.mismatch(self.model, self.machine, self.flow))
+        if other.staleness != self.staleness:
+            problems.append(f"one is of staleness {self.staleness}, the other of {other.staleness}")
         both = self.stages.keys() & other.stages.keys()
         for name in sorted(both):
             if self.stages[name].kind != other.stages[name].kind:
@@ -259,7 +280,9 @@ class Profile:
         edges = _join((*self.edges, *other.edges), lambda edge: edge[:2], lambda one, two: min(one, two))
         published = tuple(dict.fromkeys((*self.published, *other.published)))
         items = other.items or self.items
-        return Profile(self.model, self.machine, stages, transfers, sync, self.flow, items, edges, published)
+        return Profile(
+            self.model, self.machine, stages, transfers, sync, self.flow, items, edges, published, self.staleness
+        )
 
     def _stage(self, name: str) -> StageProfile:
         if name not in self.stages:
@@ -280,6 +303,7 @@ def save(profile: Profile, path: Path) -> None:
         "transfers": [[source, target, seconds] for (source, target), seconds in profile.transfers.items()],
         "sync": [asdict(one) for one in profile.sync],
         "published": [list(pair) for pair in profile.published],
+        "staleness": profile.staleness,
     }
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
@@ -306,6 +330,7 @@ def load(path: Path) -> Profile:
             int(body["items"]),
             tuple((source, target, bool(barrier)) for source, target, barrier in body["edges"]),
             tuple((source, target) for source, target in body["published"]),
+            int(body.get("staleness", 0)),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error

@@ -31,19 +31,30 @@ PUBLISHING = frozenset(("weights", "load_ready", "load_abandon", *TAKING))
 MOVING = frozenset(("onload", "offload"))
 """Calls of the lease manager, whose time is in a lap's moves."""
 ASIDE = frozenset(
-    ("save", "restore", "state", "samples", "shapes", "version", "in_flight", "forget", "scored")
-) | frozenset(
     (
-        "abort",
-        "pause",
-        "resume",
-        "joint_ready",
-        "joint_over",
-        "joint_word",
-        "joint_given",
-        "rescale_hand_over",
-        "rescale_take",
-        "rescale_tell",
+        *(
+            "save",
+            "restore",
+            "export_state",
+            "import_state",
+            "state",
+            "samples",
+            "shapes",
+            "version",
+            "scored",
+            "learned",
+            "optimizer_steps",
+        ),
+        *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
+        *(
+            "joint_ready",
+            "joint_over",
+            "joint_word",
+            "joint_given",
+            "rescale_hand_over",
+            "rescale_take",
+            "rescale_tell",
+        ),
     )
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, and ranks that wait for each other.
@@ -163,6 +174,7 @@ def observed(
     flow: str,
     kind: str = "gpu",
     held: Mapping[str, tuple[int, int]] | None = None,
+    staleness: int = 0,
 ) -> Profile:
     """Return the profile of a step that was read.
 
@@ -174,6 +186,7 @@ def observed(
         model, machine, flow: see `Profile`.
         kind: of its devices.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
+        staleness: steps that work is begun early.
     """
     stages = {}
     for name, stage in seen.stages.items():
@@ -193,7 +206,7 @@ def observed(
     receivers = [len(seen.stages[target].devices) for _, target in seen.published if target in seen.stages]
     sync = (Timing(1, max(receivers, default=1) or 1, seen.sync),) if seen.sync > 0 else ()
     edges = tuple((edge.source, edge.target, edge.barrier) for edge in seen.edges)
-    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published)
+    return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published, staleness)
 
 
 def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:

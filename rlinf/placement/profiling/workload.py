@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import GB
@@ -39,6 +39,9 @@ class Option:
     """By number of chunks in a step: the time of one chunk. Where it is missing: `seconds` / chunks."""
     note: str = ""
     """How it runs inside, such as the inner plan of a loop."""
+    longest: float = 0.0
+    """Seconds that its longest item takes alone, a part of `seconds` that items of other steps can fill; 0: not known,
+    or items leave evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +149,15 @@ class Workload:
         wrong = [
             option
             for option in stage.options
-            if option.devices < 0 or option.seconds < 0 or not 0 <= option.parked_bytes <= option.active_bytes
+            if option.devices < 0
+            or option.seconds < 0
+            or not 0 <= option.parked_bytes <= option.active_bytes
+            or not 0 <= option.longest <= option.seconds
         ]
         if wrong:
             yield (
-                f"stage {stage.name!r}: a size needs devices and seconds of at least 0 and parked <= active bytes: "
+                f"stage {stage.name!r}: a size needs devices and seconds of at least 0, parked <= active bytes and its "
+                f"longest item within its seconds: "
                 f"{wrong[0]}"
             )
         elif not stage.options:
@@ -209,13 +216,15 @@ def from_profile(
     stages = []
     for name, sizes in counts.items():
         stage = profile.stages[name]
+        longest = 0.0 if profile.staleness else stage.longest(items)
         anywhere = next(iter(devices), "gpu")
         options = []
         for size in sizes:
             counted = 1 if stage.kind == BESIDE else size
             seconds = profile.time(name, items, counted, extrapolate=extrapolate).seconds
-            options.append(_option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere))
-        stages.append(Stage(name, tuple(options), stage.release))
+            made = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
+            options.append(replace(made, longest=min(longest, seconds)))
+        stages.append(Stage(name, tuple(options), None if profile.staleness else stage.release))
     moved = [
         Edge(edge.source, edge.target, edge.barrier, profile.transfers.get((edge.source, edge.target), 0.0) * items)
         for edge in edges

@@ -15,9 +15,11 @@ from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Endpoint, endpoint
 from rlinf.runtime.base.calls import current_call, lease_here
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.streams.consumer import Consumer
 from rlinf.runtime.streams.stream import Stream
 
+from .decoding import Company
 from .endpoints import FREE, WEIGHTS, Unnamed
 from .models import Item, RoleModel, Rounds, orders, until
 
@@ -25,15 +27,20 @@ from .models import Item, RoleModel, Rounds, orders, until
 class Modelled(Actor):
     """Base of all modelled roles; `modelled` gives it endpoints."""
 
-    async def setup(self, *, model: RoleModel, parks: bool) -> None:  # type: ignore[override]
+    async def setup(self, *, model: RoleModel, parks: bool, company: bool) -> None:  # type: ignore[override]
         """Take part in a rehearsal.
 
         Args:
             model: what all ranks of the role share.
             parks: it has to make room for others; if not, that it is loaded once takes no time.
+            company: items of several steps may be at work at once.
         """
-        self._model, self._parks = model, parks
+        self._model, self._parks, self._company = model, parks, company
         self._turn = asyncio.Lock()
+        self._at_work: Company | None = None
+        """What it decodes."""
+        self._paused = 0.0
+        """Seconds by which the piece of work in hand is held up."""
 
     async def onload(self) -> None:
         """Take the seconds that loading takes."""
@@ -59,6 +66,9 @@ class Modelled(Actor):
         if stream is not None:
             passed = [item async for item in self._through(spec, stream)]
             return {} if spec.joint else passed
+        if not items and self._company and name in WEIGHTS:
+            await self._taking_weights(model.call_seconds(name))
+            return {} if spec.joint else None
         if not items:
             await self._busy(name, model.call_seconds(name))
             return {} if spec.joint else None
@@ -96,7 +106,8 @@ class Modelled(Actor):
             finally:
                 rounds.close()
         elif self._model.cost.release is not None and spec.streams:
-            async for item in self._released(spec.name, stream):
+            released = self._decoded if self._company and self._model.cost.longest else self._released
+            async for item in released(spec.name, stream):
                 yield item
         else:
             async for item in self._chunks(spec.name, stream, 1 if spec.joint else self.world_size, None):
@@ -166,6 +177,45 @@ class Modelled(Actor):
                 await until(start + makespan)
             model.worked(self.rank, name, start, asyncio.get_running_loop().time())
 
+    async def _decoded(self, name: str, stream: Stream[Any]) -> AsyncGenerator[Item, None]:
+        """Work on all items at once, as they come, in each other's company; on devices that nobody else has."""
+        model, loop = self._model, asyncio.get_running_loop()
+        company = self._at_work = model.company(name, self.world_size)
+        consumer: Consumer[Item] = Consumer(stream, prefetch=False, most=-(-model.items // self.world_size))
+        items: dict[int, Item] = {}
+        coming: asyncio.Task[Any] | None = asyncio.create_task(consumer.take(), name="items that come")
+        try:
+            while coming is not None or company.next is not None:
+                start, next_end = loop.time(), company.next
+                if coming is not None:
+                    await asyncio.wait([coming], timeout=None if next_end is None else max(0.0, next_end - start))
+                else:
+                    await until(next_end or start)
+                now = loop.time()
+                if next_end is not None and company.since <= now:
+                    model.worked(self.rank, name, max(start, company.since), now)
+                for id in company.leave(now):
+                    yield self._leave([items.pop(id)])[0]
+                if coming is not None and coming.done():
+                    taken = [item for _, item in coming.result()]
+                    model.took(name, len(taken))
+                    items |= {item.id: item for item in taken}
+                    company.add(loop.time(), [item.id for item in taken])
+                    coming = asyncio.create_task(consumer.take(), name="items that come") if taken else None
+        finally:
+            self._at_work = None
+            if coming is not None:
+                await cancel_all([coming])
+
+    async def _taking_weights(self, seconds: float) -> None:
+        """Pause what is under way for so long, and let it go on."""
+        now = asyncio.get_running_loop().time()
+        if self._at_work is not None:
+            self._at_work.pause(now, seconds)
+        elif self._turn.locked():
+            self._paused += seconds
+        await until(now + seconds)
+
     async def _busy(self, name: str, seconds: float) -> None:
         """Use the devices for so long; one piece of work at a time."""
         if not seconds and name in FREE:
@@ -174,6 +224,9 @@ class Modelled(Actor):
             start = asyncio.get_running_loop().time()
             await until(start + seconds)
             self._model.worked(self.rank, name, start, start + seconds)
+            while self._paused:
+                paused, self._paused = self._paused, 0.0
+                await asyncio.sleep(paused)
 
     async def _arrived(self, items: Sequence[Item]) -> None:
         await until(self._model.arrival(items))

@@ -45,6 +45,8 @@ class RoleCost:
     """To take new weights."""
     transfers: Mapping[str, float] = field(default_factory=dict)
     """By producer: seconds to move all items of a step from its devices to these."""
+    longest: float = 0.0
+    """Seconds that its longest item takes alone; see `Option.longest`."""
     lease_share: float | None = None
     """Share of a step after which it offers its devices to others; None: the runtime's own rule."""
 
@@ -126,6 +128,7 @@ def _cost(plan: Plan, name: str, stage: Stage, workload: Workload, items: int) -
         option.offload_seconds,
         _sync(plan, name, workload),
         transfers,
+        option.longest,
         None if role.lease_items is None else role.lease_items / items,
     )
 

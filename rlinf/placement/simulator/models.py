@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from rlinf.runtime.base.calls import Gang
 
 from .costs import RoleCost
+from .decoding import Company, lengths
 from .endpoints import FREE, HEAVY, WEIGHTS
 
 
@@ -27,6 +28,11 @@ class Item:
     """When it left the role that made it, in virtual seconds."""
     source: str = ""
     """The role that made it; empty for a prompt."""
+
+    @property
+    def prompt(self) -> Item:
+        """What it is an answer to, which has the same id."""
+        return self
 
 
 @dataclass(slots=True)
@@ -138,6 +144,13 @@ class RoleModel:
         if not share or self._trial is None:
             return 0.0
         return self.cost.seconds(1.0) * share * self.ranks / self._trial.calls[endpoint]
+
+    def company(self, endpoint: str, ranks: int) -> Company:
+        """Return what one of so many ranks works on, with nothing on it."""
+        release, seconds = self.cost.release, self.seconds(endpoint, self.items)
+        assert release is not None
+        longest = min(self.cost.longest, seconds)
+        return Company(lengths(release, seconds, longest, -(-self.items // ranks)), seconds - longest, longest)
 
     def _share(self, endpoint: str) -> float:
         return self._shares.get(endpoint, 0.0)

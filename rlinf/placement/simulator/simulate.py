@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlinf.data.step import EmbodiedStep, Step
+from rlinf.data.in_flight import InFlight, Rules
+from rlinf.data.step import EmbodiedStep, Step, works_ahead
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import Plan
 from rlinf.placement.profiling.workload import Workload
@@ -37,6 +39,10 @@ Flow = Callable[..., Awaitable[Any]]
 """One step: `await flow(step, **roles)`."""
 TRIAL_ITEMS = 8
 """Items of the trial that shows what a flow asks of its roles: a few for every rank that may compete for them."""
+WARM = 2
+"""Steps, besides one per version of staleness, after which as much is in flight as ever will be."""
+MEASURED = 2
+"""Steps per batch in flight whose mean is taken: what takes turns in finishing early and late has done so by then."""
 TURNS = 8
 """Decisions of a rehearsed episode. The time of a loop is divided by its turns, so their number does not matter."""
 
@@ -72,7 +78,7 @@ class Rehearsal:
     """One simulated step."""
 
     seconds: float
-    """Of the step, virtual."""
+    """Of the step, virtual; with work in flight between steps, the mean of several."""
     work: tuple[Worked, ...]
     """Who was at work when."""
     moves: tuple[Moving, ...]
@@ -106,8 +112,9 @@ def rehearse(
     actors: Mapping[str, type[Actor]] | None = None,
     step: Any = None,
     cast: Cast | None = None,
+    staleness: int = 0,
 ) -> Rehearsal:
-    """Run one step of a flow with modelled roles.
+    """Run one step of a flow with modelled roles; or several, if it works ahead.
 
     Where roles do not all fit at once, it is the second of two steps: the first finds nothing loaded. Where they do,
     nothing is ever parked, and that they are loaded once counts for nothing.
@@ -122,6 +129,7 @@ def rehearse(
         actors: by role, the class whose endpoints the flow calls, for roles that do not come with this package.
         step: what the flow gets as its step; None: one of this package, with a stream of modelled prompts.
         cast: of `trial`, where many plans of one flow are rehearsed.
+        staleness: versions by which weights that generate may be behind, for a flow that is marked by `ahead`.
 
     Raises:
         PlacementError: plan, workload and flow do not fit together, or the step comes to a standstill.
@@ -139,7 +147,7 @@ def rehearse(
         name: RoleModel(cost, _ranks(cost, devices_per_rank), items_now, cast.asked[name], TRIAL_ITEMS)
         for name, cost in costs.items()
     }
-    return _stage(flow, models, memory, cast.actors, step, devices_per_rank)
+    return _stage(flow, models, memory, cast.actors, step, devices_per_rank, staleness)
 
 
 def trial(
@@ -180,10 +188,12 @@ def _stage(
     actors: Mapping[str, type[Actor]],
     step: Any,
     per_rank: int | None,
+    staleness: int = 0,
 ) -> Rehearsal:
     """Run the flow on a virtual clock, apart from whatever this thread is doing otherwise."""
     seats = _Seats(models, per_rank)
-    performance = _perform(flow, models, seats, {seats.place[d]: size for d, size in memory.items()}, actors, step)
+    held = {seats.place[device]: size for device, size in memory.items()}
+    performance = _perform(flow, models, seats, held, actors, step, staleness)
     try:
         return contextvars.Context().run(run_virtual, performance)[0]
     except Deadlock as error:
@@ -239,24 +249,37 @@ async def _perform(
     memory: Mapping[int, int],
     actors: Mapping[str, type[Actor]],
     step: Any,
+    staleness: int,
 ) -> Rehearsal:
     loop = asyncio.get_running_loop()
+    items = next(iter(models.values())).items
     crowded = seats.crowded(models, memory)
     async with ActorSystem.local(hosts=seats.count, trace=False, device_memory=memory or None) as system:
         roles = {
-            name: await _spawn(system, model, seats, actors, parks=name in crowded) for name, model in models.items()
+            name: await _spawn(system, model, seats, actors, parks=name in crowded, company=staleness > 0)
+            for name, model in models.items()
         }
-        for index in range(2 if crowded else 1):
+        in_flight = _in_flight(flow, items, staleness)
+        warm = WARM + staleness if staleness else int(bool(crowded))
+        ends = [loop.time()]
+        for index in range(warm + (MEASURED * (staleness + 1) if staleness else 1)):
             for model in models.values():
                 model.forget()
-            start = loop.time()
-            await flow(_step(flow, index, models) if step is None else step, **roles)
-            took = loop.time() - start
-        return _told(models, start, took, _peak(models, seats, system))
+            await flow(_step(flow, index, items, in_flight) if step is None else step, **roles)
+            ends.append(loop.time())
+        told = _told(models, ends[-2], ends[-1] - ends[-2], _peak(models, seats, system))
+        await in_flight.close()
+        return replace(told, seconds=(ends[-1] - ends[warm]) / (len(ends) - 1 - warm))
 
 
 async def _spawn(
-    system: ActorSystem, model: RoleModel, seats: _Seats, actors: Mapping[str, type[Actor]], *, parks: bool
+    system: ActorSystem,
+    model: RoleModel,
+    seats: _Seats,
+    actors: Mapping[str, type[Actor]],
+    *,
+    parks: bool,
+    company: bool,
 ) -> Any:
     cost = model.cost
     turns = cost.name in seats.shared
@@ -272,16 +295,32 @@ async def _spawn(
             "lease_items": None if cost.lease_share is None else max(1, round(cost.lease_share * model.items)),
         }
     hosts = [min(part, default=0) for part in devices]
-    return await system.spawn(made, hosts=hosts, name=cost.name, model=model, parks=parks, **asking)
+    company = company and not turns  # who takes turns gives its devices away between batches only
+    return await system.spawn(made, hosts=hosts, name=cost.name, model=model, parks=parks, company=company, **asking)
 
 
-def _step(flow: Flow, index: int, models: Mapping[str, RoleModel]) -> Any:
+def _in_flight(flow: Flow, items: int, staleness: int) -> InFlight:
+    """What is in flight between the steps of a rehearsal."""
+    if _acts(flow):
+        return InFlight(Rules(staleness, between=True))
+    number = itertools.count()
+
+    async def draw(count: int) -> Sequence[Any]:
+        return [Item(next(number)) for _ in range(count)]
+
+    return InFlight(Rules(staleness, items), draw=draw)
+
+
+def _step(flow: Flow, index: int, items: int, in_flight: InFlight) -> Any:
     """A step as the flows of this package take it."""
-    items = next(iter(models.values())).items
-    if {"env", "policy"} <= set(inspect.signature(flow).parameters):
-        return EmbodiedStep(index, TURNS)
-    prompts: Any = Stream.of([Item(number) for number in range(items)], name="prompts")
-    return Step(index, prompts, 1, items)
+    if _acts(flow):
+        return EmbodiedStep(index, TURNS, in_flight=in_flight)
+    prompts: Any = () if works_ahead(flow) else Stream.of([Item(number) for number in range(items)], name="prompts")
+    return Step(index, prompts, 1, items, in_flight=in_flight)
+
+
+def _acts(flow: Flow) -> bool:
+    return {"env", "policy"} <= set(inspect.signature(flow).parameters)
 
 
 def _told(models: Mapping[str, RoleModel], start: float, took: float, peak: int) -> Rehearsal:

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 import torch
@@ -47,13 +47,20 @@ class Endpoint:
     """A call on a whole group takes the devices of all ranks at once; otherwise each rank takes its own."""
     joint: bool
     """A call on a whole group comes to what rank 0 returned; otherwise to a list of what each did."""
+    late: bool = field(default=False, compare=False)
+    """Its devices are taken when it computes, not when it begins, and given away whenever it does not compute.
+    Nothing that a caller could tell, so endpoints that differ in it alone are equal."""
 
 
 @overload
 def endpoint(fn: F) -> F: ...
 @overload
-def endpoint(*, device: bool = False, gang: bool | None = None, joint: bool = False) -> Callable[[F], F]: ...
-def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None, joint: bool = False) -> Any:
+def endpoint(
+    *, device: bool = False, gang: bool | None = None, joint: bool = False, late: bool = False
+) -> Callable[[F], F]: ...
+def endpoint(
+    fn: Any = None, *, device: bool = False, gang: bool | None = None, joint: bool = False, late: bool = False
+) -> Any:
     """Make an `async def` method callable from other actors and hosts.
 
     Args:
@@ -63,6 +70,7 @@ def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None, 
             needs. Default: yes for plain methods, no for async generators, whose ranks work independently.
         joint: the ranks answer as one: a call on the whole group runs on every rank and comes to what rank 0 returned,
             so that a flow reads the same for one rank and for many.
+        late: `compute` takes its devices, not the call's beginning; whenever it does not compute, others may have them.
 
     Raises:
         TypeError: the method is not async, or is joint and an async generator.
@@ -78,7 +86,7 @@ def endpoint(fn: Any = None, *, device: bool = False, gang: bool | None = None, 
         if joint and streams:
             raise TypeError(f"{method.__qualname__} cannot be joint: the ranks' items come in one stream as it is")
         gangs = (not streams) if gang is None else gang
-        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint)
+        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint, late)
         return method
 
     return mark if fn is None else mark(fn)

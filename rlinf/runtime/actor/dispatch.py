@@ -126,7 +126,7 @@ async def execute(host: Host, call: Call, actor: ActorId, method: str, args: Any
     try:
         if spec.device and cell.leased:
             inputs = (*args, *kwargs.values())
-            async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs):
+            async with host.system.leases.hold(cell, call, gang=spec.gang, late=spec.late, inputs=inputs):
                 return await getattr(cell.actor, method)(*args, **kwargs)
         return await getattr(cell.actor, method)(*args, **kwargs)
     except BaseException as error:

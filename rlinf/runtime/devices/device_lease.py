@@ -5,8 +5,8 @@ wakes whom: word that the devices are wanted makes a holder that waits give them
 or seconds; what it waited for, or enough `items`, makes it take them again (see `lease_policy.py`).
 
 A call uses its devices from its first line to its last, except while it waits for a stream, or its own task for another
-call. A map stage uses them while it works on items. So a consumer never starves its own producer, and a call may await
-another one that needs the same devices.
+call; a late one only while it computes. A map stage uses them while it works on items. So a consumer never starves its
+own producer, and a call may await another one that needs the same devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import Cell
-from rlinf.runtime.base.calls import Call, Key, current_task
+from rlinf.runtime.base.calls import Call, Gang, Key, current_task
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.base.tasks import cancel_all
 
@@ -38,7 +38,8 @@ class DeviceLease:
     """Whether a call of a device endpoint, or a map stage over one, holds its actor's devices right now.
 
     Args:
-        gang: with those of its whole group.
+        gang: a group call, with all ranks of which it takes its devices; None takes them alone.
+        late: the call takes its devices when it computes, and gives them to others whenever it does not.
         stage: it is a map's, so work is what is done in `use`; otherwise, all that the call does.
         wanted: told when others wait for them.
     """
@@ -49,11 +50,13 @@ class DeviceLease:
         cell: Cell,
         call: Call,
         *,
-        gang: bool = False,
+        gang: Gang | None = None,
+        late: bool = False,
         stage: bool = False,
         wanted: Callable[[], None] | None = None,
     ):
         self._client, self._cell, self._call, self._gang = client, cell, call, gang
+        self._late = late
         self.stage = stage
         self.role = call.role
         """The endpoint, without the rank."""
@@ -97,6 +100,21 @@ class DeviceLease:
                     self._share = max(QUANTUM, WORTH * loading) if self.stage else math.inf
                 if self._over:
                     self._release()
+
+    async def resume(self) -> None:
+        """Hold the devices, unless they are taken when something is computed."""
+        if not self._late:
+            await self.ensure()
+
+    def take_among(self, gang: Gang | None) -> None:
+        """From now on take the devices together with other ranks, or alone, and late; what is held is given back.
+
+        Args:
+            gang: a group call, or a part of one, each rank of which asks before any of them has its devices; None asks
+                for this rank's alone.
+        """
+        self._release()
+        self._gang, self._late = gang, True
 
     def give(self) -> None:
         """Give the devices back, unless others of the same stage use them."""
@@ -175,7 +193,7 @@ class DeviceLease:
         if not self._wanted or self._ticket is None:
             return False
         # Ranks that work in step cannot leave one by one: who stays may need the others to come to its own turn.
-        if self._gang and self._call.gang is not None and self._call.gang[2] > 1:
+        if self._gang is not None and self._gang[2] > 1:
             return False
         most = self._cell.granularity.lease_items
         return self._client.now() - self._since >= self._share if most is None else self._items >= most
@@ -228,7 +246,7 @@ class DeviceLease:
             self._moves += 1
             if works:
                 self._working.add(task)
-        await self.ensure()
+        await self.resume()
 
     @property
     def blocked(self) -> bool:
@@ -244,7 +262,7 @@ class DeviceLease:
         """Give the devices to those who want them if nobody uses them now, unless the work goes on soon."""
         if not self._wanted or self._ticket is None or self._used:
             return
-        idle = self.stage or self._waiting > 0
+        idle = self._idle
         if self._offering is not None or (idle and self._due):
             self._release()
         elif idle:
@@ -252,5 +270,10 @@ class DeviceLease:
             asyncio.get_running_loop().call_later(LINGER, lambda: self._release_if_unmoved(moves))
 
     def _release_if_unmoved(self, moves: int) -> None:
-        if self._moves == moves and self._wanted and not self._used and (self.stage or self._waiting > 0):
+        if self._moves == moves and self._wanted and not self._used and self._idle:
             self._release()
+
+    @property
+    def _idle(self) -> bool:
+        """What does not compute needs no devices."""
+        return self.stage or self._late or self._waiting > 0

@@ -38,21 +38,24 @@ class LeaseClient:
         call: Call,
         *,
         gang: bool,
+        late: bool = False,
         inputs: Iterable[Any] = (),
         wanted: Callable[[], None] | None = None,
     ) -> AsyncIterator[None]:
         """Hold the devices of an actor; of its whole group if the call is part of a gang.
 
         Args:
+            gang: with those of its whole group.
+            late: see `DeviceLease`.
             inputs: the call's arguments. If there are streams among them, the devices are asked for when the first of
                 these has as many items as the actor's `Granularity` says, or has ended: before that there is nothing,
                 or too little, to do with them.
             wanted: called when others wait for these devices.
         """
-        lease = DeviceLease(self, cell, call, gang=gang, wanted=wanted)
+        lease = DeviceLease(self, cell, call, gang=call.gang if gang else None, late=late, wanted=wanted)
         try:
             await self._work_at_hand(cell, call, inputs)
-            await lease.ensure()
+            await lease.resume()
             call.lease = lease
             yield
         finally:
@@ -84,7 +87,7 @@ class LeaseClient:
             await cancel_all(looks)
 
     async def acquire(
-        self, cell: Cell, call: Call, *, gang: bool = False, wanted: Callable[[], None] | None = None
+        self, cell: Cell, call: Call, *, gang: Gang | None = None, wanted: Callable[[], None] | None = None
     ) -> tuple[Key, float]:
         """Wait for the devices; returns a ticket for `release`, and the seconds that loading the actor took."""
         host = self._host
@@ -94,7 +97,7 @@ class LeaseClient:
         since = host.now()
         call.doing = "waiting for a lease"
         try:
-            args = (ticket, cell.name, call.label, call.gang if gang else None, wanted is not None)
+            args = (ticket, cell.name, call.label, gang, wanted is not None)
             loading: float = await host.call(CONTROLLER, SERVICE, "lease_acquire", "lease", args, {})
         except BaseException:
             self.release(ticket)

@@ -194,7 +194,9 @@ class StageService(Actor):
         with Running(host, cell, call):
             if spec.device and cell.leased:
                 inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
-                async with host.system.leases.hold(cell, call, gang=spec.gang, inputs=inputs, wanted=wanted):
+                async with host.system.leases.hold(
+                    cell, call, gang=spec.gang, late=spec.late, inputs=inputs, wanted=wanted
+                ):
                     await _generate(cell, method, emitter, args, kwargs, call.lease)
             else:
                 await _generate(cell, method, emitter, args, kwargs)
@@ -247,7 +249,7 @@ async def _generate(
             if lease is not None:
                 lease.done(1)
                 await lease.offer()
-                await lease.ensure()
+                await lease.resume()
 
 
 class _Map:

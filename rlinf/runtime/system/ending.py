@@ -38,13 +38,60 @@ NAMED = 6
 """Hosts and actors that a message names; a lost machine may have had hundreds."""
 
 
-class Stopped(SystemExit):
-    """The process was told to stop by a signal; exits with 128 + its number, as shells do."""
+RESUME_ME = os.EX_TEMPFAIL
+"""Exit code 75 of a program that was preempted: start it again, and it goes on."""
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which schedulers announce that they will take the machine: Slurm's `--signal=USR1@90`, and most others."""
+LEAVING = 4.0
+"""Seconds of the grace that are left for ending actors and saying goodbye."""
 
-    def __init__(self, number: int):
-        super().__init__(128 + number)
+
+class Stopped(SystemExit):
+    """The process was told to stop by a signal; exits with 128 + its number, as shells do, or with `RESUME_ME`."""
+
+    def __init__(self, number: int, code: int | None = None):
+        super().__init__(128 + number if code is None else code)
         self.number = number
         self.name = signal.Signals(number).name
+
+
+class Preemption:
+    """Time to end in, once a signal has announced that the process will be killed.
+
+    Args:
+        grace: seconds from the signal to the end of the process.
+        end: ends a program that has not ended by itself a little before that.
+    """
+
+    def __init__(self, grace: float, end: End) -> None:
+        self._grace, self._end = grace, end
+        self.asked = asyncio.Event()
+        """Set when the signal comes: the program saves what it has to save, and ends."""
+        self.signal = ""
+        """Its name."""
+        self.deadline = float("inf")
+        """By the event loop's clock, when the program has to have ended."""
+        self.complete = False
+        """The program has nothing left to do: it does not want to be started again."""
+
+    def ask(self, number: int) -> None:
+        """The signal is here."""
+        if self.asked.is_set():
+            return
+        loop = asyncio.get_running_loop()
+        self.signal = signal.Signals(number).name
+        self.deadline = loop.time() + self._grace - min(LEAVING, self._grace / 4)
+        loop.call_at(self.deadline, self._end, Stopped(number, RESUME_ME))
+        self.asked.set()
+
+    def check(self) -> None:
+        """The program has ended by itself, and everything is closed.
+
+        Raises:
+            SystemExit: it was asked to, and was not complete.
+        """
+        if self.asked.is_set() and not self.complete:
+            raise SystemExit(RESUME_ME)
 
 
 def ending() -> tuple[asyncio.Future[BaseException], End]:
@@ -160,8 +207,14 @@ def _listed(names: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def on_signals(end: End) -> Iterator[None]:
-    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect."""
+def on_signals(end: End, ask: Callable[[int], None] | None = None) -> Iterator[None]:
+    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect.
+
+    Args:
+        end: does so.
+        ask: does in its place what the signals of `ASKING` want. Not once torchrun is gone, which they come from then.
+    """
+    parent = os.getppid()
     loop = asyncio.get_running_loop()
     first: float | None = None
     handled: list[int] = []
@@ -170,7 +223,11 @@ def on_signals(end: End) -> Iterator[None]:
         nonlocal first
         if first is None:
             first = loop.time()
-            end(Stopped(number))
+            orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
+            if ask is not None and number in ASKING and not orphaned:
+                ask(number)
+            else:
+                end(Stopped(number))
         elif loop.time() - first > REPEATED:
             give_up()
             signal.raise_signal(number)
@@ -179,7 +236,7 @@ def on_signals(end: End) -> Iterator[None]:
         while handled:
             loop.remove_signal_handler(handled.pop())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *((signal.SIGTERM,) if ask is None else ASKING)):
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
             loop.add_signal_handler(number, handle, number)
             handled.append(number)

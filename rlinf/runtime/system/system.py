@@ -33,6 +33,7 @@ from rlinf.runtime.transport.rendezvous import job_store
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.promise import Promise
 
+from .ending import Preemption
 from .handles import ActorGroup, ActorRef
 from .host_service import CALLS_DEADLINE, CLOSE_DEADLINE, MOMENT, Service
 from .local_network import LocalNetwork
@@ -72,6 +73,7 @@ class ActorSystem:
         self._collectives: Collectives | None = None
         self._silent: set[int] = set()
         self.root = Scope(self)
+        self.preemption: Preemption | None = None  # where a signal leaves time to end in
         service = Service()
         Cell(service, SERVICE, "host", host.rank, ActorGroup("host", []), host)
         host.cells[SERVICE] = service._cell

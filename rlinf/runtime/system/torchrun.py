@@ -25,7 +25,7 @@ from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
 from rlinf.runtime.transport.interfaces import bind_interface
 from rlinf.runtime.values.promise import Promise
 
-from .ending import GO_ON, GRACE, End, Stopped, conduct, ending, heartbeat, on_signals
+from .ending import ASKING, GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
 from .local_network import here
 from .system import ActorSystem
 
@@ -58,6 +58,7 @@ def run(
     stall_after: float | None = None,
     host_timeout: float | None = HOST_TIMEOUT,
     interface: str | None = None,
+    grace: float = 0.0,
 ) -> T | None:
     """Run an async program on the actor system and return its value.
 
@@ -75,6 +76,8 @@ def run(
             are not silent. To be given on every rank.
         interface: network interface to listen on. Default: `RLINF_INTERFACE`, or the loopback when all hosts are on
             this machine, or the way to MASTER_ADDR. See docs/multi-node.md.
+        grace: seconds that `main` gets to end by itself after SIGTERM or SIGUSR1, which set `system.preemption.asked`;
+            the process exits with 75 then. 0 ends it at once. To be given on every rank.
 
     Raises:
         Exception: what `main` raised; `HostLost` when a host was lost; `StallError`; `UserError` when the hosts could
@@ -92,12 +95,12 @@ def run(
         hosts = 1
         _die_with_torchrun()
     if world == 1:
-        return _run_loop(_run_local(main, hosts, trace, device_memory, stall_after))
+        return _run_loop(_run_local(main, hosts, trace, device_memory, stall_after, grace))
     bind_interface(interface, world)
     transport = _join(rank, world)
     if rank == 0:
-        return _run_loop(_control(main, transport, trace, device_memory, stall_after, host_timeout))
-    if code := _run_loop(_serve(transport, trace, host_timeout)):
+        return _run_loop(_control(main, transport, trace, device_memory, stall_after, host_timeout, grace))
+    if code := _run_loop(_serve(transport, trace, host_timeout, grace)):
         sys.exit(code)
     return None
 
@@ -194,13 +197,23 @@ def _device() -> str:
 
 
 async def _run_local(
-    main: Main[T], hosts: int | None, trace: bool, memory: Mapping[int, int] | None, stall_after: float | None
+    main: Main[T],
+    hosts: int | None,
+    trace: bool,
+    memory: Mapping[int, int] | None,
+    stall_after: float | None,
+    grace: float,
 ) -> T:
     early, end = ending()
-    with on_signals(end):
+    preemption = Preemption(grace, end) if grace else None
+    with on_signals(end, None if preemption is None else preemption.ask):
         async with ActorSystem.local(hosts, trace=trace, device_memory=memory) as system:
+            system.preemption = preemption
             _watch(system, stall_after, end)
-            return await conduct(_program(main, system), system._host, early)
+            result = await conduct(_program(main, system), system._host, early)
+    if preemption is not None:
+        preemption.check()
+    return result
 
 
 async def _control(
@@ -210,20 +223,28 @@ async def _control(
     memory: Mapping[int, int] | None,
     stall_after: float | None,
     host_timeout: float | None,
+    grace: float,
 ) -> T:
     system = _open(transport, trace)
     host, service = system._host, system.service
     service.open_leases(dict(memory) if memory is not None else None)
     early, end = ending()
+    system.preemption = preemption = Preemption(grace, end) if grace else None
 
     async def program() -> T:
         await service.all_here.wait()
         _watch(system, stall_after, end)
         return await main(system)
 
-    service.on_interrupt = lambda number: end(Stopped(number))
+    def interrupted(number: int) -> None:
+        if preemption is not None and number in ASKING:
+            preemption.ask(number)
+        else:
+            end(Stopped(number))
+
+    service.on_interrupt = interrupted
     heartbeat(host, transport, host_timeout, end, watched=range(1, transport.hosts))
-    with on_signals(end):
+    with on_signals(end, None if preemption is None else preemption.ask):
         try:
             result = await conduct(program(), host, early)
         except BaseException as error:
@@ -231,7 +252,9 @@ async def _control(
                 await _end(system, CLOSING_SOON if isinstance(error, Stopped | HostLost) else CLOSING)
             raise
         await _end(system, CLOSING)
-        return result
+    if preemption is not None:
+        preemption.check()
+    return result
 
 
 async def _program(main: Main[T], system: ActorSystem) -> T:
@@ -282,14 +305,20 @@ def _on(host: Host, other: int, what: str) -> Promise[Any]:
 # The other ranks -------------------------------------------------------------------------------------------------
 
 
-async def _serve(transport: Transport, trace: bool, host_timeout: float | None) -> int:
+async def _serve(transport: Transport, trace: bool, host_timeout: float | None, grace: float) -> int:
     """Serve actors until the controller says goodbye or is lost; returns the exit code."""
     system = _open(transport, trace)
     host, service = system._host, system.service
     early, end = ending()
     heartbeat(host, transport, host_timeout, end, watched=[CONTROLLER])
     host.cast(CONTROLLER, SERVICE, "hello", host.places[host.rank])
-    with on_signals(end):
+    preemption = Preemption(grace, end)
+
+    def ask(number: int) -> None:
+        host.cast(CONTROLLER, SERVICE, "interrupted", number)  # its program ends by itself, and then the system
+        preemption.ask(number)
+
+    with on_signals(end, ask if grace else None):
         both: set[asyncio.Future[Any]] = {service.farewell, early}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not service.farewell.done() and isinstance(stopped := early.result(), Stopped):
@@ -302,7 +331,7 @@ async def _serve(transport: Transport, trace: bool, host_timeout: float | None) 
         sys.stderr.write(f"rlinf: host {host.rank} stops: {_why(reason)}\n")
         await asyncio.wait({host.own(service.retire())}, timeout=CLOSING_SOON)
         await host.close(False)
-        return 128 + reason.number if isinstance(reason, Stopped) else 1
+        return int(str(reason.code)) if isinstance(reason, Stopped) else 1
 
 
 def _why(reason: BaseException) -> str:

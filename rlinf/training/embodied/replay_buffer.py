@@ -81,6 +81,22 @@ class ReplayBuffer:
         chosen = torch.from_numpy(np.random.default_rng(key).integers(0, len(self), count))
         return {name: rows[chosen] for name, rows in self._rows.items()}
 
+    def tensors(self) -> Rows:
+        """All that it holds, as it is and not copied: `rows.NAME` each, and `counts`, its capacity and `added`."""
+        rows = {f"rows.{name}": rows[: len(self)] for name, rows in self._rows.items()}
+        return {**rows, "counts": torch.tensor([self.capacity, self.added])}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all rows by those of another buffer's `tensors`. With the same capacity, draws go on as they would
+        have."""
+        capacity, added = tensors["counts"].tolist()
+        there = min(added, capacity)
+        ages = torch.arange(added - there, added) % capacity
+        self._rows, self.added = {}, added - there
+        if there:
+            rows = {name.removeprefix("rows."): row for name, row in tensors.items() if name != "counts"}
+            self.add({name: row[ages] for name, row in rows.items()})
+
     def write(self, directory: Path) -> None:
         """Write all rows into a directory, which is made if it is not there. Blocking.
 
@@ -100,9 +116,5 @@ class ReplayBuffer:
         if not (directory / _ABOUT).is_file():
             raise FileNotFoundError(f"{directory} holds no {_ABOUT}: no replay buffer was saved there")
         about = json.loads((directory / _ABOUT).read_text(encoding="utf-8"))
-        saved = load_file(directory / _TENSORS)
-        there = min(about["added"], about["capacity"])
-        ages = torch.arange(about["added"] - there, about["added"]) % about["capacity"]
-        self._rows, self.added = {}, about["added"] - there
-        if there:
-            self.add({name: rows[ages] for name, rows in saved.items()})
+        rows = {f"rows.{name}": row for name, row in load_file(directory / _TENSORS).items()}
+        self.take({**rows, "counts": torch.tensor([about["capacity"], about["added"]])})

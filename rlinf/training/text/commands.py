@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.runtime.streams.stream import Stream
@@ -44,8 +43,11 @@ class ForwardBackward:
     """Columns of the loss that are computed in this pass, unless `kept` has them from an earlier one."""
     keep: bool = False
     """It comes once more, as `Recompute`."""
-    kept: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """Columns that were computed when it came first, on the device, float32 [learned] each."""
+    again: bool = False
+    """It came before, to whoever computed it then, under earlier weights."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Columns that were computed when it came first, float32 [learned] each: tensors on the device, or arrays where
+    they come from another rank."""
     _packed: Packed | None = field(default=None, init=False)
 
     def packed(self) -> Packed:
@@ -55,7 +57,17 @@ class ForwardBackward:
         return self._packed
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ForwardBackward, (self.rows, self.supervised, self.compare, self.columns, self.keep)
+        return ForwardBackward, (
+            self.rows, self.supervised, self.compare, self.columns, self.keep, self.again, self.kept,
+        )  # fmt: skip
+
+    def once_more(self, kept: dict[str, np.ndarray]) -> ForwardBackward:
+        """The same for a later epoch, with the columns that its first computation gave."""
+        return replace(self, again=True, keep=False, kept=kept)
+
+    def without_rows(self) -> ForwardBackward:
+        """Its kind, without work."""
+        return replace(self, rows=(), keep=False, kept={})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,14 @@ class LogprobPass:
         ranks: how many share the work.
         budget: tokens (prompts included) that a rank computes at once.
         columns: names in `Sample.per_token` of what is computed.
+        copies: see `Rounds`.
     """
 
-    def __init__(self, ranks: int, budget: int, columns: tuple[str, ...]):
+    def __init__(self, ranks: int, budget: int, columns: tuple[str, ...], copies: int = 1):
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         """Groups that carry the columns, in the order in which they came."""
         self._columns, self._budget = columns, budget
-        self._cutter = Rounds(ranks, budget)
+        self._cutter = Rounds(ranks, budget, copies=copies)
         self.came = 0
         """Groups that were pushed."""
         self._waiting: deque[tuple[Group, list[Row | None]]] = deque()  # the groups and their rows, oldest first

@@ -98,10 +98,11 @@ class Rounds:
         ranks: micro-batches in a round.
         budget: tokens of a micro-batch; a longer row stands alone.
         together: so many neighbours are never parted, such as the two rows of a pair; what is pushed is whole sets.
+        copies: rounds that are computed at the same time, so the last ones are balanced over as many.
     """
 
-    def __init__(self, ranks: int, budget: int, together: int = 1):
-        self._ranks = ranks
+    def __init__(self, ranks: int, budget: int, together: int = 1, copies: int = 1):
+        self._ranks, self._copies = ranks, copies
         self._budget = budget
         self._together = together
         self._rows: list[Row] = []
@@ -114,16 +115,19 @@ class Rounds:
         if self._held > self._ranks * self._budget:  # otherwise no round can be full
             pieces = self._pieces()
             while len(pieces) > self._ranks:  # the last piece may still grow
-                yield self._round(pieces[: self._ranks])
+                yield self._dealt(pieces[: self._ranks], self._ranks)
                 pieces = pieces[self._ranks :]
             self._rows = [row for piece in pieces for row in piece]
             self._held = sum(row.size for row in self._rows)
 
-    def close(self) -> Iterator[Round]:
-        """No more rows come; the last rounds, of which one may be smaller."""
-        pieces = self._pieces()
-        for start in range(0, len(pieces), self._ranks):
-            yield self._round(pieces[start : start + self._ranks])
+    def close(self, rows: Sequence[Row] = ()) -> Iterator[Round]:
+        """No more rows come than these; the last rounds, of which some may be smaller."""
+        self._rows += rows
+        pieces, at_once = self._pieces(), self._ranks * self._copies
+        for start in range(0, len(pieces), at_once):
+            dealt = self._dealt(pieces[start : start + at_once], at_once)
+            rounds = [dealt[first : first + self._ranks] for first in range(0, at_once, self._ranks)]
+            yield from (round for round in rounds if any(round))
         self._rows, self._held = [], 0
 
     def _pieces(self) -> list[list[Row]]:
@@ -136,21 +140,21 @@ class Rounds:
     def _sets(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
         return [rows[start : start + self._together] for start in range(0, len(rows), self._together)]
 
-    def _round(self, pieces: Sequence[Sequence[Row]]) -> Round:
-        """Rows of a round, balanced over the ranks by tokens: the most first, each to the rank with least so far
+    def _dealt(self, pieces: Sequence[Sequence[Row]], ranks: int) -> Round:
+        """Rows of so many ranks, balanced over them by tokens: the most first, each to the rank with least so far
         (Graham, "Bounds on multiprocessing timing anomalies", 1969). Unless that would overfill one. Answers to one
         prompt stay together where they came together, since a rank reads their prompt once."""
-        if self._ranks == 1:
+        if ranks == 1:
             return (tuple(pieces[0]),)
-        dealt: list[list[Row]] = [[] for _ in range(self._ranks)]
-        loads = [0] * self._ranks
+        dealt: list[list[Row]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
         runs = [run for piece in pieces for run in (_runs(piece) if self._together == 1 else self._sets(piece))]
         for run in sorted(runs, key=_size, reverse=True):
             rank = loads.index(min(loads))
             dealt[rank] += run
             loads[rank] += _size(run)
         if max(loads) > max(map(_size, pieces)):
-            empty: list[list[Row]] = [[] for _ in range(self._ranks - len(pieces))]
+            empty: list[list[Row]] = [[] for _ in range(ranks - len(pieces))]
             dealt = [*map(list, pieces), *empty]
         return tuple(map(tuple, dealt))
 

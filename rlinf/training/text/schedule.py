@@ -37,6 +37,7 @@ class BatchSchedule:
         compute: runs blocking work, as `Actor.compute` does: the rows of a whole batch take a while.
         own: columns that the trainer computes itself.
         whole_batch: rows depend on all groups.
+        copies: see `Rounds`.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class BatchSchedule:
         compute: Callable[..., Awaitable[LearnedRows]],
         own: OwnColumns | None = None,
         whole_batch: bool = False,
+        copies: int = 1,
     ):
         self._rows_of, self._where, self._compute = rows_of, where, compute
-        self._ranks, self._in_order, self._budget = ranks, in_order, budget
+        self._ranks, self._in_order, self._budget, self._copies = ranks, in_order, budget, copies
         self._epochs, self._minibatches, self._seed = epochs, minibatches, seed
         self._own = OwnColumns() if own is None else own
         self._whole = whole_batch or bool(self._own.whole_batch) or minibatches > 1
@@ -72,7 +74,7 @@ class BatchSchedule:
             ValueError: there is nothing to learn from, a group was not judged, or a column is missing.
         """
         step: tuple[Command, ...] = (OptimizerStep(),) * self._ranks
-        cutter = Rounds(self._ranks, self._budget)
+        cutter = Rounds(self._ranks, self._budget, copies=self._copies)
         ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
         if self._whole:
             whole: list[Group] = []
@@ -86,13 +88,14 @@ class BatchSchedule:
             self._check()
             for epoch in range(self._epochs):
                 for number, part in enumerate(self._parts(epoch)):
-                    for dealt in [*cutter.push(part), *cutter.close()]:
+                    for dealt in cutter.close(part):
                         yield tuple(ForwardBackward(rows, compare=epoch == number == 0) for rows in dealt)
                     yield step
             return
         given, keep = 0, self._epochs > 1
+        cut = cutter.close if self._whole else cutter.push
         async for lot in each(ready):
-            for dealt in cutter.push(await self._take(lot)):
+            for dealt in cut(await self._take(lot)):
                 given += 1
                 yield tuple(self._first(rows, keep) for rows in dealt)
         self._check()
@@ -115,7 +118,7 @@ class BatchSchedule:
             async for lot in lots(groups, self._in_order, self._budget):
                 whole += lot
             return
-        passing = LogprobPass(self._ranks, self._budget, self._own.whole_batch)
+        passing = LogprobPass(self._ranks, self._budget, self._own.whole_batch, self._copies)
         async for command in passing.commands(groups, self._in_order):
             yield command
         while len(whole) < passing.came:
@@ -168,6 +171,7 @@ async def supervised_commands(
     where: str = "sft",
     together: int = 1,
     columns: frozenset[str] = frozenset(),
+    copies: int = 1,
 ) -> AsyncGenerator[tuple[Command, ...], None]:
     """Commands for batches of given texts: for each batch one optimizer step, which makes a version.
 
@@ -178,6 +182,7 @@ async def supervised_commands(
         where: endpoint that learns, for errors.
         together: see `Rounds`.
         columns: see `ForwardBackward`.
+        copies: see `Rounds`.
 
     Raises:
         ValueError: a batch has nothing to learn.
@@ -185,8 +190,7 @@ async def supervised_commands(
     async for rows in each(batches):
         if not any(row.learned for row in rows) or not all(len(row.prompt_ids) for row in rows):
             raise ValueError(f"{where}: a batch has not one token to learn from, or an example without a prompt")
-        cutter = Rounds(ranks, budget, together)
-        for dealt in [*cutter.push(rows), *cutter.close()]:
+        for dealt in Rounds(ranks, budget, together, copies).close(rows):
             yield tuple(ForwardBackward(part, supervised=True, columns=columns) for part in dealt)
         yield (OptimizerStep(new_version=True),) * ranks
 

@@ -66,6 +66,21 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16 in copies": {"model": toys.configuration("qwen2"), "dtype": "bfloat16", "sharding": "replicate"},
     "minibatches": {"model": toys.configuration("qwen2"), "minibatches": 2, "epochs": 2},
     "corrected": {"model": toys.configuration("qwen2"), "algorithm": "grpo_tis", "staleness": 3},
+    "free copies": {"model": toys.configuration("qwen2"), "sharding": "replicate", "order": "free"},
+    "free copies corrected": {
+        "model": toys.configuration("qwen2"),
+        "sharding": "replicate",
+        "order": "free",
+        "algorithm": "grpo_tis",
+        "staleness": 3,
+    },
+    "free copies in minibatches": {
+        "model": toys.configuration("qwen2"),
+        "sharding": "replicate",
+        "order": "free",
+        "minibatches": 2,
+        "epochs": 2,
+    },
     "own reference": {
         "model": toys.configuration("qwen2"),
         "lora": {"r": 3, "alpha": 6, "target_modules": ["q_proj", "down_proj"]},
@@ -116,11 +131,25 @@ async def by_algorithm(system: rlinf.ActorSystem) -> dict[str, Any]:
         await trainer.become(algorithm)
         metrics = await trainer.train(Stream.of(batch[::-1]))
         found[name] = {"gradient": (await trainer.inspect())["gradients"][0], "metrics": metrics}
+    said, proximal = await before_the_update(trainer, batch)
+    free = await system.spawn(Apprentice, name="freely", **STILL, sharding="replicate", order="free")
+    freely = await before_the_update(free, batch)
+    return {
+        "said": said,
+        "algorithms": found,
+        "proximal": proximal,
+        "said freely": freely[0],
+        "proximal freely": freely[1],
+    }
+
+
+async def before_the_update(trainer: Any, batch: list[Group]) -> tuple[list[Group], dict[str, Any]]:
+    """Groups with log-probs; and a batch that was learned in minibatches with those, whatever its engine had said."""
     wrong = [Group(g.prompt, tuple(replace(s, logprobs=s.logprobs - 5.0) for s in g.samples)) for g in batch]
     await trainer.become(toys.ALGORITHMS["grpo_tis"], 3)
     metrics = await trainer.train(Stream.of(wrong))
     said = [group async for group in trainer.say(Stream.of(batch[::-1]))]
-    return {"said": said, "algorithms": found, "proximal": {"groups": await trainer.batch(), "metrics": metrics}}
+    return said, {"groups": await trainer.batch(), "metrics": metrics}
 
 
 async def with_adapters(system: rlinf.ActorSystem) -> dict[str, Any]:

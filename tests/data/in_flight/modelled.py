@@ -106,13 +106,23 @@ class Rollout:
     async def split(self) -> None:
         return
 
+    async def pause(self) -> None:
+        return
+
+    async def unpause(self) -> None:
+        return
+
+    def rest(self, partial: tuple[Any, ...], samples: Any) -> tuple[Any, ...]:
+        assert not samples  # of no group a part has come
+        return partial
+
 
 class Keeper:
     """A rollout as its `InFlight` asks it."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.partials, self.settled, self.drop, self.split = (
-            rollout.partials, rollout.settled, rollout.drop, rollout.split,
+        self.partials, self.settled, self.drop, self.split, self.rest = (
+            rollout.partials, rollout.settled, rollout.drop, rollout.split, rollout.rest,
         )  # fmt: skip
         self._rollout = rollout
 
@@ -150,7 +160,7 @@ class Books:
         self.drawn_ids += ids
 
     def dropped(self, prompt_id, reason, indices=None, tokens=0):
-        self.dropped_samples.append((prompt_id, reason, None if indices is None else tuple(indices)))
+        self.dropped_samples.append((prompt_id, reason, None if indices is None else tuple(sorted(indices))))
 
     def masked(self, tokens):
         self.masked_tokens += tokens

@@ -209,3 +209,22 @@ def test_a_missing_environment_is_told_with_what_makes_it(tmp_path, monkeypatch)
     monkeypatch.setenv("THERE", str(tmp_path / "python"))
     (tmp_path / "python").symlink_to("/bin/true")
     assert environment_of("SGLang", None, "THERE", ".venv-none", "sglang") == str(tmp_path / "python")
+
+
+async def test_requests_are_read_when_there_is_a_row_for_them(started):
+    engine, server = await started(max_rows=3)
+    server.hold.clear()
+    taken = []
+
+    async def coming():
+        for number in range(8):
+            taken.append(number)
+            yield request(number, [number], Sampling(4))
+
+    call = asyncio.create_task(answers(engine, coming()))
+    while len(server.running) < 3:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    assert taken == [0, 1, 2]
+    server.hold.set()
+    right(await call, [request(number, [number], Sampling(4)) for number in range(8)])

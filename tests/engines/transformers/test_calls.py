@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlinf.engines.base import Sampling
+from rlinf.engines.transformers import admission
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.runtime.base import clock
 from tests.engines.scripted import Weights, answer, answers, ragged, request, right, scripted, ticks
@@ -203,9 +204,9 @@ async def test_asleep_keys_and_values_are_gone_and_come_back(stepwise, paused):
     await engine.sleep()  # as good as once
     await engine.wake()
     await engine.wake()
-    assert len(forward.reads) > reads
     await engine.resume()
     right(requests, await call)
+    assert forward.reads[reads][0] == 4  # all that were in flight, before anything else
     assert forward.moves == ["off", "off", "on"]
 
 
@@ -248,6 +249,38 @@ def test_a_prompt_source_is_waited_for_and_a_slow_one_is_not():
     assert set(clock.run_virtual(widths(0.2))[0]) == {8}
     assert clock.run_virtual(widths(0.3))[0][0] == 4
     assert clock.run_virtual(widths(1000.0))[0][:49] == [4] * 49  # done before the others come
+
+
+@pytest.mark.parametrize(("max_tokens", "most"), [(None, 4), (2 * 50_000, 2)])
+async def test_a_slow_source_is_read_no_further_than_there_is_room(max_tokens, most, monkeypatch):
+    monkeypatch.setattr(admission, "PATIENCE", 0.0)
+    engine, _ = scripted(max_rows=4, max_tokens=max_tokens)
+    taken = found = 0
+    ahead = []
+
+    async def lots():
+        nonlocal taken
+        for lot in (1, 2, 12):
+            await asyncio.sleep(0.01)
+            for number in range(lot):
+                taken += 1
+                ahead.append(taken - found)
+                yield request(taken, [number], Sampling(50_000))
+
+    running = engine.generate(lots())
+    call = asyncio.create_task(anext(running))
+    while taken < most or engine._batch.live < most:
+        await asyncio.sleep(0.01)
+    while taken < 15:
+        await engine.abort([found + 1])
+        await call
+        found += 1
+        call = asyncio.create_task(anext(running))
+        await asyncio.sleep(0.03)
+    assert max(ahead) == most
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await running.aclose()
 
 
 async def test_stop_texts_end_an_answer_and_stay_in_it():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlinf.flows.grpo import grpo
+from rlinf.placement.asynchronous.recommend import Recommended, Stale
 from rlinf.placement.auto import auto
 from rlinf.placement.auto.auto import WINDOW, AutoPlacement
 from rlinf.placement.auto.choose import Chosen, Row
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.plan import Plan, RolePlan
+from rlinf.placement.planner.search import Found
 from rlinf.placement.profiling.bound import Bound
 from rlinf.placement.profiling.profile import BESIDE, Profile, Release, StageProfile, Timing
 
@@ -86,6 +90,16 @@ async def test_what_was_measured_counts_more_than_what_was_simulated_there(monke
     back = await one.decide(profile(1.0, 1.0), MIXED)
     assert back.plan is APART
     assert "steps take 2.50 s where 1.00 s were expected" in back.said
+
+
+async def test_it_says_which_staleness_would_pay(monkeypatch):
+    rows = [Stale(number, Found(None, 1, seconds, seconds), None) for number, seconds in ((0, 3.0), (1, 2.0))]
+    simulate(monkeypatch, (TOGETHER, 4.0))
+    chosen = replace(auto.choose(), recommended=Recommended(tuple(rows), 1))
+    monkeypatch.setattr(auto, "choose", lambda *_, **__: chosen)
+    one = planner(explored=())
+    steps(one, 4.0, 4.0, 4.0)
+    assert "staleness 1 gains 50 %: take 1" in (await one.decide(profile(2.0, 2.0), TOGETHER)).said
 
 
 async def test_steps_as_expected_are_no_reason_to_plan_and_one_slow_step_is_none_either(monkeypatch):

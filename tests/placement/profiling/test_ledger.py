@@ -47,6 +47,13 @@ def test_a_device_that_nobody_has_idles_and_counts():
     assert Ledger(alone, 4, **ABOUT).step(step(6, 2))["bound/devices"] == 1.0
 
 
+def test_where_work_is_begun_early_no_stage_waits_for_another_of_the_same_step():
+    both = [Ledger(TWO, 4, **ABOUT, staleness=staleness) for staleness in (0, 1)]
+    told = [ledger.step(step(6, 2))["bound/saturation"] for ledger in both]
+    assert told == [(6.0 + 2.0) / 2, 6.0 / 2]
+    assert [ledger.profile.staleness for ledger in both] == [0, 1]
+
+
 def test_the_measure_follows_work_that_grows():
     ledger = Ledger(TWO, 4, **ABOUT)
     for _ in range(WINDOW):

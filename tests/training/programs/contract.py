@@ -23,7 +23,7 @@ from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import POLICY
 from rlinf.training.backend import ModelSettings, back_end_of
 from rlinf.training.text.policy_loss import learn_policy
-from rlinf.weights.train_state import STATE, write_checkpoint
+from rlinf.weights.train_state import STATE, StateCopy, write_checkpoint
 from tests.actors import toys
 from tests.actors.watched import Precise, precisely
 from tests.training.plain_backend import PlainBackEnd
@@ -77,6 +77,12 @@ class Examined(JointActor):
         self._back, self._optimization = await self._made()
         self._found = await self.compute(self._learned)
         copies = await self.compute(self._back.copies, self._optimization, 2, {"cursor": 5}, self._tokenizer)
+        alone = await self.compute(self._back.state, self._optimization, 2, {"cursor": 5})
+        written = copies[STATE]
+        assert isinstance(written, StateCopy)
+        self._found["handed over"] = (alone.about, alone.offsets) == (written.about, written.offsets) and all(
+            torch.equal(alone.shards[key], shard) for key, shard in written.shards.items()
+        )
         await write_checkpoint(directory, copies, lead=self.rank == 0)
 
     @endpoint

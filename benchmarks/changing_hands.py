@@ -1,0 +1,140 @@
+"""`python -m benchmarks.changing_hands`: trainers that take devices as they become free, beside such as go in step.
+
+The real streams, leases, micro-batches and rollout actors around modelled engines and a modelled trainer, in virtual
+time: the seconds below are calculated, not measured on a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.changing_hands_modelled import Gathered, LeasedRollout, ModelledTrainer, Together
+from benchmarks.rescale import PUBLISHED, TRAINING
+from benchmarks.rescale_modelled import Lengths
+from rlinf.data.sample import Prompt
+from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.streams.stream import Stream
+from rlinf.runtime.system.system import ActorSystem
+
+DEVICES = 16
+SWITCH = 2.0
+"""Seconds to park a role or to bring it back: some 60 GB over a bus of 30 GB/s."""
+STEP = 1.5
+"""Seconds of an optimizer step with its sums of gradients over 16 devices; assumed."""
+MICRO_BATCH = 32_768
+"""Tokens."""
+SPLITS = (2, 3, 4, 6, 8)
+"""Devices of a trainer that has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step."""
+
+    name: str
+    """What is special about it."""
+    lengths: Lengths
+    """Of answers."""
+    prompts: int = 64
+    """How many."""
+    n: int = 8
+    """Answers per prompt."""
+    max_rows: int = 64
+    """Rows per engine."""
+    seeds: int = 3
+    """Draws of prompts."""
+
+
+CASES = (
+    Case("long answers, half of them cut", Lengths(15_000, 1.0, 28_672)),
+    Case("a few very long answers", Lengths(1_500, 1.1, 28_672)),
+    Case("the same, four times the prompts", Lengths(1_500, 1.1, 28_672), prompts=256),
+    Case("20k tails", Lengths(4_000, 0.8, 20_480), prompts=128),
+)
+
+
+def seconds(case: Case, own: int | None, order: str, *, rescale: bool = False, seed: int = 0) -> float:
+    """Virtual seconds of one step, the second of two.
+
+    Args:
+        case: what is generated.
+        own: devices that only the trainer has; None: it shares all with the rollout.
+        order: `arrival`: the trainer goes in step, where it shares devices on all of them; `free`: its copies go at
+            their own pace, on all devices.
+        rescale: the last answers are gathered on fewer engines.
+        seed: which prompts.
+    """
+    return run_virtual(_steps(case, own, order, rescale, seed))[0]
+
+
+async def _steps(case: Case, own: int | None, order: str, rescale: bool, seed: int) -> float:
+    taken: list[dict[int, Gathered]] = []
+    meetings: dict[Any, Together] = {}
+    rollouts = range(own or 0, DEVICES)
+    trainers = range(DEVICES) if own is None or order == "free" else range(own)
+    async with ActorSystem.local(
+        hosts=DEVICES, trace=False, device_memory=dict.fromkeys(range(DEVICES), 100)
+    ) as system:
+        rollout = await system.spawn(
+            LeasedRollout, hosts=[*rollouts], devices=[*rollouts], resident_bytes=60, name="rollout", law=PUBLISHED,
+            lengths=case.lengths, max_rows=case.max_rows, rescale=rescale, switch=SWITCH,
+        )  # fmt: skip
+        trainer = await system.spawn(
+            ModelledTrainer, hosts=[*trainers], devices=[*trainers], resident_bytes=60, name="trainer",
+            copies=[[rank] for rank in range(len(trainers))], taken=taken, meetings=meetings, order=order,
+            token=TRAINING, step=STEP, switch=SWITCH, budget=MICRO_BATCH,
+        )  # fmt: skip
+        loop, took = system._host.loop, []
+        for index in range(2):
+            start = loop.time()
+            first = (seed * 2 + index) * case.prompts
+            await trainer.train(rollout.generate(Stream.of(_prompts(first, case.prompts)), n=case.n))
+            took.append(loop.time() - start)
+    for sums in taken:
+        assert sum(sum(part.rows.values()) for part in sums.values()) == case.prompts * case.n
+    return took[-1]
+
+
+def _prompts(first: int, count: int) -> list[Prompt]:
+    return [Prompt(number, np.array([number] + [0] * 299)) for number in range(first, first + count)]
+
+
+def mean(case: Case, own: Sequence[int | None], order: str, *, rescale: bool = False) -> tuple[float, int | None]:
+    """The mean over draws under the best of some splits, and that split."""
+    found = [
+        (float(np.mean([seconds(case, split, order, rescale=rescale, seed=seed) for seed in range(case.seeds)])), split)
+        for split in own
+    ]
+    return min(found, key=lambda one: one[0])
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
+    arguments = parser.parse_args()
+    table = Table(title=f"Seconds of a step on {DEVICES} devices: in step -> at their own pace (virtual)")
+    for name in ("answers", "placement", "engines as they are", "last answers gathered"):
+        table.add_column(name)
+    for case in CASES[: arguments.cases]:
+        for placement, own in (("collocated", (None,)), ("trainer's own devices, best split", SPLITS)):
+            cells = []
+            for rescale in (False, True):
+                (off, before), (on, after) = (mean(case, own, order, rescale=rescale) for order in ("arrival", "free"))
+                splits = "" if before is None else f", {before} -> {after} devices"
+                cells.append(f"{off:,.1f} -> {on:,.1f} ({off / on:.2f} x{splits})")
+            table.add_row(case.name, placement, *cells)
+    Console(width=200).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

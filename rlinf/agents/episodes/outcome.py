@@ -1,0 +1,100 @@
+"""What an episode returned, as samples, and those of a task as groups; why an episode failed.
+
+In: what the user's program returned or raised. Out: samples, groups, remarks. Nobody waits here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlinf.agents.checks import WrongType, number, shown
+from rlinf.agents.conversation import Conversation
+from rlinf.agents.episodes.episode import Episode
+from rlinf.data.sample import Group, Sample
+from rlinf.runtime.base.errors import UserError
+
+_OURS = str(Path(__file__).parents[2])
+"""The package: what a remark does not point at."""
+
+
+def unjudged(sample: Sample) -> bool:
+    """Nobody has said how good it is."""
+    return sample.reward is None and sample.outcome is None
+
+
+def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
+    """What an episode returned, as samples that share its weight.
+
+    Args:
+        returned: by the user's program.
+        episode: the record of it.
+        judged: samples without a reward will get one.
+
+    Raises:
+        TypeError, ValueError, UserError: it returned something else.
+    """
+    samples = [returned] if isinstance(returned, Sample) else returned
+    if isinstance(samples, (list, tuple)) and samples and all(isinstance(each, Sample) for each in samples):
+        if not judged and any(unjudged(sample) for sample in samples):
+            raise UserError(
+                "episode: its trajectory has no reward; give one by c.trajectory(reward=…) or c.reward(…), or give the "
+                "session a reward function: rewards=…"
+            )
+        count = Counter(sample.agent for sample in samples)
+        return [replace(sample, weight=sample.weight / count[sample.agent]) for sample in samples]
+    if isinstance(returned, Conversation) or returned is None or isinstance(returned, (str, list, tuple, dict)):
+        raise WrongType(
+            f"episode: it returned {shown(returned)}; return c.trajectory(reward=…), a list of those, or a number"
+        )
+    reward = number(returned, "episode")
+    if len(episode.conversations) != 1:
+        raise UserError(
+            f"episode: it returned a number and began {len(episode.conversations)} conversations; a number is the "
+            "reward of exactly one: return c.trajectory(reward=…), or a list of those"
+        )
+    return [episode.conversations[0].trajectory(reward)]
+
+
+def groups_of(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
+    """A group for each agent: its samples, numbered from 0; those that begin alike share their prompt."""
+    ordered = [replace(sample, attempt=attempt) for attempt, own in sorted(found.items()) for sample in own]
+    names = dict.fromkeys(sample.agent for sample in ordered)
+    return [_group([sample for sample in ordered if sample.agent == name]) for name in names]
+
+
+def _group(ordered: Sequence[Sample]) -> Group:
+    first = ordered[0].prompt
+    samples = tuple(
+        replace(
+            sample,
+            index=index,
+            prompt=first if (sample.prompt.prefix_key, sample.prompt.text) == (first.prefix_key, first.text) else
+            replace(sample.prompt, id=first.id),
+        )
+        for index, sample in enumerate(ordered)
+    )  # fmt: skip
+    return Group(first, samples)
+
+
+def way_outside(error: BaseException) -> TracebackType | None:
+    """The part of an error's way that is the user's own code."""
+    way = error.__traceback__
+    while way is not None and way.tb_frame.f_code.co_filename.startswith(_OURS):
+        way = way.tb_next
+    return way
+
+
+def remark_on(error: BaseException, timeout: float | None) -> str:
+    """Why an episode failed, and where in the user's own code."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"it took longer than timeout={timeout:g} s" if timeout is not None else "TimeoutError"
+    said = " ".join(str(error).split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"

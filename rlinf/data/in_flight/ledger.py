@@ -1,0 +1,261 @@
+"""The ledger: what became of every sample of every prompt that a run has drawn.
+
+In: what was drawn, dropped and trained, as it happens. Out: one line of `ledger.jsonl` per step. Pure counting: nobody
+waits here. `balance.py` reads the lines back and says whether something was lost, or trained twice.
+
+A sample is one of the `answers` that were asked for a prompt, named by the prompt's id and its index from 0; for
+agents, one attempt at a task, whatever number of conversations came of it. A line holds ids as ranges: 1,000 prompts of
+16 answers are
+
+    {"step": 7, "drawn": {"0-15": "6000-6999"}, "trained": {"0-15": "6000-6998", "0-14": "6999"},
+     "dropped": {"unscored": {"15": "6999"}}, "tokens": {"trained": 1203311}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from rlinf.data.in_flight.held import sample_number
+from rlinf.data.sample import Group
+
+Samples = Mapping[int, Sequence[int]]
+"""Samples as their indices by the prompt's id."""
+Held = Mapping[int, Iterable[int] | int]
+"""Samples in flight by the prompt's id: their indices; or how many there are, where it is not known yet which."""
+EQUAL_REWARDS, SURPLUS, UNSCORED, FAILED, CRITIC_ONLY, TOO_OLD = (
+    *("equal rewards", "surplus", "unscored", "failed", "critic only", "too old"),
+)
+"""Reasons for a drop: dynamic sampling learns nothing from a group, or has a full batch without it; no reward could be
+given; an agent's attempt raised or took too long; only the critic learned from it; its tokens are too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a trainer says of the batches that it was given; those of several batches add."""
+
+    trained: dict[int, list[int]] = field(default_factory=dict)
+    """Samples that it learned from, those included whose tokens were all masked; one that it learned from in several
+    batches is there as often."""
+    unscored: dict[int, list[int]] = field(default_factory=dict)
+    """Samples without a reward, which it left out."""
+    tokens: int = 0
+    """Generated tokens of the samples that it learned from."""
+
+    @staticmethod
+    def of(groups: Iterable[Group]) -> Learned:
+        """What a trainer made of the judged groups of one batch."""
+        found = Learned()
+        scored: set[tuple[int, int]] = set()
+        seen: set[tuple[int, str, int]] = set()
+        tokens = 0
+        for group in groups:
+            for sample in sorted(group.samples, key=lambda sample: sample.reward is None):
+                where = sample_number(sample)
+                name = (group.id, where)
+                again = (group.id, sample.agent, sample.index) in seen
+                seen.add((group.id, sample.agent, sample.index))
+                if sample.reward is not None:
+                    tokens += sample.learned_tokens
+                    if name not in scored or again:  # several conversations of one attempt are one sample
+                        found.trained.setdefault(group.id, []).append(where)
+                        scored.add(name)
+                elif name not in scored and where not in found.unscored.get(group.id, ()):
+                    found.unscored.setdefault(group.id, []).append(where)
+        return Learned(found.trained, found.unscored, tokens)
+
+    def __add__(self, other: Learned) -> Learned:
+        return Learned(
+            _joined(self.trained, other.trained), _joined(self.unscored, other.unscored), self.tokens + other.tokens
+        )
+
+
+class Ledger:
+    """Keeps account of one run, step by step.
+
+    Args:
+        own: the flow is the user's own: it may learn from samples whenever and as often as it likes, so what it says
+            nothing about is unknown and not lost.
+    """
+
+    def __init__(self, *, own: bool = False) -> None:
+        self.own = own
+        self.load_state_dict({})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave when a checkpoint was written; {} begins anew."""
+        self._before: Mapping[str, str] = state.get("before", {})
+        """What was open after the last line, packed."""
+        self._carried = self._before
+        """The same of the run that is gone on with, until the next line has told it."""
+        self._open = {number: set(indices) for number, indices in unpacked(state.get("open", {}))}
+        """The samples that are neither trained nor dropped."""
+        events = state.get("since", {})
+        self._drawn = {number: list(indices) for number, indices in unpacked(events.get("drawn", {}))}
+        self._trained = {number: list(indices) for number, indices in unpacked(events.get("trained", {}))}
+        self._dropped = {
+            reason: {number: list(indices) for number, indices in unpacked(found)}
+            for reason, found in events.get("dropped", {}).items()
+        }
+        self._tokens: dict[str, int] = dict(events.get("tokens", {}))
+
+    # What happens ------------------------------------------------------------------------------------------------
+
+    def drawn(self, ids: Iterable[int], answers: int) -> None:
+        """Prompts were drawn, to be answered `answers` times each; those that are open already stay as they are."""
+        for number in ids:
+            if number not in self._open:
+                self._open[number] = {*range(answers)}
+                self._drawn[number] = list(range(answers))
+
+    def dropped(self, prompt_id: int, reason: str, indices: Iterable[int] | None = None, tokens: int = 0) -> None:
+        """Samples will never be trained; those of them that are not open are left as they are.
+
+        Args:
+            prompt_id: whose.
+            reason: a few words.
+            indices: which; None: all that are open. None of them, (), where tokens alone were thrown away.
+            tokens: generated tokens that were thrown away.
+        """
+        left = self._open.get(prompt_id, set())
+        gone = sorted(left if indices is None else left.intersection(indices))
+        if gone:
+            self._dropped.setdefault(reason, {}).setdefault(prompt_id, []).extend(gone)
+            self._settle(prompt_id, gone)
+        self._count("dropped", tokens)
+
+    def masked(self, tokens: int) -> None:
+        """So many generated tokens of samples that are trained give no gradient, because they were too old."""
+        self._count("masked", tokens)
+
+    def trained(self, samples: Samples, tokens: int = 0) -> None:
+        """A trainer has learned from samples, with so many generated tokens in all."""
+        for number, indices in samples.items():
+            self._trained.setdefault(number, []).extend(indices)
+            self._settle(number, indices)
+        self._count("trained", tokens)
+
+    def learned(self, found: Learned) -> None:
+        """The same in a trainer's own words."""
+        self.trained(found.trained, found.tokens)
+        for number, indices in found.unscored.items():
+            self.dropped(number, UNSCORED, indices)
+
+    # What it says ------------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> dict[int, list[int]]:
+        """The samples that are neither trained nor dropped, in the order in which their prompts were drawn."""
+        return {number: sorted(indices) for number, indices in self._open.items()}
+
+    @property
+    def learned_tokens(self) -> int:
+        """Generated tokens of the samples trained since the last step was closed."""
+        return self._tokens.get("trained", 0)
+
+    def close(self, step: int, in_flight: Held | None = None) -> dict[str, Any]:
+        """The step is over: its line, as JSON. What is open and not in flight is not asked about again.
+
+        Args:
+            step: which, from 1.
+            in_flight: what whoever holds unfinished samples says that it holds.
+        """
+        held = {number: self._held(number, indices) for number, indices in (in_flight or {}).items()}
+        gone = {number: sorted(left.difference(held.get(number, ()))) for number, left in self._open.items()}
+        gone = {number: indices for number, indices in gone.items() if indices}
+        line: dict[str, Any] = {"step": step, **({"own": True} if self.own else {})}
+        line |= {**({"carried": self._carried} if self._carried else {}), **self._since()}
+        line |= {
+            key: packed(found)
+            for key, found in (
+                ("in_flight", {number: indices for number, indices in held.items() if indices}),
+                ("unknown" if self.own else "lost", gone),
+            )
+            if found
+        }
+        for number, indices in gone.items():
+            self._settle(number, indices)
+        self._drawn, self._trained, self._dropped, self._tokens = {}, {}, {}, {}
+        self._before, self._carried = packed(self.open), {}
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what is open, and what has happened since the last line; as JSON.
+
+        To be called at the same moment at which the samples in flight are listed for the checkpoint."""
+        return {"open": packed(self.open), "before": self._before, "since": self._since()}
+
+    def _since(self) -> dict[str, Any]:
+        """What has happened since the last line."""
+        found = {
+            "drawn": packed(self._drawn),
+            "trained": packed(self._trained),
+            "dropped": {reason: packed(samples) for reason, samples in self._dropped.items()},
+            "tokens": dict(self._tokens),
+        }
+        return {key: value for key, value in found.items() if value}
+
+    def _held(self, number: int, said: Iterable[int] | int) -> list[int]:
+        return list(islice(sorted(self._open.get(number, ())), said)) if isinstance(said, int) else sorted(said)
+
+    def _settle(self, number: int, indices: Iterable[int]) -> None:
+        if number in self._open:
+            self._open[number].difference_update(indices)
+            if not self._open[number]:
+                del self._open[number]
+
+    def _count(self, kind: str, tokens: int) -> None:
+        if tokens:
+            self._tokens[kind] = self._tokens.get(kind, 0) + tokens
+
+
+# Samples as ranges ----------------------------------------------------------------------------------------------------
+
+
+def packed(samples: Samples) -> dict[str, str]:
+    """Samples as JSON: prompts that have the same indices are named together, `{"0-7": "96-103,105"}`."""
+    alike: dict[str, list[int]] = {}
+    for number, indices in samples.items():
+        alike.setdefault(ranges(indices), []).append(number)
+    return {indices: ranges(numbers) for indices, numbers in alike.items()}
+
+
+def unpacked(found: Mapping[str, str]) -> Iterator[tuple[int, Sequence[int]]]:
+    """What `packed` made: each prompt's id with the indices of its samples.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    for spelled, numbers in found.items():
+        indices = of_ranges(spelled)
+        yield from ((number, indices) for number in of_ranges(numbers))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers as text, in their order: `0-3,7`. A number that is there twice is spelled twice."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def of_ranges(text: str) -> list[int]:
+    """The numbers that `ranges` has spelled.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found: list[int] = []
+    for run in text.split(",") if text else ():
+        first, dash, last = run[1:].partition("-")  # a number may have a sign of its own
+        found += range(int(run[0] + first), (int(last) if dash else int(run[0] + first)) + 1)
+    return found
+
+
+def _joined(one: Samples, other: Samples) -> dict[int, list[int]]:
+    return {number: [*one.get(number, ()), *other.get(number, ())] for number in {**one, **other}}

@@ -1,0 +1,24 @@
+"""GRPO, with a step that does not end, or in which the disk is full: `HELD_AT` and `FULL_AT` name its index."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from rlinf.flows.grpo import grpo
+
+HELD = "held"
+"""File in `HELD_IN` that says that the step has begun."""
+
+
+async def held(step, rollout, judge, trainer):
+    if os.environ.get("HELD_AT") == str(step.index):
+        Path(os.environ["HELD_IN"], HELD).touch()
+        await asyncio.sleep(1000)
+    if os.environ.get("FULL_AT") == str(step.index):
+        (metrics,) = (
+            int(each.name)
+            for each in Path("/proc/self/fd").iterdir()
+            if each.exists() and each.readlink().name == "metrics.jsonl"
+        )
+        os.dup2(os.open("/dev/full", os.O_WRONLY), metrics)
+    return await grpo(step, rollout, judge, trainer)

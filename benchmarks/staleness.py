@@ -30,8 +30,8 @@ PAGE = ROOT / "docs" / "async.md"
 BEGIN, END = "<!-- benchmarks.staleness: table -->", "<!-- benchmarks.staleness: end -->"
 """Between these lines of the page stands the table."""
 HEADINGS = (
-    "staleness.max", "correction", "accuracy, late, %", "mean", "reward, late", "age, mean / max", "drift, nats", "ESS",
-    "gradient norm",
+    "staleness.max", "correction", "accuracy, end, %", "mean", "late, %", "reward, late", "age, mean / max",
+    "drift, nats", "ESS", "gradient norm",
 )  # fmt: skip
 BAR = (4, "default")
 """Bound and correction that are held to what staleness 0 reaches."""
@@ -51,8 +51,9 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
             (
                 str(bound),
                 correction,
-                ", ".join(f"{100 * outcome.late_accuracy:.1f}" for outcome in ended),
-                f"{100 * fmean(outcome.late_accuracy for outcome in ended):.1f}",
+                ", ".join(f"{100 * outcome.accuracy:.1f}" for outcome in ended),
+                _mean(ended, lambda outcome: 100 * outcome.accuracy, "{:.1f}"),
+                _mean(ended, lambda outcome: 100 * outcome.late_accuracy, "{:.1f}"),
                 _mean(ended, lambda outcome: outcome.late_reward, "{:.3f}"),
                 f"{fmean(outcome.staleness_mean for outcome in ended):.2f} / "
                 f"{max(outcome.staleness_max for outcome in ended):.0f}",
@@ -71,7 +72,7 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[bool | None, str]:
         return [
             outcome.late_accuracy
             for outcome in outcomes
-            if outcome.bound == bound and outcome.correction in corrections and not outcome.failure
+            if outcome.bound == bound and outcome.correction in corrections and math.isfinite(outcome.late_accuracy)
         ]
 
     fresh, stale = late(0, CORRECTIONS), late(BAR[0], BAR[1:])
@@ -146,7 +147,9 @@ def main() -> int:
 
 
 def _mean(outcomes: Sequence[Outcome], of: Callable[[Outcome], float], form: str) -> str:
-    return form.format(fmean(of(outcome) for outcome in outcomes))
+    """Over the outcomes that know it."""
+    known = [value for value in map(of, outcomes) if math.isfinite(value)]
+    return form.format(fmean(known)) if known else ""
 
 
 def _plain(value: object) -> object:

@@ -31,7 +31,7 @@ def test_a_row_has_every_seed_and_a_failure_says_why():
     failed = Outcome("masked", 4, 0, failure="error: no memory")
     found = rows([failed, *FRESH])
     assert found[0][:4] == ("0", "default", "97.0, 98.0, 99.0", "98.0")
-    assert found[0][5] == "0.00 / 0"
+    assert found[0][6] == "0.00 / 0"
     assert found[1][2] == "failed: error: no memory"
     assert len({len(row) for row in found}) == 1
     page = in_page(f"before\n{BEGIN}\nold\n{END}\nafter", [*FRESH, failed])

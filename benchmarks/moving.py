@@ -163,12 +163,13 @@ async def measure(system: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="two rounds of the tiny model")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny"], help="a round of 25M takes minutes")
+    parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-moving.json")
     given = parser.parse_args()
-    rounds, models = (2, ["tiny"]) if given.quick else (given.rounds, list(MODELS))
+    rounds = 2 if given.quick else given.rounds
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, __file__, str(rounds), *models]
+    command = [*torchrun, __file__, str(rounds), *given.models]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     load = [os.getloadavg()[0]]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

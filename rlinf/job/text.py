@@ -280,10 +280,10 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
-        return {**self.position(), "before": before, "after": after, "ledger": self.ledger.state_dict()}
+        return {**self.position(), "before": before, "after": after}
 
     def position(self) -> dict[str, Any]:
-        return {"problems": self.data.state_dict(), "session": self.counters}
+        return {"problems": self.data.state_dict(), "session": self.counters, "ledger": self.ledger.state_dict()}
 
     @property
     def restartable(self) -> bool:

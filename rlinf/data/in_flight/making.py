@@ -177,13 +177,14 @@ class Making:
         assert book is not None
         made = one if isinstance(one, Made) else Made(one.prompt.id, (one,))
         version, tokens = oldest(made.results)
-        size = sum(len(group.samples) for group in made.results) if self.rules.partial else None
+        part = self.rules.partial and one is not made  # groups come in parts, and what came of a task all at once
+        size = sum(len(group.samples) for group in made.results) if part else None
         if not made.results:
             if (entry := book.entries.get((made.id, 0))) is not None and entry.result is None:
                 book.drop(entry)
                 self._drop(made.id, made.dropped or FAILED)
         else:
-            if not self.rules.partial:  # all that will come of it: the other attempts at a task have failed
+            if not part:  # all that will come of it: the other attempts at a task have failed
                 self._drop(made.id, FAILED, 0, {*range(self._size)} - sample_numbers(made.results))
             book.complete(made.id, made.results, version=version, size=size, tokens=tokens)
         if (rest := book.entries.get((made.id, 0))) is None or rest.result is not None:

@@ -133,7 +133,7 @@ class Admission:
         waiting = self.entries.get((id, 0))
         if waiting is None or waiting.result is not None:
             return False
-        oldest = waiting.version if version is None else max(version, waiting.version)
+        oldest = waiting.version if version is None else version
         if size is not None and size < waiting.size:
             self._leave(waiting)
             waiting.size -= size

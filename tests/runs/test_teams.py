@@ -18,12 +18,10 @@ SHORT = (
 ROUNDED = ("loss", "mismatch/mean", "mismatch/max")
 """Metrics that are 0 but for rounding: which calls of agents are decoded together depends on when they came, and with
 it the last bit of their log-probs. All tokens and rewards are equal."""
-AHEAD = "flow=rlinf.flows.agentic.agentic_async"
 
 
-@pytest.mark.parametrize("flow", [(), (AHEAD, "staleness.max=1")], ids=["agentic", "agentic_async"])
-def test_a_killed_run_of_agents_goes_on_as_if_it_had_not_been(tmp_path, flow):
-    run = ("--config", TEAM, *SHORT, *flow)
+def test_a_killed_run_of_agents_goes_on_as_if_it_had_not_been(tmp_path):
+    run = ("--config", TEAM, *SHORT)
     launch(*run, f"output_dir={tmp_path / 'whole'}")
     broken = tmp_path / "broken" / "team"
     later = random.random() * 0.2

@@ -47,6 +47,7 @@ ASIDE = frozenset(
         ),
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(
+            "work_next",
             "joint_ready",
             "joint_over",
             "joint_word",

@@ -48,6 +48,8 @@ ASIDE = frozenset(
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(
             "work_next",
+            "work_gone",
+            "work_take",
             "joint_ready",
             "joint_over",
             "joint_word",

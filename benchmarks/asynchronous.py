@@ -32,8 +32,8 @@ TAILED = (
     "rollout.engine=benchmarks.asynchronous_engine.tailed",
     "rollout.engine_args={short: 16, long: 200, share: 0.03}",
     *("rollout.max_new_tokens=200", "rollout.max_rows=64", "sft.steps=0", "optimizer.warmup_steps=0"),
-    *("algorithm.prompts_per_step=16", "algorithm.group_size=4", "algorithm.epochs=2"),
-    *("trainer.micro_batch_tokens=2048", "placement.rollout=0", "placement.trainer=1"),
+    *("algorithm.prompts_per_step=32", "algorithm.group_size=4", "algorithm.epochs=3"),
+    *("trainer.micro_batch_tokens=1024", "placement.rollout=0", "placement.trainer=1"),
 )
 """Most answers have 8 to 24 tokens, three of a hundred 200."""
 QUIET = ("evaluation.problems=1", "trace=false", "checkpoint.every=0", "metrics.live=never", "log_every=1000")

@@ -37,9 +37,12 @@ class Choosing:
     def keep(self, entry: Entry, results: Sequence[Any]) -> bool:
         """Whether the step learns from this."""
         self.offered += 1
+        if self.sampling is None:
+            self.kept += 1
+            return True
         rewards = [reward for group in results if isinstance(group, Group) for reward in group.rewards]
         self.rewards += rewards
-        if self.sampling is not None and len(set(rewards)) < 2:
+        if len(set(rewards)) < 2:
             self.even.append((entry, results))
             return False
         self.kept += 1

@@ -46,6 +46,7 @@ from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights.receive import LoadTorn
 
 _OUR_FLOWS = "rlinf.flows."
 """Flows from here learn from everything that is drawn, once; others may do as they like."""
@@ -57,7 +58,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     generates = "rollout"
     kinds = KINDS
     headline = "evaluation/accuracy"
-    failures = (FloatingPointError, RewardError, NotScored)
+    failures = (FloatingPointError, RewardError, NotScored, LoadTorn)
     config: RunConfig
 
     def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:

@@ -200,7 +200,7 @@ class Run:
     def torn(self) -> bool:
         """It has ended because its engine died while it took new weights, which no replica may go on from."""
         here = self.processes
-        return here is not None and here.ended() and "LoadTorn" in here.everything()
+        return here is not None and here.ended() and "not every rank has switched" in here.everything()
 
     def choose(self) -> tuple[str, str]:
         """A victim and a moment."""

@@ -176,8 +176,11 @@ class InFlight(Making):
             entry = book.take() or await self._wait_for(book, step.index)
             if entry is None:
                 break
-            self._settled.append(entry.id)
             results = self._usable(entry, found)
+            if results is None and self.rules.mode == "resample":
+                await self._resample(book, entry)
+                continue
+            self._settled.append(entry.id)
             if results is None or not choosing.keep(entry, results):
                 book.reject(entry)
                 if results is not None:
@@ -264,8 +267,6 @@ class InFlight(Making):
             return results
         if mode == "resample":
             found.resampled += entry.tokens
-            self._drop(entry.id, TOO_OLD, entry.tokens, ())
-            self._enter_again(replace(entry, result=None, partial=()))
             return None
         masked, lost = found.masked, len(found.lost)
         usable = without_old(results, version, mode, found)
@@ -277,3 +278,14 @@ class InFlight(Making):
             self._told.append(partial(self._ledger.masked, found.masked - masked))
             self._told.append(partial(self._drop, entry.id, TOO_OLD, tokens, gone))
         return usable or None
+
+    async def _resample(self, book: Admission, entry: Entry) -> None:
+        """Have something made anew, of which tokens are too old."""
+        book.reject(entry)
+        self._aside.append(entry)
+        if self._keeper is not None:
+            await self._keeper.settled([entry.id])  # what there was of it, before there is more of that id
+        self._aside.remove(entry)
+        self._drop(entry.id, TOO_OLD, entry.tokens, ())
+        self._enter_again(replace(entry, result=None, partial=()))
+        self._stir()

@@ -48,8 +48,8 @@ class Rollout:
         reading = asyncio.create_task(self._read(prompts))
         try:
             while (number := await self.done.get()) is not None:
-                begun = self.begun[number]
-                yield group(begun.prompt, begun.answers)
+                if (begun := self.begun.get(number)) is not None:  # it may have been dropped at the last moment
+                    yield group(begun.prompt, begun.answers)
         finally:
             for task in (reading, *self.tasks.values()):
                 task.cancel()

@@ -176,12 +176,6 @@ class Admission:
         self._leave(entry)
         del self.entries[entry.id, 0]
 
-    def again(self, entry: Entry, version: int) -> None:
-        """It is begun anew, by weights of this version."""
-        self.drop(entry)
-        entry.version, entry.partial = version, ()
-        self.enter(entry)
-
     def next_step(self) -> None:
         """The present step is over; the next one takes a batch."""
         self.left = self.batch

@@ -137,11 +137,6 @@ class InFlight(Making):
             return begun
         return self._keeper.rest(begun, {*range(self._size)} - self._unfinished(number))
 
-    @property
-    def ids(self) -> list[int]:
-        """Of what is in flight; several parts of one thing have one id."""
-        return sorted({one.id for one in self.entries})
-
     async def suspend(self) -> None:
         """Stop all work under way, and keep it: the next batch goes on from there, whoever makes answers by then."""
         keeper = None if self._pipe is None else self._keeper

@@ -204,11 +204,10 @@ class Making:
             if entry.result is not None or (entry.id, 0) not in book.entries:
                 continue  # it was completed meanwhile
             self._making.discard(entry.id)
+            book.drop(entry)
             if self.rules.mode == "drop":
-                book.drop(entry)
                 self._drop(entry.id, TOO_OLD, tokens, self._unfinished(entry.id))
             else:
-                book.drop(entry)
                 self._drop(entry.id, TOO_OLD, tokens, ())
                 self._enter_again(replace(entry, partial=()))
 

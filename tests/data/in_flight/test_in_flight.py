@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlinf.algos.parts import DynamicSampling
 from rlinf.data.in_flight import InFlight, Made, Rules
+from rlinf.data.sample import Group
 from rlinf.data.step import Step
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem
@@ -127,11 +129,7 @@ def test_groups_of_equal_rewards_are_replaced_and_counted():
 
 
 def even(one):
-    from dataclasses import replace
-
-    return group(one.prompt, [list(sample.versions) for sample in one.samples]).__class__(
-        one.prompt, tuple(replace(sample, reward=1.0) for sample in one.samples)
-    )
+    return Group(one.prompt, tuple(replace(sample, reward=1.0) for sample in one.samples))
 
 
 def test_a_failure_reaches_the_step_that_lacks_something_and_the_next_batch_begins_anew():

@@ -132,9 +132,9 @@ class Run:
             await asyncio.sleep(learning[index % len(learning)])
             await in_flight.publish(Keeper(self), index + 1)
             if index in moves:
-                before = set(in_flight.ids)
+                before = {one.id for one in in_flight.entries}
                 await in_flight.suspend()
-                assert before <= set(in_flight.ids), "and more, drawn until all had stopped"
+                assert before <= {one.id for one in in_flight.entries}, "and more, drawn until all had stopped"
                 self.generator = Generator(self.lengths, self.made)
                 await self.generator.load(index + 1)
                 await asyncio.sleep(3.0)  # nothing goes on meanwhile

@@ -130,6 +130,15 @@ bench-grpo: install  ## measure the quickstart next to TRL and a bare loop; BENC
 bench-preference: install  ## measure supervised training, DPO and reward models next to TRL; BENCH_ARGS="--save" chooses
 	$(BIN)/python -m benchmarks.preference $(BENCH_ARGS)
 
+# On the machine's own Python, with what it has installed: a machine with a card often has no registry. No CUDA device:
+# GPU_ARGS=--rehearse runs the same lines on the CPU.
+.PHONY: test-gpu bench-gpu
+test-gpu:  ## check that a GPU computes what it should, in ten minutes; GPU_ARGS="--rehearse" on a CPU, "--only decode" chooses
+	$(PYTHON) -m benchmarks.gpu.checks $(GPU_ARGS)
+
+bench-gpu:  ## measure how fast a GPU is put to use, in ten minutes; GPU_ARGS as above
+	$(PYTHON) -m benchmarks.gpu.measures $(GPU_ARGS)
+
 # SGLang's pins exclude ours. On a GPU pip brings its CUDA packages; on a CPU the list is exact, and what has no CPU
 # build is stood in for by rlinf/engines/sglang/stand_ins, which the engine puts on the server's path.
 .PHONY: sglang

@@ -1,0 +1,1 @@
+"""`make bench-gpu`: how fast this machine's GPU is put to use, one file per subject."""

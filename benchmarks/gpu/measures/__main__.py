@@ -1,0 +1,12 @@
+"""The list, the most valuable first."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.gpu.harness import Check, main
+
+MEASURES: tuple[Check, ...] = ()
+
+if __name__ == "__main__":
+    sys.exit(main("measures", "benchmarks.gpu.measures", MEASURES))

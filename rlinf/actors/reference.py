@@ -339,8 +339,6 @@ def _policy(
     chunk: int,
 ) -> PolicyModel:
     """The model with weights that need no gradient, on its device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread, in which all else is computed
     with ONE_AT_A_TIME:
         policy = PolicyModel(build_model(model, tokenizer, seed=seed, dtype=dtype), chunk=chunk)
         policy.computes_in = dtype

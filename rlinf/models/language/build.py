@@ -99,8 +99,6 @@ def _built(
     kind: type[Any] = AutoModelForCausalLM,
 ) -> M:
     with ONE_AT_A_TIME:
-        if build.device.type == "cuda":
-            torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
         spread = build.mesh is not None and kind is AutoModelForCausalLM  # a new head is in no file
         files = (saved_files(build.source) if spread else None) or {}
         empty = empty_model(str(build.source), files) if files else None

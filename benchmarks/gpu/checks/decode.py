@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.checks.device import CLOCK, NAMES, cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
-from benchmarks.gpu.checks.parts import Made, cudnn_attention, emptied, engine, kernels, prompts, requests
+from benchmarks.gpu.checks.parts import Made, engine, prompts, requests
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.engines.base import Completion, Request
 
-CLOCK = "a GPU's clock"
 STEPS = (
     Bound("uniform_p99_over_median", most=1.5, needs=CLOCK),
     Bound("ragged_p99_over_median", most=1.5, needs=CLOCK),
     Bound("steps_timed", least=16),
-    Bound("cudnn_attention_kernels", most=0, needs="the names of kernels"),
-    Bound("kernels_seen", least=1, needs="the names of kernels"),
+    Bound("cudnn_attention_kernels", most=0, needs=NAMES),
+    Bound("kernels_seen", least=1, needs=NAMES),
 )
 """A kernel library that plans anew for each shape shows as slow first steps, the window being another in each."""
 TIE = 0.1

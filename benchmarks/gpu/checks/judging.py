@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +59,13 @@ def judge(scale: Scale, figures: Figures, bounds: Sequence[Bound]) -> Outcome:
     return Outcome(not wrong, figures, said + (f" (rehearsed without: {', '.join(without)})" if without else ""))
 
 
-def required(found: bool, what: str) -> None:
-    """Go on only if something that the check takes is there.
+def required(package: str, why: str) -> None:
+    """Go on only if a package is there that the check takes.
 
     Raises:
         NotRun: it is not.
     """
-    if not found:
-        raise NotRun(what)
+    try:
+        importlib.import_module(package)
+    except ImportError as missing:
+        raise NotRun(f"{missing.name or package} is not installed, {why}") from missing

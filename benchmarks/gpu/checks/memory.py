@@ -9,24 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.checks.device import COUNTS, emptied, held_bytes, resident_bytes, synchronize
 from benchmarks.gpu.checks.judging import Bound, judge
-from benchmarks.gpu.checks.parts import (
-    emptied,
-    held_bytes,
-    policy_gradient,
-    resident_bytes,
-    rows,
-    synchronize,
-    trainer,
-)
+from benchmarks.gpu.checks.parts import policy_gradient, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.config.text import RunConfig
 from rlinf.data.offload import Parking, bytes_of, shard_of
 from rlinf.data.packing import pack
 from rlinf.data.weights import checksum
-from rlinf.job.checks.footprint import footprints
 
-COUNTS = "an allocator that counts"
 SLACK = 64 << 20
 """Bytes of host memory that a process may come to need for anything else meanwhile."""
 PARKED = (
@@ -124,6 +115,8 @@ def estimated(scale: Scale, tokens: int, checkpointed: bool) -> int:
     config = RunConfig()
     config.trainer.dtype = "float32" if scale.dtype == torch.float32 else "bfloat16"
     config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing = tokens, checkpointed
+    from rlinf.job.checks.footprint import footprints  # wants omegaconf, which other checks here do without
+
     seats = {role: [frozenset({0})] for role in ("trainer", "rollout")}
     return footprints(config, scale.config("1.5B"), seats)["trainer"].active_bytes
 

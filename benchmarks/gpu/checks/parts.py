@@ -1,4 +1,4 @@
-"""What checks are made of: engines and trainers as a program of one's own makes them, prompts, and the device's memory.
+"""What checks are made of: engines and trainers as a program of one's own makes them, prompts, and batches.
 
 An engine comes from `rlinf.engines.make`, a trainer is the back end of `trainer.backend` with one rank, both of random
 models of full shape. Everything here is deterministic.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.gpu.checks.device import emptied
 from benchmarks.gpu.scale import Scale
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed, Row
@@ -27,6 +27,7 @@ from rlinf.engines.base import Completion, Engine, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.load import build_model
 from rlinf.runtime.base.tasks import InThreads
+from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.backend import BackEnd, ModelSettings, back_end_of
 
 TOKENIZER = {"characters": "0123456789>"}
@@ -80,11 +81,12 @@ async def engine(
         yield made.model
 
     setup = EngineSetup("engine", source, build, tokenizer, dtype=dtype, max_rows=max_rows, compute=made.compute)
-    made.engine = await make("transformers", setup, args)
-    try:
-        yield made
-    finally:
-        await made.engine.close()
+    async with ActorSystem.local():  # which makes the device ready
+        made.engine = await make("transformers", setup, args)
+        try:
+            yield made
+        finally:
+            await made.engine.close()
 
 
 def prompts(scale: Scale, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
@@ -132,8 +134,13 @@ def trainer(scale: Scale, **settings: Any) -> Iterator[Any]:
     given = {"source": str(scale.model_dir("1.5B")), "dtype": ENGINES_DTYPE[scale.dtype], **settings}
     model, tokenizer = ModelSettings(**given), load_tokenizer(TOKENIZER)
     kind: type[BackEnd] = back_end_of("fsdp")
+
+    async def made() -> BackEnd:
+        async with ActorSystem.local():  # which makes the device ready
+            return await kind.make(OneRank(scale.device), model, tokenizer)  # type: ignore[arg-type]
+
     try:
-        yield asyncio.run(kind.make(OneRank(scale.device), model, tokenizer))  # type: ignore[arg-type]
+        yield asyncio.run(made())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -155,51 +162,3 @@ def policy_gradient(batch: Packed, outputs: tuple[Tensor, Tensor]) -> LossSum:
     logprobs, _ = outputs
     weight = torch.tensor(float(len(batch.targets)), dtype=torch.float64, device=logprobs.device)
     return LossSum(-(batch.advantages * logprobs).sum(), weight)
-
-
-# Devices -------------------------------------------------------------------------------------------------------------
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what the device was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def emptied(device: torch.device) -> None:
-    """Give back what nobody holds."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
-def held_bytes(device: torch.device) -> int:
-    """Bytes of tensors on the device; on a CPU, of which nobody keeps a count, 0."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in the machine's memory."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-@contextmanager
-def kernels(device: torch.device) -> Iterator[dict[str, int]]:
-    """Counts by name what the device (or torch, on a CPU) was asked to run inside; filled at the end."""
-    from torch.profiler import ProfilerActivity, profile
-
-    found: dict[str, int] = {}
-    on_cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
-        yield found
-        synchronize(device)
-    for event in profiler.events():
-        found[event.name] = found.get(event.name, 0) + 1
-
-
-def cudnn_attention(found: dict[str, int]) -> int:
-    """How many of these kernels are attention by cuDNN, which plans anew for every shape."""
-    marks = ("sdp", "mha", "flash", "attention")
-    return sum(n for name, n in found.items() if "cudnn" in name.lower() and any(m in name.lower() for m in marks))

@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.gpu.checks.device import cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
-from benchmarks.gpu.checks.parts import (
-    cudnn_attention,
-    emptied,
-    engine,
-    kernels,
-    policy_gradient,
-    prompts,
-    requests,
-    rows,
-    trainer,
-)
+from benchmarks.gpu.checks.parts import engine, policy_gradient, prompts, requests, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.data.packing import Row, pack
 

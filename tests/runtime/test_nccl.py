@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +267,56 @@ def test_the_settings_of_torch_let_the_runtime_speak_first(monkeypatch: pytest.M
     assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"  # never throws in a thread of its own
     assert nccl.os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1234"  # what the user says
     assert float(nccl.settings(300.0)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > made["_timeout"].total_seconds()
+
+
+class Registered:
+    """A group of a mesh, as torch knows it."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+async def _meshed(told: list[Any]) -> tuple[Collectives, Registered]:
+    collectives = Collectives(None, 0, 1, tell=lambda *what: told.append(what))
+    await collectives.mesh("trainer", [0])
+    collectives._leave("trainer")
+    await asyncio.gather(*collectives._leaving)
+    collectives._lines["trainer"] = [group := Registered()]
+    return collectives, group
+
+
+async def test_the_failure_of_one_rank_aborts_the_mesh_on_all_of_them() -> None:
+    told: list[Any] = []
+    collectives, group = await _meshed(told)
+    mesh = asyncio.ensure_future(asyncio.sleep(0, SimpleNamespace(mesh=torch.tensor([0, 1, 3]), _pg_registry={})))
+    collectives._made["trainer"] = "a mesh of three", mesh
+    await mesh
+    collectives.failed("nobody's", "who knows")
+    collectives.failed("trainer", "rank 0 ran out of memory")
+    assert told == [(host, "trainer", "rank 0 ran out of memory") for host in (1, 3)]
+    await asyncio.gather(*collectives._leaving)
+    assert group.aborted.is_set()
+    told.clear()
+    collectives.failed("trainer", "rank 1 ran out of memory", tell=False)  # by another one
+    assert told == []
+    collectives._lines.clear()
+    await collectives.close()
+
+
+async def test_a_mesh_that_cannot_be_left_in_order_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    collectives, group = await _meshed([])
+    left: list[Any] = []
+
+    def destroy(groups: list[Any]) -> None:
+        assert groups[0].aborted.wait(20)
+        left.append(groups.pop())
+
+    monkeypatch.setattr("rlinf.runtime.transport.groups.registry.destroy", destroy)
+    await collectives.close()
+    assert left == [group]
 
 
 @pytest.mark.parametrize(

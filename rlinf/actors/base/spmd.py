@@ -69,6 +69,7 @@ class JointActor(Actor):
         self._given: dict[tuple[Gang, int], Any] = {}
         """On rank 0, what other ranks have still to fetch."""
         self._turn: Lock | None = None
+        self._meshes: list[str] = []
         self._broken: str | None = None
         """Why ranks may differ in what they did."""
 
@@ -129,6 +130,7 @@ class JointActor(Actor):
         name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
         name = f"{name}.{purpose}.{ranks[0]}"
         hosts = [self.group.hosts[rank] for rank in ranks]
+        self._meshes.append(name)
         mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type)
         return mesh
 
@@ -270,6 +272,8 @@ class JointActor(Actor):
         except Exception as error:
             if self.mesh is not None and self.mesh.size() > 1:
                 self._broken = f"rank {self.rank} failed in {getattr(fn, '__name__', fn)} with {error!r}"
+                for name in self._meshes:  # whose other ranks would wait for this one on their devices
+                    self.system.collectives.failed(name, f"{self._role}: {self._broken}")
             raise
 
     def _check_whole(self) -> None:

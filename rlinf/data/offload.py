@@ -73,15 +73,21 @@ class Parking:
                 torch.cuda.empty_cache()  # to the device, which other processes share
 
     @torch.no_grad()
-    def unpark(self) -> None:
+    def unpark(self, *, without: Iterable[Tensor] = ()) -> None:
         """Bring back what is parked; nothing if nothing is.
+
+        Args:
+            without: tensors that the caller is about to overwrite, each the whole of its storage: they get their memory
+                back, and nothing is copied into it.
 
         Raises:
             RuntimeError: the device has not enough room. What has not come back by then stays parked.
         """
+        overwritten = {shard_of(tensor).untyped_storage()._cdata for tensor in without}
         for key, (storage, host) in list(self._parked.items()):
             storage.resize_(host.nbytes())
-            storage.copy_(host)
+            if key not in overwritten:
+                storage.copy_(host)
             del self._parked[key]
 
     def needed(self, fn: Callable[P, R]) -> Callable[P, R]:

@@ -213,9 +213,9 @@ class ModelForward:
         self._parking.park()
 
     def unpark(self) -> None:
-        """Undo `park`, with the weights that have come meanwhile."""
+        """Undo `park`, with the weights that have come meanwhile, in place of which the old ones are not copied."""
         if self._parking is not None:
-            self._parking.unpark()
+            self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
             self._parking = None
         if self._arrived is not None:
             self._take(self._arrived)

@@ -99,6 +99,7 @@ class Trainer(TextTrainer):
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
             logprob_chunk=settings.logprob_chunk,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)

@@ -121,7 +121,8 @@ class TextLoop(TrainingLoop[Evaluation]):
             self.report.line(f"{self.config.name}: {words}")
         directory = str(self.directory.path)
         roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
-        return await spawn_roles(self.system, placed, only(roles, names))
+        say, name = self.report.line, self.config.name
+        return await spawn_roles(self.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
 
     async def warm_up(self) -> None:
         settings, roles = self.config.sft, self.roles

@@ -62,6 +62,8 @@ class ModelSettings:
     """Keep only the input of each layer, and compute the rest again for the gradient."""
     logprob_chunk: int = 1024
     """Response tokens whose logits exist at a time."""
+    attention: Literal["auto", "packed", "padded", "flash"] = "auto"
+    """How sequences are laid out for it, see `ForwardConfig.attention`."""
 
 
 class Ranks(Protocol):

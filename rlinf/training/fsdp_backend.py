@@ -67,9 +67,16 @@ class FsdpBackEnd:
             model.gradient_checkpointing,
             model.logprob_chunk,
             model.adapters,
+            model.attention,
+            layout.ranks,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
+
+    @property
+    def words(self) -> str:
+        """How the model is run, for people; empty where that is as usual."""
+        return self.module.unusual
 
     @property
     def model(self) -> PreTrainedModel:

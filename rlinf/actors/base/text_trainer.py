@@ -269,6 +269,11 @@ class TextTrainer(OwnPace):
         """How many were taken here: whether the weights have changed since, also in the middle of a batch."""
         return self._optimizer_steps
 
+    @endpoint
+    async def computes(self) -> str:
+        """How the model is run, for people; empty where that is as usual, or the back end does not say."""
+        return str(getattr(self._back, "words", ""))
+
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
     async def _published(self) -> Weights | None:

@@ -162,6 +162,7 @@ def _reference(config: RunConfig, role: str) -> dict[str, Any]:
         "decay": config.reference.decay if moving else None,
         "micro_batch_tokens": config.trainer.micro_batch_tokens,
         "logprob_chunk": config.trainer.logprob_chunk,
+        "attention": config.trainer.attention,
         "order": config.trainer.order,
         "dtype": settings.dtype,
         **changed,

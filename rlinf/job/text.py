@@ -132,9 +132,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.report.warmed_up(await sft(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems")
         # critic and reference start from the policy that came of it, unless they have models of their own
         if CRITIC in roles and self.config.critic.model is None:
-            await roles[CRITIC].load(roles["trainer"].weights())
+            await roles[CRITIC].load(roles["trainer"].weights(exact=True))
         if REFERENCE in roles and self.config.reference.model is None:
-            await roles[REFERENCE].load(roles["trainer"].weights())
+            await roles[REFERENCE].load(roles["trainer"].weights(exact=True))
             await roles[REFERENCE][0].save(str(self.directory.path / REFERENCE))
 
     async def draw(self, index: int) -> Step:

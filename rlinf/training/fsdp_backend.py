@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.packing import Packed
+from rlinf.data.weights import Export
 from rlinf.models.language.build import Build, build_policy, build_scores, build_values, place
 from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.models.language.load import own_dtype
@@ -94,7 +95,7 @@ class FsdpBackEnd:
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return found
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
         return exported(self.model, dtype) if self.layout.first_copy else iter(())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.gpu.scale import NotRun, Scale
+from rlinf import ActorSystem
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Request, Sampling, StepStats
 from rlinf.engines.transformers.engine import TransformersEngine
@@ -39,11 +39,18 @@ def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int, tokens: int
     Raises:
         NotRun: this engine has no such path here.
     """
+    asyncio.run(_made_ready())
     if "graphs" in inspect.signature(TransformersEngine.__init__).parameters:
         return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens, graphs=PATHS[path])
     if path == "graphed":
         raise NotRun("this engine has no graphs")
     return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens)
+
+
+async def _made_ready() -> None:
+    """What the runtime sets in a process that computes on a GPU, such as which kernels attention may use."""
+    async with ActorSystem.local():
+        pass
 
 
 def requests(
@@ -112,8 +119,3 @@ def groups(count: int, size: int, prompt: int, answer: int, vocabulary: int, *, 
         )  # fmt: skip
         made.append(Group(asked, samples))
     return made
-
-
-def room(scale: Scale, share: float = 0.9) -> float:
-    """Bytes that may still be taken on the device; in a rehearsal, a gigabyte."""
-    return torch.cuda.mem_get_info(scale.device)[0] * share if scale.device.type == "cuda" else 1e9

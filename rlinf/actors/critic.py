@@ -81,6 +81,7 @@ class Critic(TextTrainer):
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
 

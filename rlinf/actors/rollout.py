@@ -31,6 +31,7 @@ from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.gpu.own_device import own_device
 from rlinf.weights.receive import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -386,10 +387,9 @@ def _model(
     source: ModelSource, tokenizer: PreTrainedTokenizerBase, seed: int, dtype: torch.dtype
 ) -> Iterator[PreTrainedModel]:
     """The model on this rank's device, and no other model made meanwhile."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with ONE_AT_A_TIME:
         built: Any = build_model(source, tokenizer, seed=seed, dtype=dtype)
-        yield built.to(device)
+        yield built.to(own_device())
 
 
 def _on_device() -> contextlib.AbstractAsyncContextManager[Any]:

@@ -21,11 +21,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def own_device() -> torch.device:
-    """The device of this process: its current GPU, or the CPU if there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 class Parking:
     """A place in host memory for the storages of some tensors. All its methods block.
 

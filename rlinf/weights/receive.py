@@ -21,10 +21,13 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
+import torch
+
 from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.observe.stalls import Lock
+from rlinf.weights.clock import Clock, tell_bytes
 
 DEADLINE = 300.0
 """Seconds for all ranks to be ready, and again for all to switch: a slow network moves a large model in that time, and
@@ -76,6 +79,9 @@ class Receiver(Actor):
     `load` is called on the whole group: a rank that is not called keeps the others from switching.
     """
 
+    through_host = False
+    """It hands weights on through host memory, wherever they come from."""
+
     def __init__(self) -> None:
         super().__init__()
         self._offers: list[Offer] = []
@@ -118,6 +124,7 @@ class Receiver(Actor):
         if not isinstance(weights, Weights):
             raise TypeError(f"load wants Weights, as trainer.weights() gives on rank 0, not {type(weights).__name__}")
         until = asyncio.get_running_loop().time() + deadline
+        self.note("weights/arrived")
         offer = Offer(weights)
         async with self._arrival:
             self._offers.append(offer)
@@ -138,9 +145,11 @@ class Receiver(Actor):
 
     async def _prepare(self, offer: Offer, until: float, deadline: float) -> None:
         """Verify and check; nothing changes."""
+        clock = Clock()
         try:
             async with asyncio.timeout_at(until):
-                await self.compute(offer.weights.verify)
+                await self.compute(_verify, offer.weights, clock)
+                clock.tell(self)
                 offer.phase = "checking that they fit"
                 await self.check_weights(offer.weights)
         except Exception as error:
@@ -203,9 +212,16 @@ class Receiver(Actor):
         offer = self._bound(number)
         if offer is None:
             raise LoadError(f"rank {self.rank} (host {self.host}) knows of no round {number} of load")
-        offer.phase = "switching"
+        offer.phase, clock = "switching", Clock()
         async with self._switching:
-            await self.switch_weights(offer.weights)  # if it fails, rank 0 tells this rank's `load` what became of all
+            with clock.phase("load"):
+                await self.switch_weights(
+                    offer.weights
+                )  # if it fails, rank 0 tells this rank's `load` what came of all
+                if any(bucket.is_cuda for bucket in offer.weights.buckets):
+                    await self.compute(_copied, offer.weights)
+        clock.tell(self)
+        tell_bytes(self, offer.weights.buckets, through_host=self.through_host)
         self._offers.remove(offer)
         if not offer.outcome.done():
             offer.outcome.set_result(offer.weights.version)
@@ -313,6 +329,17 @@ class Receiver(Actor):
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (host {self.group.hosts[rank]})"
+
+
+def _verify(weights: Weights, clock: Clock) -> None:
+    with clock.phase("verify", weights.buckets):
+        weights.verify()
+
+
+def _copied(weights: Weights) -> None:
+    """Wait until a GPU has read the buckets: their owner may use their memory for something else then."""
+    for device in {bucket.device for bucket in weights.buckets if bucket.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _ended(answer: asyncio.Future[int], version: int, deadline: float) -> str:

@@ -19,13 +19,13 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import Gang, current_call, lease_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.gpu.own_device import own_device
 from rlinf.runtime.observe.stalls import Lock
 
 R = TypeVar("R")
@@ -102,8 +102,8 @@ class JointActor(Actor):
         """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has."""
         name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
         name = f"{name}.{purpose}.{ranks[0]}"
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh: DeviceMesh = await self.system.collectives.mesh(name, [self.group.hosts[rank] for rank in ranks], kind)
+        hosts = [self.group.hosts[rank] for rank in ranks]
+        mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type)
         return mesh
 
     async def jointly(

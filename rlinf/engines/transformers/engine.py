@@ -19,6 +19,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, Request, StepStats, named
 from rlinf.engines.make import Compute, EngineSetup
 from rlinf.engines.transformers.admission import Admission, Call
+from rlinf.engines.transformers.banded_rows import BandedRows
 from rlinf.engines.transformers.decode_batch import Batch
 from rlinf.engines.transformers.llama_forward import fastest
 from rlinf.runtime.base.tasks import InThreads
@@ -102,7 +103,9 @@ class TransformersEngine(Engine):
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
         decode = None if tokenizer is None else tokenizer.decode
-        self._batch = Batch(self._forward, max_rows, decode, max_tokens, keep_tokens if self._forward.continues else 0)
+        rows = BandedRows(self._forward)
+        kept = keep_tokens if self._forward.continues else 0
+        self._batch = Batch(self._forward, rows, max_rows, decode, max_tokens, kept)
         self._admission = Admission(max_rows, max_tokens, self.check_request)
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread
@@ -199,7 +202,7 @@ class TransformersEngine(Engine):
 
     async def pause(self) -> None:
         self._batch.paused = True
-        await self._work(_nothing)
+        await self._work(self._batch.settle)
 
     async def resume(self) -> None:
         self._batch.paused = False
@@ -284,7 +287,3 @@ class TransformersEngine(Engine):
 
 
 ENGINE = TransformersEngine
-
-
-def _nothing() -> None:
-    """What the thread does once it is idle."""

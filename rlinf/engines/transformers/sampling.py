@@ -94,6 +94,14 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor) -> tuple[Tensor, Ten
     return tokens, (scaled.gather(1, tokens[:, None]) - total.log().float()).squeeze(1)
 
 
+def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probs on the host, int64 and float32 [rows], by one transfer."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # in which either is exact
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
 def _limited(weights: Tensor, rules: Rules) -> Tensor:
     """The weights with 0 for tokens that a row leaves out; the likeliest token always stays.
 

@@ -22,6 +22,7 @@ from rlinf.runtime.devices.lease_server import LeaseService, Move
 from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Extract, Outline
+from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.observe.tracing import Exports
 from rlinf.runtime.streams.channel import Channel, QueueService
@@ -250,9 +251,9 @@ class Service(QueueService, StageService, LeaseService):
         return self._cell.host.now()
 
     @endpoint
-    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move]]:
+    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move], list[Span]]:
         """What happened between two times of this host's clock, seconds: who was busy, also beyond these times; what
-        went from whom to whom; and, on the controller, who was moved."""
+        went from whom to whom; on the controller, who was moved; and of what parts of their work actors told."""
         host = self._cell.host
         moves = [move for move in getattr(self, "moved", ()) if move[3] >= start and move[2] <= end]
         spans = host.tracer.ended_since(start)
@@ -260,7 +261,8 @@ class Service(QueueService, StageService, LeaseService):
             parts = await asyncio.get_running_loop().run_in_executor(None, busy, spans)
         else:
             parts = busy(spans)
-        return parts, host.flows.between(start, end), moves
+        told = [span for span in reversed(spans) if span.kind == "part" and span.end <= end]
+        return parts, host.flows.between(start, end), moves, told
 
     @endpoint
     async def look(self) -> tuple[list[ActorState], list[QueueState]]:

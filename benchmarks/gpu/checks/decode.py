@@ -1,0 +1,147 @@
+"""Does a decode step take as long as the one before it, and does the engine answer what transformers answers?"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.checks.device import CLOCK, NAMES, cudnn_attention, emptied, kernels
+from benchmarks.gpu.checks.judging import Bound, judge
+from benchmarks.gpu.checks.parts import Made, engine, prompts, requests
+from benchmarks.gpu.scale import Outcome, Scale
+from rlinf.engines.base import Completion, Request
+
+STEPS = (
+    Bound("uniform_p99_over_median", most=1.5, needs=CLOCK),
+    Bound("ragged_p99_over_median", most=1.5, needs=CLOCK),
+    Bound("steps_timed", least=16),
+    Bound("cudnn_attention_kernels", most=0, needs=NAMES),
+    Bound("kernels_seen", least=1, needs=NAMES),
+)
+"""A kernel library that plans anew for each shape shows as slow first steps, the window being another in each."""
+TIE = 0.1
+"""Logits that are no further apart than this are equal for bfloat16: it rounds numbers from 4 to 8, which the largest
+of 152,000 logits of a random model are, to 1/32, and 28 layers add errors of the same order."""
+GENERATE = (
+    Bound("residues_of_8", equals=8),
+    Bound("likeliest_or_tied_share", least=0.99),
+    Bound("likeliest_share_behind_generate", most=0.03),
+)
+
+
+def steps(scale: Scale) -> Outcome:
+    """128 decode steps with a window that grows, all rows alike and ragged; the second time every shape is known."""
+    return judge(scale, asyncio.run(_steps(scale)), STEPS)
+
+
+async def _steps(scale: Scale) -> dict[str, float]:
+    count, lasting = scale.of(128, 24), scale.of(64, 6)
+    longest, leaving = scale.of(512, 24), scale.of(32, 4)
+    uniform = requests(prompts(scale, [longest] * lasting), count)
+    lengths = [longest // 4 + (5 * number) % (longest // 2) for number in range(lasting + leaving)]
+    ends = [count] * lasting + [(number + 1) * count // leaving for number in range(leaving)]
+    ragged = requests(prompts(scale, lengths, seed=1), ends)
+    figures: dict[str, float] = {}
+    async with engine(scale, max_rows=lasting + leaving) as made:
+        await made.answers(requests(prompts(scale, [7] * (lasting + leaving)), 8))  # captures, compiles and tunes
+        timed = 0.0
+        for name, asked in (("uniform", uniform), ("ragged", ragged)):
+            first, again = await _timed(made, asked), await _timed(made, asked)
+            figures[f"{name}_p99_over_median"] = float(np.percentile(first, 99)) / statistics.median(again)
+            figures[f"{name}_median_ms"] = 1e3 * statistics.median(again)
+            figures[f"{name}_slowest_ms"] = 1e3 * max(first)
+            timed += len(first)
+        with kernels(scale.device) as found:
+            await made.answers(requests(prompts(scale, [9] * lasting), 4))
+    kinds = {"cudnn_attention_kernels": cudnn_attention(found), "kernels_seen": sum(found.values())}
+    return {**figures, **kinds, "steps_timed": timed}
+
+
+async def _timed(made: Made, asked: Sequence[Request]) -> list[float]:
+    """Seconds of each step. Steps that the thread took without a look at what they gave have their mean."""
+    made.stretches.clear()
+    await made.answers(asked)
+    return [seconds / steps for steps, seconds in made.stretches for _ in range(round(steps))]
+
+
+def beside_generate(scale: Scale) -> Outcome:
+    """Greedy answers to 64 ragged prompts, judged by the logits of the same weights in float32, one prompt at a time;
+    and those of `generate`, judged alike, since of near ties either may be taken."""
+    count, new = scale.of(64, 16), scale.of(32, 6)
+    asked = prompts(scale, [9 + 5 * number for number in range(count)])
+    found = asyncio.run(_greedy(scale, asked, new))
+    ours = [completion.response_ids for completion in found]
+    theirs = _generated(scale, asked, new)
+    reference = _reference(scale)
+    likeliest, gaps = _judged(reference, asked, ours)
+    generated, _ = _judged(reference, asked, theirs)
+    figures = {
+        "likeliest_share": likeliest,
+        "likeliest_or_tied_share": float(np.mean([gap <= TIE for gap in gaps])),
+        "largest_gap_nats": float(max(gaps)),
+        "generate_likeliest_share": generated,
+        "likeliest_share_behind_generate": generated - likeliest,
+        "equal_to_generate_share": float(np.mean([a == b for a, b in zip(_flat(ours), _flat(theirs), strict=True)])),
+        "residues_of_8": len({len(prompt) % 8 for prompt in asked}),
+    }
+    return judge(scale, figures, GENERATE)
+
+
+async def _greedy(scale: Scale, asked: Sequence[np.ndarray], new: int) -> list[Completion]:
+    async with engine(scale, max_rows=len(asked)) as made:
+        return await made.answers(requests(asked, new, temperature=0.0))
+
+
+def _generated(scale: Scale, asked: Sequence[np.ndarray], new: int) -> list[np.ndarray]:
+    """By `generate`, all prompts padded on the left."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(scale.model_dir("1.5B"), dtype=scale.dtype).to(scale.device)
+    longest = max(map(len, asked))
+    ids = torch.zeros((len(asked), longest), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(asked):
+        ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    with torch.inference_mode():
+        given = model.eval().generate(
+            ids.to(scale.device), attention_mask=mask.to(scale.device), do_sample=False, max_new_tokens=new,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    answers = [row[longest:].cpu().numpy() for row in given]
+    del model, given
+    emptied(scale.device)
+    return answers
+
+
+def _reference(scale: Scale) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(scale.model_dir("1.5B"), dtype=torch.float32)
+    return model.to(scale.device).eval()
+
+
+@torch.inference_mode()
+def _judged(model: Any, asked: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> tuple[float, list[float]]:
+    """Share of tokens that are the model's likeliest after all that stands before them, and how far each is behind."""
+    likeliest: list[bool] = []
+    gaps: list[float] = []
+    device = next(model.parameters()).device
+    for prompt, answer in zip(asked, answers, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, answer])).to(device)
+        logits: Tensor = model(ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
+        taken = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+        behind = logits.amax(1) - taken
+        likeliest += (logits.argmax(1) == ids[len(prompt) :]).tolist()
+        gaps += behind.tolist()
+    return float(np.mean(likeliest)), gaps
+
+
+def _flat(answers: Sequence[np.ndarray]) -> list[int]:
+    return [int(token) for answer in answers for token in answer]

@@ -1,0 +1,60 @@
+"""The device of a check: waiting for it, its memory and the process's, the names of what it computes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+COUNTS = "an allocator that counts"
+"""What a CPU has not: see `judging.Bound.needs`."""
+SHARED = "a GPU that two processes share"
+CLOCK = "a GPU's clock"
+NAMES = "the names of kernels"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def emptied(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of tensors on the device; on a CPU, of which nobody keeps a count, 0."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in the machine's memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@contextmanager
+def kernels(device: torch.device) -> Iterator[dict[str, int]]:
+    """Counts by name what the device (or torch, on a CPU) was asked to run inside; filled at the end."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, int] = {}
+    on_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+        yield found
+        synchronize(device)
+    for event in profiler.events():
+        found[event.name] = found.get(event.name, 0) + 1
+
+
+def cudnn_attention(found: dict[str, int]) -> int:
+    """How many of these kernels are attention by cuDNN, which plans anew for every shape."""
+    marks = ("sdp", "mha", "flash", "attention")
+    return sum(n for name, n in found.items() if "cudnn" in name.lower() and any(m in name.lower() for m in marks))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.scale import NotRun, Scale
-from rlinf import ActorSystem
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Request, Sampling, StepStats
 from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.runtime.gpu.own_device import enter_device
 
 RESERVED = 3
 """The first token ids, which stand for padding, beginning and end."""
@@ -39,18 +39,12 @@ def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int, tokens: int
     Raises:
         NotRun: this engine has no such path here.
     """
-    asyncio.run(_made_ready())
+    enter_device()  # as the runtime does: which kernels attention may use is said there
     if "graphs" in inspect.signature(TransformersEngine.__init__).parameters:
         return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens, graphs=PATHS[path])
     if path == "graphed":
         raise NotRun("this engine has no graphs")
     return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens)
-
-
-async def _made_ready() -> None:
-    """What the runtime sets in a process that computes on a GPU, such as which kernels attention may use."""
-    async with ActorSystem.local():
-        pass
 
 
 def requests(

@@ -143,7 +143,6 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
 
     reshard(model)
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
     for name, parameter, make in plain_parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, make)

@@ -1,7 +1,8 @@
 """CUDA tensors without a card: their shapes, strides and devices are real, their contents are not there.
 
-A torch without CUDA refuses to index fake CUDA tensors and `copy_` into them, since these ask for the device's own code
-first. `fake_cuda` does the same by the operations that they stand for, so that code under test is written as it is.
+A torch without CUDA refuses to index fake CUDA tensors, to `copy_` into them and to lay them out anew, since these ask
+for the device's own code first. `fake_cuda` does the same by the operations that they stand for: the code under test is
+written as it is.
 """
 
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ class _Indexing(TorchFunctionMode):
             return None
         if func is Tensor.copy_ and isinstance(args[0], FakeTensor):
             return _copied(*args, **(kwargs or {}))
+        if func is Tensor.contiguous and isinstance(args[0], FakeTensor):
+            (own,) = args
+            whole = torch.ops.aten.is_contiguous(own)
+            return own if whole else torch.ops.aten.clone(own, memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
 

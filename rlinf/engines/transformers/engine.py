@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,11 +21,16 @@ from rlinf.engines.base import Completion, Engine, Request, StepStats, named
 from rlinf.engines.make import Compute, EngineSetup
 from rlinf.engines.transformers.admission import Admission, Call
 from rlinf.engines.transformers.decode_batch import Batch
-from rlinf.engines.transformers.graphed.choice import Graphs, rows_for
+from rlinf.engines.transformers.graphed.choice import Graphs, rows_for, unknown
 from rlinf.engines.transformers.llama_forward import fastest
 from rlinf.runtime.base.tasks import InThreads
 
 logger = logging.getLogger(__name__)
+
+
+def lacking(args: Mapping[str, Any]) -> str | None:
+    """What these arguments ask for that there is not; see `rlinf.engines.make.lacking`."""
+    return unknown(args.get("graphs", "auto"))
 
 
 async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: Graphs = "auto") -> TransformersEngine:

@@ -172,6 +172,12 @@ class Block:
 
     def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys, [..., heads, head size], and values."""
+        turning, values = self.unturned(hidden)
+        # The halves change places, and the sines carry the minus sign of the first.
+        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+
+    def unturned(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys before they are rotated, [..., heads, head size], and values."""
         heads = F.linear(_rms_norm(hidden, self.norms[0]), *self.qkv)
         heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
         turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
@@ -179,8 +185,7 @@ class Block:
         if query_norm is not None and key_norm is not None:
             query, key = turning.split([self.queries, self.keys], dim=-2)
             turning = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=-2)
-        # The halves change places, and the sines carry the minus sign of the first.
-        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+        return turning, values
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What follows attention."""

@@ -61,6 +61,45 @@ def _paged_shapes(
     return torch.empty_like(query)
 
 
+@torch.library.custom_op("rlinf::turn_and_keep", mutates_args=("keys", "values"))
+def turn_and_keep(
+    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
+) -> Tensor:
+    """Rotate the queries and keys of one token per row, and put keys and values where they belong in the pool.
+
+    Args:
+        turning: queries, then keys, [rows, heads + key-value heads, size].
+        fresh: values, [rows, key-value heads, size].
+        cos, sin: of each row's position, [rows, 1, size]; the sines of the first half carry a minus sign.
+        place: where each row's token goes, int64 [rows].
+        keys, values: the pool, [tokens of the pool, key-value heads, size], which is written.
+        queries: heads of them.
+
+    Returns:
+        The queries, [rows, heads, size].
+    """
+    turned = torch.addcmul(turning * cos, turning.roll(turning.shape[-1] // 2, dims=-1), sin)
+    keys.index_copy_(0, place, turned[:, queries:])
+    values.index_copy_(0, place, fresh)
+    return turned[:, :queries].contiguous()
+
+
+@turn_and_keep.register_kernel("cuda")
+def _turned_on_cuda(
+    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
+) -> Tensor:
+    from rlinf.engines.transformers.graphed import kernels  # needs Triton
+
+    return kernels.turn_and_keep(turning, fresh, cos, sin, place, keys, values, queries)
+
+
+@turn_and_keep.register_fake
+def _turned_shapes(
+    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
+) -> Tensor:
+    return turning.new_empty((len(turning), queries, turning.shape[-1]))
+
+
 @torch.library.custom_op("rlinf::prompt_attention", mutates_args=())
 def prompt_attention(
     query: Tensor,

@@ -6,7 +6,7 @@ Flows in: the model, and what the user wants. Flows out: the rows, and a sentenc
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,12 @@ _REHEARSED_PAGE = 16
 """Tokens of a page in a rehearsal: a few rows then have several."""
 
 
+def unknown(graphs: Any) -> str | None:
+    """Why this is no word for `Graphs`; None if it is one."""
+    words = get_args(Graphs)
+    return None if graphs in words else f"graphs={graphs!r} must be one of {', '.join(words)}"
+
+
 def rows_for(forward: ModelForward, max_rows: int, graphs: Graphs = "auto") -> tuple[Rows, str]:
     """The rows of a decode batch, and which they are.
 
@@ -39,8 +45,8 @@ def rows_for(forward: ModelForward, max_rows: int, graphs: Graphs = "auto") -> t
     Raises:
         ValueError: `graphs` is no such word, or the model cannot be rehearsed.
     """
-    if graphs not in get_args(Graphs):
-        raise ValueError(f"rollout.engine_args: graphs={graphs!r} must be one of {', '.join(get_args(Graphs))}")
+    if (problem := unknown(graphs)) is not None:
+        raise ValueError(f"rollout.engine_args: {problem}")
     lean = isinstance(forward, LeanForward)
     if graphs == "rehearse":
         if not lean or forward.device.type != "cpu":

@@ -1,8 +1,8 @@
-"""Triton kernels of a decode step: attention over pages, each row's pages shared out among several programs.
+"""Triton kernels of a decode step: rotating and keeping keys, and attention over pages, whose programs share them.
 
-Flows in: as `attention.paged_attention`. Flows out: the same. One program has the queries that share a key-value head
-of one row, and a share of its pages (Dao et al., "Flash-Decoding", 2023); a second kernel joins the shares. A program
-reads what its row really holds, whatever the others hold.
+Flows in: as the operations of `attention`. Flows out: the same. In attention one program has those queries of a row
+that share a key-value head, and a share of the row's pages (Dao et al., "Flash-Decoding", 2023); a second kernel joins
+the shares. A program reads what its row really holds, whatever the others hold.
 """
 
 import torch
@@ -77,6 +77,48 @@ def _join(sums, peaks, totals, out, SIZE: tl.constexpr, SHARES: tl.constexpr, SI
     attended = tl.sum(tl.load(sums + where, mask=parts[None, :] < SIZE, other=0.0) * weight[:, None], 0)
     attended = attended / tl.where(total > 0, total, 1.0)
     tl.store(out + at * SIZE + parts, attended.to(out.dtype.element_ty), mask=parts < SIZE)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _turn(
+    turning, fresh, cos, sin, place, keys, values, query, turning_row, fresh_row,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.arange(0, SIZES)
+    real = parts < SIZE
+    if head < QUERIES + HEADS:
+        begin = turning + row * turning_row + head * SIZE
+        own = tl.load(begin + parts, mask=real, other=0.0).to(tl.float32)
+        other = tl.load(begin + (parts + SIZE // 2) % SIZE, mask=real, other=0.0).to(tl.float32)
+        along = tl.load(cos + row * SIZE + parts, mask=real, other=0.0).to(tl.float32)
+        across = tl.load(sin + row * SIZE + parts, mask=real, other=0.0).to(tl.float32)
+        turned = (own * along + other * across).to(query.dtype.element_ty)
+        if head < QUERIES:
+            tl.store(query + (row * QUERIES + head) * SIZE + parts, turned, mask=real)
+        else:
+            where = (tl.load(place + row) * HEADS + head - QUERIES) * SIZE
+            tl.store(keys + where + parts, turned, mask=real)
+    else:
+        member = head - QUERIES - HEADS
+        value = tl.load(fresh + row * fresh_row + member * SIZE + parts, mask=real, other=0.0)
+        where = (tl.load(place + row) * HEADS + member) * SIZE
+        tl.store(values + where + parts, value, mask=real)
+
+
+def turn_and_keep(
+    turning: Tensor, fresh: Tensor, cos: Tensor, sin: Tensor, place: Tensor, keys: Tensor, values: Tensor, queries: int
+) -> Tensor:
+    """See `attention.turn_and_keep`; the heads of a row lie one behind another."""
+    rows, _, size = turning.shape
+    heads = keys.shape[1]
+    query = torch.empty((rows, queries, size), dtype=turning.dtype, device=turning.device)
+    _turn[(rows, queries + 2 * heads)](
+        turning, fresh, cos.contiguous(), sin.contiguous(), place, keys, values, query,
+        turning.stride(0), fresh.stride(0), QUERIES=queries, HEADS=heads, SIZE=size,
+        SIZES=triton.next_power_of_2(size), num_warps=1,
+    )  # fmt: skip
+    return query
 
 
 def paged_attention(

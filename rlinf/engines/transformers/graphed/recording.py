@@ -117,6 +117,6 @@ class ReadBack:
 def upload(target: Tensor, values: np.ndarray) -> None:
     """Copy an array into a tensor that stays where it is, without waiting for the device."""
     host = torch.from_numpy(np.ascontiguousarray(values))
-    if target.is_cuda:
-        host = host.pin_memory()  # from torch's own store, which keeps it until it has been read
+    if target.is_cuda:  # page-locked memory of torch's own store, which keeps it until it has been read
+        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
     target.copy_(host, non_blocking=True)

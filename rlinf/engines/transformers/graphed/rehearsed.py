@@ -44,7 +44,9 @@ class _Rehearsed:
         self._spoil(every=True)
 
     def replay(self) -> None:
-        for function, args, kwargs, results in self._seen.operations:
+        for function, args, kwargs, results, addresses in self._seen.operations:
+            if _addresses(args, kwargs) != addresses:
+                raise RuntimeError(f"{function} was recorded with tensors that lie elsewhere now")
             for old, new in zip(results, _tensors(function(*args, **kwargs)), strict=True):
                 if new.data_ptr() != old.data_ptr():
                     old.copy_(new)
@@ -64,7 +66,7 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.operations: list[tuple[Any, Any, Any, list[Tensor], list[int]]] = []
         self.made: list[Tensor] = []
         """Tensors in memory that was not there before, one for each."""
         self._memory: set[int] = set()
@@ -76,12 +78,16 @@ class _Seen(TorchDispatchMode):
         self._memory.update(tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs)))
         found = func(*args, **kwargs)
         results = _tensors(found)
-        self.operations.append((func, args, kwargs, results))
+        self.operations.append((func, args, kwargs, results, _addresses(args, kwargs)))
         for tensor in results:
             if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._memory:
                 self._memory.add(tensor.untyped_storage().data_ptr())
                 self.made.append(tensor)
         return found
+
+
+def _addresses(*trees: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in _tensors(trees)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

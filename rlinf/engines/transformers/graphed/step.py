@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlinf.engines.transformers.graphed.attention import paged_attention
+from rlinf.engines.transformers.graphed.attention import paged_attention, turn_and_keep
 from rlinf.engines.transformers.graphed.paged_cache import PagedCache
 from rlinf.engines.transformers.graphed.recording import upload
 from rlinf.engines.transformers.llama_forward import Block, LeanForward
@@ -102,11 +102,8 @@ class Step:
         lengths: Tensor,
     ) -> Tensor:
         cache = self._cache
-        turned, values = block.heads(hidden, cos, sin)
-        cache.keys[number].index_copy_(0, place, turned[:, block.queries :])
-        cache.values[number].index_copy_(0, place, values)
-        query = turned[:, : block.queries].contiguous()
         pool = cache.keys[number], cache.values[number]
+        query = turn_and_keep(*block.unturned(hidden), cos, sin, place, *pool, block.queries)
         attended = paged_attention(query, *pool, table, lengths, cache.page, block.window or 0, block.scale)
         return block.finish(hidden, attended.flatten(1))
 

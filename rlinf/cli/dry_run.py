@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
+from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.data import look_at_data
 from rlinf.job.prepare import prepare
 from rlinf.placement.auto.choose import Chosen
@@ -27,7 +28,13 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
     """
     prepared = prepare(config, hosts)
     placed = prepared.placed
-    lines = [*_roles(config, placed), *_memory(placed, prepared.held), *_prediction(prepared.chosen, placed)]
+    lines = [
+        *_roles(config, placed),
+        *(f"Left to the devices: {line}" for line in prepared.became),
+        *(f"Warning: {line}" for line in prepared.warnings),
+        *_memory(placed, prepared.held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
+        *_prediction(prepared.chosen, placed),
+    ]
     if isinstance(config, RunConfig):
         lines += [f"Data: {line}" for line in look_at_data(config, prepared)]
     return "\n".join([dump(config), *(f"# {line}" for line in lines)])
@@ -49,14 +56,15 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
         yield f"  {role:<{width}} {where} {listed(seat.hosts)}"
 
 
-def _memory(placed: Placed, held: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) -> Iterator[str]:
     """What each role takes on a device by its model's shape; what cannot fit was refused before."""
     if not held:
         return
     limit = f"of {placed.memory / GB:.3g}" if placed.memory is not None else "no limit"
     parts = ", ".join(f"{role} {active / GB:.2g}" for role, (active, _) in held.items() if active)
     turns = "; roles of a device take turns, and are parked where they do not fit" if placed.turns else ""
-    yield f"Memory of a device, GB, at least: {parts} ({limit}{turns})"
+    bound = "at the peak" if cuda else "at least"
+    yield f"Memory of a device, GB, {bound}: {parts} ({limit}{turns})"
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if placed.memory is None and (most := max(active for active, _ in held.values())) > machine:
         yield f"  which is more than the {machine / GB:.3g} GB of this machine: {most / GB:.3g} GB will not fit here"

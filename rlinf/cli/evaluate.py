@@ -23,6 +23,7 @@ from rlinf.data.datasets.load import Data
 from rlinf.data.sample import Evaluation, NotScored
 from rlinf.flows.agentic.step import agentic
 from rlinf.flows.parts.running_session import RunningSession
+from rlinf.job.checks.by_kind import by_kind
 from rlinf.job.checks.model import policy_model
 from rlinf.job.roles.agents import configured_agent, running_of
 from rlinf.job.roles.of_text import roles_to_start
@@ -46,6 +47,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
         InputError: there is no problem to answer.
         RunFailure: not one answer could be scored.
     """
+    config, _ = by_kind(config)
     data = load_data_of(config)
     if not data.held_out:
         raise InputError("evaluation.data: name problems to evaluate on")

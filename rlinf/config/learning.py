@@ -100,8 +100,8 @@ class ReferenceConfig:
     of its own, so that they need no second model in memory."""
     decay: float = number(0.99, above=0, below=1)
     """How much of an `ema` reference stays as it is in each step."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which it computes."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
 
     @property
     def inside(self) -> str | None:
@@ -117,8 +117,8 @@ class TeacherConfig:
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
     adapter: str | None = None
     """Instead: directory of saved adapters of the policy's own base model, with which the trainer computes, too."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which it computes."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     route: str | None = None
     """With several `teachers`, the column of the data set that names the teacher of a prompt; null mixes them by
     weight."""
@@ -132,8 +132,8 @@ class NamedTeacher:
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
     weight: float = 1.0
     """Its share in the mixture, relative to the others'."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which it computes."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     devices: Any = None
     """Where it is, written like the keys of `placement`; None for the teacher's place there."""
 
@@ -237,8 +237,15 @@ class TrainerConfig(ForwardConfig):
     (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each
     machine a copy that is spread over its processes (HSDP). `auto` takes the first of replicate, hybrid and shard that
     fits into the devices' memory, and says which."""
-    gradient_checkpointing: bool = False
-    """Compute activations again on the way back: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", True, False] = "auto"
+    """Compute activations again on the way back: less memory, about a third more time. `auto` does on GPUs whose memory
+    would not do without by the estimate of `--dry-run`, and never on CPUs."""
+    micro_batch_tokens: int | None = number(None, low=1)  # type: ignore[assignment]  # a run gives roles its value
+    """Tokens (prompts included) that each rank computes at once; a longer sample stands alone. null takes 2,048 on CPUs
+    and 16,384 on GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
+    """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
+    and float32 on CPUs."""
 
 
 @dataclass
@@ -248,7 +255,14 @@ class TrainerSettings(OptimizerConfig, TrainerConfig):
     lr: float = number(OptimizerConfig.lr, low=0)
     """Learning rate after warm-up; 0 keeps all weights as they are."""
     sharding: Literal["shard", "replicate", "hybrid"] = "shard"
-    """How model and optimizer lie on the ranks; see `TrainerConfig`, whose `auto` a run replaces by what it chose."""
+    """How model and optimizer lie on the ranks; see `TrainerConfig`, whose `auto` a run replaces by what it chose, as
+    it does in the next three."""
+    gradient_checkpointing: bool = False
+    """Compute activations again on the way back."""
+    micro_batch_tokens: int = number(ForwardConfig.micro_batch_tokens, low=1)
+    """Tokens that each rank computes at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the computation."""
     epochs: int = number(AlgorithmConfig.epochs, low=1)
     """Passes over each batch of groups."""
     minibatches: int = number(AlgorithmConfig.minibatches, low=1)

@@ -49,6 +49,11 @@ class PlacementConfig(Placing):
     or `{node_group: NAME, placement: 0-3}`; several roles may be given together, as in `"rollout,judge": 0-3`. In one
     process all share it."""
 
+    device_kind: Literal["auto", "cpu", "cuda"] = "auto"
+    """What `--dry-run` takes the devices to be, for defaults and memory that depend on it: with device_memory_gb, it
+    tells on a laptop what a cluster would run. `auto` is what this machine has, and runs start on nothing else."""
+    idle_processes: bool = False
+    """Processes that were started may have no role, which idle; otherwise a run and `--dry-run` warn of them."""
     rollout: Any = None
     """Devices that generate answers."""
     trainer: Any = None

@@ -184,10 +184,15 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(type_name(each) for each in get_args(annotation))
     if get_origin(annotation) is Literal:
-        return " or ".join(f'"{choice}"' for choice in get_args(annotation))
+        return " or ".join(map(_choice, get_args(annotation)))
     if get_origin(annotation) is not None:
         return str(annotation).replace("typing.", "")
     return str(annotation.__name__)
+
+
+def _choice(value: Any) -> str:
+    """As YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -215,7 +220,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _in_words(annotation: Any) -> str:
     name = type_name(annotation)
     if get_origin(annotation) is Literal:
-        return f"one of {', '.join(map(str, get_args(annotation)))}"
+        return f"one of {', '.join(_choice(each).strip(chr(34)) for each in get_args(annotation))}"
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_WORDS.get(type_name(each), type_name(each)) for each in get_args(annotation))
     if get_origin(annotation) is tuple:

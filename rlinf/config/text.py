@@ -173,8 +173,8 @@ class RolloutConfig:
     """Answers decoded together; fewer finish sooner, so that scoring and training start sooner."""
     max_tokens: int | None = number(None, low=1)
     """Tokens for which the key-value cache has room, prompts and answers together; null makes room for max_rows."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which answers are generated."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which answers are generated; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     carry: int | None = number(None, low=0)
     """Where the flow works ahead: by how many versions an unfinished answer may be carried over before a step waits for
     it. null is staleness.max: nothing is ever too old. With more, no answer holds a step up for longer than that, and

@@ -30,9 +30,9 @@ from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
 from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, mistakes_ahead, roles_of
 from rlinf.job.callbacks import Callbacks
+from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.embodied import unusable
-from rlinf.job.checks.fits import oversized, too_long
-from rlinf.job.checks.footprint import Spread, complaints, footprints, spread_of
+from rlinf.job.checks.fits import Fitted, fit
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
 from rlinf.job.checks.whole import check_parts
@@ -53,6 +53,7 @@ from rlinf.placement.auto.choose import Chosen, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profiling.profile import load
 from rlinf.placement.seats import CONTROL, KIND, Placed, RoleKind, place, placed_by, split_complaint
+from rlinf.runtime.gpu.own_device import own_device
 from rlinf.rewards.base import Reward, RewardSource
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
@@ -115,6 +116,18 @@ class Prepared:
     """Who is told what happens in the run."""
     staleness: int = 0
     """Steps that the flow begins work early."""
+    became: tuple[str, ...] = ()
+    """Lines about the values of what was left to the devices."""
+    warnings: tuple[str, ...] = ()
+    """Lines about devices that the run leaves idle."""
+    config: Any = None
+    """What was prepared, with these values; None of a policy that acts, which leaves nothing to them."""
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What a run says at its beginning of its devices; that a CPU has the defaults of CPUs is no news."""
+        cuda = self.config is not None and device_kind(self.config.placement) == "cuda"
+        return (*(self.became if cuda else ()), *self.warnings)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -168,7 +181,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     staleness = config.staleness.max if works_ahead(asked) else 0
     said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
     placed, planned = _planned(config.placement, kinds, hosts, own=own, **said)
-    model_config, held, problems = _held(config, placed, needed, beside)
+    model_config, fitted, problems = _fitted(config, placed, needed, beside)
+    config = fitted.config
     problems = [
         *_flow_problems(path, asked, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
         *_algorithm_problems(config, algorithm),
@@ -187,8 +201,9 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
         raise ConfigError(problems)
     objects = objects if agent is None else replace(objects, agent=agent)
     return Prepared(
-        flow, path, algorithm, kinds, model, items, placed, planned, held, model_config, objects, callbacks, staleness
-    )
+        flow, path, algorithm, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
+        staleness, fitted.became, fitted.warnings, config,
+    )  # fmt: skip
 
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
@@ -305,8 +320,8 @@ def _planned(
 
 def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     """Where roles run without a profile."""
-    gpus = torch.cuda.device_count()
-    gpu_memory = int(_FILLED * torch.cuda.get_device_properties(0).total_memory) if gpus else None
+    gpus, own = torch.cuda.device_count(), own_device().index
+    gpu_memory = None if own is None else int(_FILLED * torch.cuda.get_device_properties(own).total_memory)
     try:
         return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
     except PlacementError as error:
@@ -366,34 +381,14 @@ def _tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
         yield _problem(key, getattr(metrics, key.partition(".")[2]), advice)
 
 
-def _held(
+def _fitted(
     config: RunConfig, placed: Placed, roles: Sequence[str], found_so_far: Sequence[Problem] = ()
-) -> tuple[Any, dict[str, tuple[int, int]], list[Problem]]:
-    """The transformers config of the model, what each role holds (see `Prepared`), and what is wrong with either."""
+) -> tuple[Any, Fitted, list[Problem]]:
+    """The transformers config of the model, what follows from the devices' memory, and what is wrong with either."""
     model_config, problems = policy_model(config)
     problems += [*other_models(config, roles), *found_so_far]
-    held: dict[str, tuple[int, int]] = {}
-    if not problems:
-        seats = {role: seat.devices for role, seat in placed.seats.items()}
-        with naming("model", config.model.path or config.model.config, "estimating its memory"):
-            spread, problems = _spread(config, model_config, placed, roles)
-            slices = {} if spread is None else spread.slices
-            found = footprints(config, model_config, seats, roles, slices)
-        problems += [*oversized(config, found), *too_long(config, model_config)]
-        held = {role: (each.active_bytes, each.parked_bytes) for role, each in found.items() if role in seats}
-        limit = config.placement.device_memory_gb
-        problems += [
-            _problem("placement.device_memory_gb", limit, complaint)
-            for complaint in complaints(config, model_config, placed, roles, slices)
-        ]
-    return model_config, held, problems
-
-
-def _spread(
-    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]
-) -> tuple[Spread | None, list[Problem]]:
-    """How the models that learn lie on their processes, or why they cannot."""
-    try:
-        return spread_of(config, model_config, placed, roles), []
-    except ValueError as error:
-        return None, [_problem("trainer.sharding", config.trainer.sharding, str(error))]
+    if problems:
+        return model_config, Fitted(config), problems
+    with naming("model", config.model.path or config.model.config, "estimating its memory"):
+        fitted, problems = fit(config, model_config, placed, roles)
+    return model_config, fitted, problems

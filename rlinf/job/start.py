@@ -8,7 +8,7 @@ is started, so that help and mistakes are answered at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,15 +53,18 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
     if rank != 0:
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return
-    from rlinf.job.prepare import prepare  # torch comes with it, which takes seconds
+    from rlinf.job.checks.by_kind import refuse_other_kind  # torch comes with them, which takes seconds
+    from rlinf.job.prepare import prepare
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     prepared = prepare(config, hosts)
+    if isinstance(config, RunConfig):
+        refuse_other_kind(config.placement)
     with locked(path.absolute()) as lock:
         begun = checkpoint_to_resume(resume, path.absolute())
-        directory = open_run_directory(path.absolute(), config, begun, lock)
+        directory = open_run_directory(path.absolute(), config, begun, lock, prepared.told)
         run_to_end(
-            lambda system: loop_of(system, config, prepared, directory).run(begun),
+            lambda system: loop_of(system, prepared.config or config, prepared, directory).run(begun),
             config.system,
             prepared.placed.memory_of(hosts),
             config.checkpoint.grace,
@@ -131,7 +134,11 @@ def checkpoint_to_resume(resume: str, path: Path) -> Checkpoint | None:
 
 
 def open_run_directory(
-    path: Path, config: RunConfig | EmbodiedConfig, begun: Checkpoint | None, lock: Lock | None = None
+    path: Path,
+    config: RunConfig | EmbodiedConfig,
+    begun: Checkpoint | None,
+    lock: Lock | None = None,
+    told: Sequence[str] = (),
 ) -> RunDirectory:
     """The run's directory: a new one, or that of the run that is gone on with.
 
@@ -140,6 +147,7 @@ def open_run_directory(
         config: the run's.
         begun: where to go on from.
         lock: of the directory, which no checkpoint is written without; None where nobody else can come.
+        told: lines that stand as comments below the configuration there.
 
     Raises:
         InputError: it cannot be made, or a key was changed since the checkpoint that cannot be; nothing was touched.
@@ -154,7 +162,7 @@ def open_run_directory(
             else RunDirectory.create(path, config.keep_previous)
         )
         directory.changed, directory.lock = changed, lock
-        directory.write_text(directory.resolved, text)
+        directory.write_text(directory.resolved, "\n".join([text, *(f"# {line}" for line in told)]))
     except OSError as error:
         which = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         why = f"{error.strerror or error}{which}"

@@ -71,7 +71,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         """What became of every sample that was drawn."""
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
-        self.notes = self.data.notes
+        self.notes = (*prepared.told, *self.data.notes)
         self.ahead = works_ahead(prepared.flow)
         """The flow takes what is in flight, and draws its prompts itself."""
         if self.ahead:

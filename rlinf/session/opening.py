@@ -16,6 +16,7 @@ from typing import Any
 
 from rlinf.config.loading import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
+from rlinf.job.checks.by_kind import refuse_other_kind
 from rlinf.job.prepare import InMemory, Prepared, prepare
 from rlinf.job.start import checkpoint_to_resume, open_run_directory
 from rlinf.metrics.durable.lock import Lock
@@ -97,18 +98,19 @@ def opened(what: Given, hosts: int, lock: Lock | None = None) -> Opened:
         settings = {**objects.settings, **objects.models_in(aside), **what.settings}
         config = configured(path, settings, objects.who)
         _check(config, objects.passed, objects.who)
+        refuse_other_kind(config.placement)
         prepared = prepare(config, hosts, objects.passed)
         for name in ("path", "tokenizer"):
             place = getattr(config.model, name)
             setattr(config.model, name, place and place.replace(str(aside), str(path)))
         objects.save(aside, objects.to_save.keys() - kept)
-        directory = open_run_directory(path, config, begun, lock)
+        directory = open_run_directory(path, config, begun, lock, prepared.told)
         for name in objects.to_save.keys() - kept:
             (aside / name).replace(path / name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     prepared = replace(prepared, model=prepared.model.replace(str(aside), str(path)))
-    return Opened(config, prepared, directory, begun, prepared.placed.memory_of(hosts))
+    return Opened(prepared.config, prepared, directory, begun, prepared.placed.memory_of(hosts))
 
 
 def _check(config: RunConfig, passed: InMemory, who: str) -> None:

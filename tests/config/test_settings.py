@@ -11,7 +11,8 @@ from rlinf.config.schema import settings
 def test_what_is_not_given_is_as_in_a_configuration():
     taken = asdict(settings(TrainerSettings, {"lr": 0.5}, "trainer"))
     configured = {**asdict(OptimizerConfig()), **asdict(TrainerConfig()), "lr": 0.5}
-    configured["sharding"] = "shard"  # `auto` is a run's to resolve
+    # `auto` is a run's to resolve
+    configured |= {"sharding": "shard", "gradient_checkpointing": False, "micro_batch_tokens": 2048, "dtype": "float32"}
     assert taken.items() >= configured.items()
     critic, section = settings(CriticSettings, {}, "critic"), CriticConfig()
     for name in ("lr", "warmup_steps", "grad_clip", "weight_decay"):

@@ -1,25 +1,97 @@
-"""Sizes that no machine has room for, and answers that no model has positions for.
+"""Does a run fit its devices: their kind, their memory, the model's positions? And what it takes of them.
 
-In: a configuration, and what its roles take by their models' shapes. Out: problems by key. What does not fit into the
-memory that devices are known to have is `models.language.footprint`'s to say.
+In: a configuration, the model's, and where its roles are. Out: what roles hold, the configuration with what was left to
+the devices, and problems by key. The bytes are `footprint`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.config.loading import Problem
 from rlinf.config.text import RunConfig
 from rlinf.data.sample import Prompt
-from rlinf.job.checks.footprint import GB, Footprint
+from rlinf.job.checks.by_kind import by_kind, checkpointing, device_kind
+from rlinf.job.checks.footprint import GB, Footprint, complaints, footprints, learners_fit, spread_of
 from rlinf.models.language.generation import context_length
+from rlinf.placement.seats import Placed
 
 MOST_BYTES = 10_000 * GB
 """Bytes that no process takes: ten times the memory of the largest machines."""
 MOST_PARTS = 640
 """Layers, experts or heads that a model may have, a little more than any there is. Each layer is built: a thousand were
 measured to take half a minute on a busy machine, and a number with zeros too many would take hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a run takes of its devices."""
+
+    config: RunConfig
+    """Of the run, with a value in place of what was left to the devices."""
+    held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """See `Prepared`."""
+    became: tuple[str, ...] = ()
+    """Lines about what was left to the devices."""
+    warnings: tuple[str, ...] = ()
+    """Lines about devices that idle."""
+
+
+def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> tuple[Fitted, list[Problem]]:
+    """Decide what is left to the devices, count what roles take of them, and say what does not fit.
+
+    Args:
+        config: of the run.
+        model_config: of its model, from transformers.
+        placed: where the roles are.
+        roles: that there are besides rollout, judge and trainer.
+    """
+    kind, memory = device_kind(config.placement), placed.memory
+    config, became = by_kind(config)
+
+    def learns(changed: RunConfig) -> bool:
+        return learners_fit(changed, model_config, placed, roles)
+
+    try:
+        config, why = checkpointing(config, memory, learns)
+        slices = spread_of(config, model_config, placed, roles).slices
+    except ValueError as error:
+        return Fitted(config), [Problem("configuration", "trainer.sharding", config.trainer.sharding, str(error))]
+    there = {"trainer", "teachers", *placed.seats}
+    became = [each for each in became if each.partition(".")[0] in there]
+    lines = [f"{', '.join(became)}: {kind} devices{_assumed(config)}"] if became else []
+    if why:
+        lines.append(f"trainer.gradient_checkpointing={str(config.trainer.gradient_checkpointing).lower()}: {why}")
+    found = footprints(config, model_config, {role: seat.devices for role, seat in placed.seats.items()}, roles, slices)
+    problems = [*oversized(config, found), *too_long(config, model_config)]
+    problems += [
+        Problem("configuration", "placement.device_memory_gb", config.placement.device_memory_gb, complaint)
+        for complaint in complaints(config, model_config, placed, roles, slices)
+    ]
+    # what is refused is refused by the least; a lease of more than a device has would never be given
+    held = {
+        role: (each.active_bytes if memory is None else min(each.active_bytes, memory), each.parked_bytes)
+        for role, each in found.items()
+        if role in placed.seats
+    }
+    return Fitted(config, held, tuple(lines), tuple(_idle(config, placed))), problems
+
+
+def _assumed(config: RunConfig) -> str:
+    return "" if config.placement.device_kind == "auto" else ", as placement.device_kind says"
+
+
+def _idle(config: RunConfig, placed: Placed) -> Iterator[str]:
+    used = {host for seat in placed.seats.values() for host in (*seat.hosts, *frozenset().union(*seat.devices))}
+    idle = sorted(set(range(placed.devices)) - used)
+    if idle and not config.placement.idle_processes:
+        shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
+        yield (
+            f"{len(idle)} of {placed.devices} processes have no role ({shown}) and idle with their devices: start "
+            "fewer, or give roles more in `placement`; placement.idle_processes=true says that it is meant"
+        )
 
 
 def oversized(config: RunConfig, footprints: Mapping[str, Footprint]) -> Iterator[Problem]:

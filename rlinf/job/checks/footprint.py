@@ -3,25 +3,26 @@
 In: a configuration, the transformers config of its model, and where each role is. Out: a `Footprint` per role, and what
 does not fit, with what would help. No weights are read and no device is touched.
 
-Every part is one that must be there, so the sum is a little less than what a run takes, and what does not fit by it
-cannot fit at all. Not in it: the contexts, graphs and workspaces of CUDA, the fragmentation of its allocator, copies of
-norms and attention in other precisions, LoRA adapters themselves, and what an engine prepares beside its cache.
+There are two sums. `least_bytes` has only what must be there, so what does not fit by it cannot fit at all: runs are
+refused by it. `active_bytes` has `spare` besides, on CUDA devices: what a step takes at its peak by what torch's
+tracker counts, so that it is a little more than what a run takes. Choices and leases go by it. In neither: the context
+of CUDA and the workspaces of its libraries, which are of the process and not of a role: they have the part of a GPU
+that roles may not fill (`job.prepare`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlinf.config.learning import RewardModelConfig
 from rlinf.config.text import RunConfig
+from rlinf.job.checks.by_kind import by_kind, device_kind
+from rlinf.job.checks.transformer import ALLOWANCE, Shape, Training, logit_bytes, peak_bytes, saved_shape
 from rlinf.job.roles.named import kinds_of
 from rlinf.models.language.fsdp import Sharding, copies_of
 from rlinf.models.policy.base import Policy
@@ -29,8 +30,11 @@ from rlinf.placement.seats import Placed, cluster_of, place
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 GB = 1e9
+_READ_AT_ONCE = 8192
+"""Tokens of prompts that the transformers engine reads together."""
 _AUTO_FILLS = 0.7
-"""Share of a device's memory that a choice of `trainer.sharding: auto` may fill by `footprints`, a lower bound."""
+"""Share of a device's memory that a choice of `trainer.sharding: auto` may fill by `footprints` where they are a
+lower bound: all but CUDA's."""
 _COPIES = {
     "replicate": "has a whole copy in each of {} processes",
     "hybrid": "has a copy on each machine, in slices over {} processes in all",
@@ -57,11 +61,18 @@ class Footprint:
     """Of one micro-batch."""
     cache: float = 0.0
     """Keys and values of the answers that are decoded together."""
+    spare: float = 0.0
+    """By how much it may exceed the other parts at its peak, on CUDA; 0 where that is not known."""
 
     @property
     def active_bytes(self) -> int:
-        """While it is loaded, at the peak of its work."""
+        """While it is loaded, at the peak of its work; on CUDA at most, elsewhere at least."""
         return int(sum(getattr(self, part.name) for part in fields(self)))
+
+    @property
+    def least_bytes(self) -> int:
+        """The same, by what must be there."""
+        return int(self.active_bytes - self.spare)
 
     @property
     def parked_bytes(self) -> int:
@@ -69,69 +80,7 @@ class Footprint:
         return 0
 
 
-def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
-    """Number of parameters of a model, counted on a model without storage.
-
-    Args:
-        model_config: of it, from transformers.
-        kind: the class of transformers that makes it.
-    """
-    with torch.device("meta"):
-        model = kind.from_config(model_config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # Text ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Numbers of a transformer."""
-
-    parameters: int
-    outside: int
-    """Parameters of the embeddings, which belong to no layer."""
-    layers: int
-    hidden: int
-    inner: int
-    """Of the layer's MLP."""
-    vocabulary: int
-    queries: int
-    """Heads times their size."""
-    keys: int
-    """The same of keys, and of values."""
-
-    @staticmethod
-    def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> _Shape:
-        text = model_config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return _Shape(
-            parameters=parameters_of(model_config, kind),
-            outside=text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2),
-            layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            vocabulary=text.vocab_size,
-            queries=head * text.num_attention_heads,
-            keys=head * shared,
-        )
-
-    @property
-    def kept(self) -> int:
-        """Numbers that a layer keeps of each token for its gradient: input and normed input of attention and MLP, q, k,
-        v, what attention says, and gate, up, their activation and product."""
-        return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner
-
-    @property
-    def passing(self) -> int:
-        """Numbers of each token that are there at once in a layer without gradient: its input, and the MLP's."""
-        return 2 * self.hidden + 3 * self.inner
-
-    @property
-    def layer(self) -> float:
-        """Parameters of one."""
-        return (self.parameters - self.outside) / self.layers
 
 
 def footprints(
@@ -151,44 +100,37 @@ def footprints(
             those of the others, where named, are read. The judge takes nothing; users' own roles, their memory_gb.
         slices: by learning role, over how many processes a copy of its model is spread; over all unless it says so.
     """
-    shape, trainer = _Shape.of(model_config), config.trainer
-    checkpointed = trainer.gradient_checkpointing
-    adapters = config.model.lora.on
+    config, _ = by_kind(config)
+    shape, cuda = Shape.of(model_config), device_kind(config.placement) == "cuda"
     found = {
-        "trainer": _learner(
-            config, shape, shape.parameters, slices.get("trainer", len(seats["trainer"])), adapters, checkpointed
-        ),
+        "trainer": _learner(config, shape, slices.get("trainer", len(seats["trainer"])), config.model.lora.on),
         "rollout": _rollout(config, shape),
     }
-    if "critic" in roles:  # it has a number where a policy has a vocabulary
-        own = shape.parameters - (shape.outside - shape.vocabulary * shape.hidden)
-        ranks = slices.get("critic", len(seats["critic"]))
-        found["critic"] = _learner(config, shape, own, ranks, False, checkpointed, head=False)
+    if "critic" in roles:
+        found["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
     for role, settings in config.frozen.items():
         if role in roles:
             width = _BYTES[settings.dtype]
             follows = role == "reference" and config.reference.kind == "ema" and width < 4
-            its = shape if settings.model is None else _saved_shape(settings.model, AutoModelForCausalLM)
-            found[role] = Footprint(
+            its = shape if settings.model is None else saved_shape(settings.model, AutoModelForCausalLM)
+            tokens, chunk = _micro_batch(config)
+            made = Footprint(
                 weights=its.parameters * (width + (4 if follows else 0)),
-                activations=trainer.micro_batch_tokens * its.passing * width + _logits(config, its),
+                activations=tokens * its.passing * width + _logits(config, its),
             )
+            most = (tokens * its.passing_bytes(width) + logit_bytes(its, chunk)) * (1 + ALLOWANCE)
+            found[role] = _with_spare(made, most) if cuda else made
     if "reward_model" in roles:
         found["reward_model"] = _reward_model(config.reward_model)
     held = {name: float(entry.get("memory_gb", 0)) * GB for name, entry in config.roles.items()}
     return found | {name: Footprint(weights=taken) for name, taken in held.items() if taken}
 
 
-@lru_cache
-def _saved_shape(path: str, kind: Any) -> _Shape:
-    return _Shape.of(AutoConfig.from_pretrained(path), kind)
-
-
 def _reward_model(settings: RewardModelConfig) -> Footprint:
     """Whole weights and a micro-batch; of a judge that writes, as of a rollout."""
     assert settings.path is not None  # of every run that has the role
     width, classifies = _BYTES[settings.dtype], settings.kind == "classifier"
-    shape = _saved_shape(settings.path, AutoModelForSequenceClassification if classifies else AutoModelForCausalLM)
+    shape = saved_shape(settings.path, AutoModelForSequenceClassification if classifies else AutoModelForCausalLM)
     weights, rows = float(shape.parameters * width), settings.max_rows
     if classifies or settings.choices:
         return Footprint(weights, activations=float(settings.micro_batch_tokens * shape.passing * width))
@@ -196,48 +138,70 @@ def _reward_model(settings: RewardModelConfig) -> Footprint:
     return Footprint(weights, activations=2.0 * rows * shape.vocabulary * 4, cache=cache)
 
 
-def _learner(
-    config: RunConfig,
-    shape: _Shape,
-    parameters: int,
-    ranks: int,
-    adapters: bool,
-    checkpointed: bool,
-    head: bool = True,
-) -> Footprint:
+def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: bool = True) -> Footprint:
     """Weights, gradients and AdamW's two means in float32 or 8 bits, spread over the ranks; of adapters' all but the
-    weights is left out. Activations of a micro-batch of T tokens:
+    weights is left out. Activations of a micro-batch of T tokens, at least:
 
-        T (layers x kept) b, or with checkpointing T (layers x hidden + kept) b;  + 2 x logprob_chunk x vocabulary x 4
+        T (layers x kept) b + L, or with checkpointing T (layers x hidden) b + max(T (kept - hidden) b, L)
+
+    with L = 2 x logprob_chunk x vocabulary x 4, since layers are computed again when the logits are gone; and at most,
+    on CUDA, see `peak_bytes`. A critic, without `head`, has a number where a policy has a vocabulary.
     """
-    width, tokens = _BYTES[config.trainer.dtype], config.trainer.micro_batch_tokens
-    share = 4.0 * parameters / ranks
-    per_token = shape.layers * shape.hidden + shape.kept if checkpointed else shape.layers * shape.kept
-    outside = shape.outside if head else shape.vocabulary * shape.hidden
-    return Footprint(
+    checkpointed = config.trainer.gradient_checkpointing is True
+    width, (tokens, chunk) = _BYTES[config.trainer.dtype], _micro_batch(config)
+    outside = shape.outside if head else shape.head
+    share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
+    logits, token = _logits(config, shape) if head else 0.0, float(tokens * width)
+    activations = token * shape.layers * shape.kept + logits
+    if checkpointed:
+        activations = token * shape.layers * shape.hidden + max(token * (shape.kept - shape.hidden), logits)
+    spread = ranks > 1 or width < 4
+    made = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
         optimizer=0.0 if adapters else 2 * share * (1.0 if config.optimizer.kind == "adamw" else 0.25),
-        gathered=(outside + shape.layer) * width if ranks > 1 or width < 4 else 0.0,
-        activations=float(tokens * per_token * width) + (_logits(config, shape) if head else 0.0),
+        gathered=(outside + shape.layer) * width if spread else 0.0,
+        activations=activations,
     )
+    if device_kind(config.placement) != "cuda":
+        return made
+    how = Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
+    # adapters: at rank r, on all linear layers, with gradients and means
+    lora = 16.0 * config.model.lora.r * shape.layers * (6 * shape.hidden + 2 * shape.queries + 3 * shape.inner) / ranks
+    return _with_spare(made, peak_bytes(shape, how) + (lora if adapters else 0.0))
 
 
-def _logits(config: RunConfig, shape: _Shape) -> float:
+def _with_spare(made: Footprint, most: float) -> Footprint:
+    """With what a step takes at most beside weights, gradients, optimizer and cache, bytes."""
+    return replace(made, spare=max(0.0, most - made.gathered - made.activations))
+
+
+def _micro_batch(config: RunConfig) -> tuple[int, int]:
+    """Its tokens, and how many of them have logits at a time."""
+    tokens = config.trainer.micro_batch_tokens
+    assert tokens is not None  # `by_kind` sees to it
+    return tokens, min(config.trainer.logprob_chunk, tokens)
+
+
+def _logits(config: RunConfig, shape: Shape) -> float:
     """Those of a chunk in float32, and as much again for what is made of them."""
-    return 2.0 * min(config.trainer.logprob_chunk, config.trainer.micro_batch_tokens) * shape.vocabulary * 4
+    return 2.0 * _micro_batch(config)[1] * shape.vocabulary * 4
 
 
-def _rollout(config: RunConfig, shape: _Shape) -> Footprint:
+def _rollout(config: RunConfig, shape: Shape) -> Footprint:
     """Whole weights; keys and values, 2 x layers x keys for each token; logits in float32 of the rows decoded together,
     twice, since they are sampled from."""
     rollout, width = config.rollout, _BYTES[config.rollout.dtype]
     tokens = rollout.max_tokens or rollout.max_rows * (rollout.max_new_tokens + (config.data.max_prompt_tokens or 0))
-    return Footprint(
+    made = Footprint(
         weights=float(shape.parameters * width),
         activations=2.0 * rollout.max_rows * shape.vocabulary * 4,
         cache=2.0 * shape.layers * shape.keys * tokens * width,
     )
+    if device_kind(config.placement) != "cuda":
+        return made
+    reading = min(_READ_AT_ONCE, tokens) * shape.passing_bytes(width)
+    return replace(made, spare=reading + ALLOWANCE * (made.activations + made.cache))
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------
@@ -264,8 +228,9 @@ def complaints(
     placed = place(config.placement, kinds_of(config, roles), hosts) if isinstance(hosts, int) else hosts
     if placed.memory is None:
         return
+    config, _ = by_kind(config)
     said: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for device, need in _needs(config, model_config, placed, roles, slices):
+    for device, need in _needs(config, model_config, placed, roles, slices, least=True):
         if sum(need.values()) > placed.memory:
             said.setdefault(tuple(need.items()), []).append(device)
     for needed, devices in said.items():
@@ -278,14 +243,21 @@ def complaints(
 
 
 def _needs(
-    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], slices: Mapping[str, int]
+    config: RunConfig,
+    model_config: Any,
+    placed: Placed,
+    roles: Sequence[str],
+    slices: Mapping[str, int],
+    *,
+    least: bool = False,
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Devices, with the bytes of the roles that are on one of them at the same time; as often as roles take turns."""
     seats = {role: seat.devices for role, seat in placed.seats.items()}
     found = footprints(config, model_config, seats, roles, slices)
     for device in sorted({device for own in seats.values() for devices in own for device in devices}):
         there = {role: sum(device in devices for devices in seats[role]) for role in found if role in seats}
-        active = {role: count * found[role].active_bytes for role, count in there.items() if count}
+        sizes = {role: each.least_bytes if least else each.active_bytes for role, each in found.items()}
+        active = {role: count * sizes[role] for role, count in there.items() if count}
         parked = {role: there[role] * found[role].parked_bytes for role in active}
         for need in [{**parked, role: taken} for role, taken in active.items()] if placed.turns else [active]:
             yield device, {role: taken for role, taken in need.items() if taken}
@@ -303,7 +275,7 @@ def _cures(config: RunConfig, roles: Sequence[str], turns: bool) -> Iterator[str
     if not turns and len(roles) > 1:
         yield "give each role hosts of its own"
     if {"trainer", "critic"} & {*roles}:
-        if not config.trainer.gradient_checkpointing:
+        if config.trainer.gradient_checkpointing is not True:
             yield "trainer.gradient_checkpointing=true"
         yield "a smaller trainer.micro_batch_tokens"
     if "reference" in roles and config.reference.dtype == "float32":
@@ -339,8 +311,8 @@ class Spread:
 def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> Spread:
     """How trainer and critic lie on their processes.
 
-    As `trainer.sharding` says; "auto" takes the first of replicate, hybrid and shard that fits into `_AUTO_FILLS` of
-    the devices' memory: what `footprints` leaves out needs room too.
+    As `trainer.sharding` says; "auto" takes the first of replicate, hybrid and shard that fits into the devices'
+    memory; where `footprints` are a lower bound, into `_AUTO_FILLS` of it, since what they leave out needs room too.
 
     Args:
         config: of the run.
@@ -355,7 +327,6 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     machine = {device.number: number for number, node in enumerate(nodes) for device in node.devices}
     learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
     machines = {role: [machine[host] for host in placed.seats[role].hosts] for role in learning}
-    room = math.inf if placed.memory is None else placed.memory * _AUTO_FILLS
 
     def slices(sharding: Sharding) -> dict[str, int]:
         return {role: len(copies_of(sharding, where)[0]) for role, where in machines.items()}
@@ -365,8 +336,7 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
             spread = slices(sharding)
         except ValueError:
             return False
-        needs = _needs(config, model_config, placed, roles, spread) if room < math.inf else ()
-        return all(sum(need.values()) <= room for _, need in needs if need.keys() & spread.keys())
+        return _learners_fit(config, model_config, placed, roles, spread)
 
     wanted = config.trainer.sharding
     order: tuple[Sharding, ...] = ("replicate", "hybrid")
@@ -376,6 +346,22 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     limit = "no limit of memory" if placed.memory is None else f"{placed.memory / GB:.3g} GB of memory"
     why = f", which auto chose by {limit}" if wanted == "auto" else ""
     return Spread(chosen, spread, f"sharding {chosen}{why}: {', '.join(words)}" if words else None)
+
+
+def learners_fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str] = ()) -> bool:
+    """Whether trainer and critic fit into their devices as `spread_of` has them lie; arguments and errors are its."""
+    slices = spread_of(config, model_config, placed, roles).slices
+    return _learners_fit(config, model_config, placed, roles, slices)
+
+
+def _learners_fit(
+    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], slices: Mapping[str, int]
+) -> bool:
+    if placed.memory is None:
+        return True
+    room = placed.memory * (1.0 if device_kind(config.placement) == "cuda" else _AUTO_FILLS)
+    needs = _needs(config, model_config, placed, roles, slices)
+    return all(sum(need.values()) <= room for _, need in needs if need.keys() & slices.keys())
 
 
 # Policies that act ---------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class SupervisedLoop(TrainingLoop[Numbers]):
     def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
         self.data = conversations_of(config, prepared.objects)
         super().__init__(system, with_steps(config, self.data.rows), prepared, directory)
-        self.objective = objective_of(config)
+        self.objective, self.notes = objective_of(config), prepared.told
 
     @property
     def evaluates_every(self) -> int:

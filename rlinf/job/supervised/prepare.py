@@ -15,7 +15,7 @@ from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.supervised import DPO, REWARD_MODEL, SFT
 from rlinf.config.text import RunConfig
 from rlinf.job.callbacks import Callbacks
-from rlinf.job.prepare import InMemory, Prepared, _flow_problems, _held, _planned, _tracker_problems
+from rlinf.job.prepare import InMemory, Prepared, _fitted, _flow_problems, _planned, _tracker_problems
 from rlinf.placement.seats import TEXT
 from rlinf.training.supervised.objectives import Likelihood, Objective, Preference, Scores
 
@@ -73,10 +73,13 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> Prep
     shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
     model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
     placed, planned = _planned(config.placement, kinds, hosts, flow=flow, path=path, model=model, items=items)
-    model_config, held, problems = _held(config, placed, needed)
+    model_config, fitted, problems = _fitted(config, placed, needed)
     if problems:
         raise ConfigError(problems)
-    return Prepared(flow, path, None, kinds, model, items, placed, planned, held, model_config, objects, callbacks)
+    return Prepared(
+        flow, path, None, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
+        became=fitted.became, warnings=fitted.warnings, config=fitted.config,
+    )  # fmt: skip
 
 
 def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:

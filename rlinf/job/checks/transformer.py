@@ -1,0 +1,168 @@
+"""The numbers of a transformer that its bytes follow from, and what a training step takes at its peak.
+
+In: a transformers config; for a peak, how the model is trained. Out: counts and bytes. No weights are read and no
+device is touched. `tests/job/checks/test_peak.py` holds the peaks against what torch's own tracker counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ALLOWANCE = 0.05
+"""Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
+slightly larger tensor does not fit into."""
+
+
+def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
+    """Number of parameters of a model, counted on a model without storage.
+
+    Args:
+        model_config: of it, from transformers.
+        kind: the class of transformers that makes it.
+    """
+    with torch.device("meta"):
+        model = kind.from_config(model_config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Numbers of a transformer."""
+
+    parameters: int
+    outside: int
+    """Parameters of the embeddings, which belong to no layer."""
+    layers: int
+    hidden: int
+    inner: int
+    """Of the layer's MLP."""
+    vocabulary: int
+    queries: int
+    """Heads times their size."""
+    keys: int
+    """The same of keys, and of values."""
+
+    @staticmethod
+    def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> Shape:
+        """Read off a transformers config; `kind` is the class of transformers that makes the model."""
+        text = model_config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        return Shape(
+            parameters=parameters_of(model_config, kind),
+            outside=text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            vocabulary=text.vocab_size,
+            queries=head * text.num_attention_heads,
+            keys=head * shared,
+        )
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a layer keeps of each token for its gradient: input and normed input of attention and MLP, q, k,
+        v, what attention says, and gate, up, their activation and product."""
+        return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner
+
+    @property
+    def passing(self) -> int:
+        """Numbers of each token that are there at once in a layer without gradient: its input, and the MLP's."""
+        return 2 * self.hidden + 3 * self.inner
+
+    @property
+    def layer(self) -> float:
+        """Parameters of one."""
+        return (self.parameters - self.outside) / self.layers
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output embedding."""
+        return self.vocabulary * self.hidden
+
+    def kept_bytes(self, width: int) -> float:
+        """Bytes that a layer keeps of each token, at most: `kept`, the float32 copies that both norms make, and keys
+        and values repeated for every head that reads them, where a kernel asks for that.
+
+        Args:
+            width: bytes of a number that it computes in.
+        """
+        repeated = 2 * (self.queries - self.keys) + self.keys
+        return float((self.kept + repeated) * width + 2 * self.hidden * 4)
+
+    def passing_bytes(self, width: int) -> float:
+        """Bytes of each token that are there at once in a layer without gradient, at most: the same copies counted."""
+        return float((self.passing + 2 * self.queries) * width + 2 * self.hidden * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained, as far as its peak depends on it."""
+
+    width: int
+    """Bytes of a number that it computes in; masters and gradients are float32."""
+    tokens: int
+    """Of a micro-batch."""
+    chunk: int
+    """Tokens whose logits are in memory at once."""
+    checkpointed: bool
+    """Only the input of each layer is kept."""
+    spread: bool
+    """FSDP2 gathers layers and casts them; otherwise float32 weights are used as they lie."""
+    learns_weights: bool = True
+    """And not adapters alone, under which no weight has a gradient."""
+    head: bool = True
+    """Tokens are predicted; a critic predicts a number."""
+
+
+def logit_bytes(shape: Shape, chunk: int) -> float:
+    """Bytes of a chunk's logits and of what is made of them without a gradient: three copies in float32, and masks."""
+    return float(chunk * shape.vocabulary * 14)
+
+
+def peak_bytes(shape: Shape, how: Training) -> float:
+    """Bytes that come and go in a training step, at the most: all but master weights, gradients and the optimizer's.
+
+    The largest of three moments, each beside what FSDP2 gathered: the embeddings, which stay gathered, and three layers
+    (the one at work, the next one, and the buffer that it arrives in).
+
+    1. The head on its way back: all that the layers kept, a chunk's logits, and the head's gradient in float32.
+    2. The last layer on its way back: all that the layers kept, that layer computed again where they are checkpointed,
+       gradients of its activations (twice the MLP's and the model's width), the head's gradient as it waits for the
+       embeddings' turn, and the layer's own, once computed and once in float32 on their way to other ranks.
+    3. The embeddings at the end: their gradients, computed and in float32; of tied ones there are two.
+
+    Args:
+        shape: of the model.
+        how: it is trained.
+    """
+    width, tokens, chunk = how.width, how.tokens, min(how.chunk, how.tokens)
+    per_token = shape.hidden * width if how.checkpointed else shape.kept_bytes(width)
+    kept = tokens * (shape.layers * per_token + 10 * shape.hidden)  # beside the layers: embedded, normed, picked out
+    outside = shape.outside if how.head else shape.head
+    logits = logit_bytes(shape, chunk) if how.head else 0.0
+    waits = own = whole = 0.0
+    if how.learns_weights:
+        own = shape.layer * (4.0 + width * how.spread)
+        if how.head:
+            waits = float(shape.head * width)
+            slopes = chunk * shape.vocabulary * (2.0 * width + 8)  # of one chunk, and what is left of the one before
+            logits = max(logits, 4.0 * shape.head + max(slopes, waits + chunk * shape.vocabulary * width))
+        whole = outside * (4.0 + width) + (waits if outside == shape.head else 0.0)
+    again = shape.kept_bytes(width) if how.checkpointed else 0.0
+    back = tokens * (again + (2 * shape.inner + 2 * shape.hidden) * width)
+    gathered = (outside + 3 * shape.layer) * width if how.spread else 0.0
+    end = whole + tokens * 4.0 * shape.hidden * width
+    most = max(kept + logits, kept + back + waits + own, end)
+    return (gathered + most) * (1 + ALLOWANCE)
+
+
+@lru_cache
+def saved_shape(path: str, kind: Any) -> Shape:
+    """The shape of a saved model."""
+    return Shape.of(AutoConfig.from_pretrained(path), kind)

@@ -1,0 +1,102 @@
+"""What keys become that are left to the kind of devices, with kinds that this machine need not have."""
+
+import pytest
+
+from rlinf.config.loading import ConfigError, InputError
+from rlinf.job.checks import by_kind as module
+from rlinf.job.checks.by_kind import by_kind, refuse_other_kind
+from rlinf.job.checks.fits import fit
+from rlinf.job.validate import load_config
+from rlinf.placement.seats import TEXT, place
+from tests.job.checks.tracked import qwen2
+
+KEYS = ("trainer.dtype", "rollout.dtype", "reference.dtype", "trainer.micro_batch_tokens")
+
+
+def configured(*overrides, kind="cuda", hosts=1):
+    return load_config(None, [f"placement.device_kind={kind}", *overrides], hosts)
+
+
+def fitted(config, model=None, hosts=1):
+    placed = place(config.placement, [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")], hosts)
+    return fit(config, qwen2("1.5B") if model is None else model, placed, ())
+
+
+def values(config):
+    return [getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS]
+
+
+def test_gpus_compute_in_bfloat16_on_large_micro_batches_and_cpus_as_they_always_did():
+    assert values(by_kind(configured())[0]) == ["bfloat16", "bfloat16", "bfloat16", 16_384]
+    assert values(by_kind(configured(kind="cpu"))[0]) == ["float32", "float32", "float32", 2048]
+
+
+def test_what_is_written_stays_and_deciding_twice_changes_nothing():
+    chosen, became = by_kind(configured("trainer.dtype=float32", "trainer.micro_batch_tokens=512"))
+    assert values(chosen) == ["float32", "bfloat16", "bfloat16", 512]
+    assert "rollout.dtype=bfloat16" in became
+    assert not any(line.startswith("trainer.") for line in became)
+    assert by_kind(chosen) == (chosen, [])
+
+
+def test_named_teachers_follow_too():
+    chosen, _ = by_kind(configured("teachers.math.model=somewhere", "teachers.code={model: x, dtype: float32}"))
+    assert [each.dtype for each in chosen.named_teachers.values()] == ["bfloat16", "float32"]
+
+
+def test_the_kind_is_this_machines_unless_it_is_said(monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    assert by_kind(configured(kind="auto"))[0].trainer.dtype == "bfloat16"
+    assert by_kind(configured(kind="cpu"))[0].trainer.dtype == "float32"
+    refuse_other_kind(configured(kind="auto").placement)
+    with pytest.raises(InputError, match="has GPUs"):
+        refuse_other_kind(configured(kind="cpu").placement)
+
+
+def test_a_run_does_not_start_on_devices_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="--dry-run alone"):
+        refuse_other_kind(configured(kind="cuda").placement)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on", "why"),
+    [
+        (["placement.device_memory_gb=80"], True, "80 GB a device would not do without"),
+        (["placement.device_memory_gb=138"], False, "138 GB a device are enough without"),
+        (["placement.device_memory_gb=80", "trainer.micro_batch_tokens=8192"], False, "enough without"),
+        ([], True, "memory is not known"),
+    ],
+)
+def test_activations_are_computed_again_where_memory_needs_it(overrides, on, why):
+    found, problems = fitted(configured(*overrides))
+    assert problems == []
+    assert found.config.trainer.gradient_checkpointing is on
+    assert why in found.became[-1]
+
+
+def test_on_a_cpu_they_never_are():
+    found, _ = fitted(configured("placement.device_memory_gb=80", kind="cpu"))
+    assert found.config.trainer.gradient_checkpointing is False
+
+
+def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is():
+    model = qwen2("1.5B")
+    found, problems = fitted(configured("placement.device_memory_gb=25"), model)
+    assert "at least" in problems[0].advice
+    found, problems = fitted(configured("placement.device_memory_gb=29"), model)
+    assert problems == []
+    assert found.held["trainer"][0] == 29_000_000_000
+
+
+def test_processes_without_a_role_are_told_of_unless_they_are_meant():
+    overrides = ["placement.trainer=0-1", "placement.rollout=0-1", "placement.judge=0"]
+    found, _ = fitted(configured(*overrides, hosts=4), hosts=4)
+    assert found.warnings[0].startswith("2 of 4 processes have no role (2, 3)")
+    assert fitted(configured(*overrides, "placement.idle_processes=true", hosts=4), hosts=4)[0].warnings == ()
+    assert fitted(configured(*overrides, hosts=2), hosts=2)[0].warnings == ()
+
+
+def test_auto_is_a_word_and_no_other_is():
+    with pytest.raises(ConfigError, match="one of auto, true, false"):
+        configured("trainer.gradient_checkpointing=sometimes")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from rlinf.engines.sglang.server import device_here
+from rlinf.engines.vllm.server import VllmServer
 from rlinf.envs.toy import Reach
 from rlinf.job.start import train
 from rlinf.job.validate import load_config, load_embodied
@@ -67,6 +69,22 @@ def test_a_child_is_told_and_touches_no_gpu_until_something_enters_it(monkeypatc
     choose_device(6)
     assert (own_device(), torch.cuda.current_device()) == (torch.device("cuda", 6), 0)
     assert enter_device().index == torch.cuda.current_device() == 6
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "count", "seen"),
+    [(None, 3, 1, "3"), ("4,5,6,7", 1, 2, "5,6"), ("GPU-a,GPU-b", 1, 1, "GPU-b")],
+)
+def test_a_server_sees_the_gpu_of_its_process_first(monkeypatch, visible, rank, count, seen):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert VllmServer("python", {}, 1.0).environment().get("CUDA_VISIBLE_DEVICES") is None, "there is no GPU"
+    pretend(monkeypatch, rank=rank)
+    server = VllmServer("python", {"tensor_parallel_size": count}, 1.0)
+    assert server.environment()["CUDA_VISIBLE_DEVICES"] == seen
+    assert device_here() == ("cuda", rank)
 
 
 def test_without_a_gpu_the_device_is_the_cpu_and_no_thread_is_set_up(monkeypatch):

@@ -15,6 +15,8 @@ import os
 import torch
 
 CPU = torch.device("cpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which GPUs a process sees, and in which order it numbers them."""
 
 _index: int | None = None
 """Number of this process's GPU once it is chosen."""
@@ -82,3 +84,17 @@ def device_id() -> str:
     """What no other GPU has: the UUID of this process's GPU; "cpu" where it has none."""
     device = own_device()
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device.index).uuid)
+
+
+def seen_by_children(count: int = 1) -> dict[str, str]:
+    """Variables of the environment of a program that works on the first GPUs that it sees, whatever it is told.
+
+    Args:
+        count: of GPUs that it is to see: this process's and those after it.
+    """
+    device = own_device()
+    if device.type == "cpu":
+        return {}
+    ours = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    names = ours or [str(number) for number in range(torch.cuda.device_count())]
+    return {VISIBLE: ",".join(names[device.index : device.index + count])}

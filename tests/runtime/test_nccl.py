@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import random
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class Devices:
         self.machine = Machine(pool)
         self.networks: dict[Any, Network] = {}
         self.ends: list[Communicator] = []
+        self.groups: dict[str, list[Group]] = defaultdict(list)
         self.threads = [WaitingThreads(f"host {host}") for host in HOSTS]
 
     def connect(self, host: int, name: str, members: tuple[int, ...]) -> Callable[[str, tuple[int, ...]], Communicator]:
@@ -351,14 +353,20 @@ class ModelledCollectives:
     def __init__(self, devices: Devices, host: int):
         self.devices, self.host = devices, host
         self.groups: dict[str, Group] = {}
+        self.peers: dict[str, list[Group]] = devices.groups
 
     def backend(self, device_type: str, ranks: list[int]) -> str:
         return "nccl"
+
+    def failed(self, name: str, why: str) -> None:
+        for group in self.peers[name]:
+            group.fail(why)
 
     async def group(self, name: str, ranks: list[int], backend: str) -> Group:
         await asyncio.sleep(0)
         if name not in self.groups:
             self.groups[name] = self.devices.group(self.host, name, tuple(ranks))
+            self.peers[name].append(self.groups[name])
         return self.groups[name]
 
 
@@ -394,6 +402,26 @@ async def transfers(devices: Devices, steps: list[Step], seed: int) -> None:
                 await asyncio.sleep(0)
         for number, arrival in coming:
             assert (await arrival).tolist() == [number] * 2
+
+
+async def test_a_receiver_without_room_fails_the_sender_at_once() -> None:
+    with modelled() as devices:
+        async with hosts(devices) as bulks:
+
+            def full(ref: GroupRef) -> torch.Tensor:
+                raise RuntimeError("CUDA out of memory")
+
+            bulks[1]._empty = full  # type: ignore[method-assign]
+            ref = bulks[0].announce(torch.ones(2))
+            sending = bulks[0]._host.own(bulks[0]._send(torch.ones(2), ref, 1, None))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await asyncio.wait_for(bulks[1].receive(ref), 2)
+            with pytest.raises(CollectiveError, match=r"host 1 has no room for a tensor of shape \[2\]: CUDA out of"):
+                await asyncio.wait_for(sending, 2)
+            again = bulks[1].receive(dataclasses.replace(bulks[0].announce(torch.ones(2)), tag=7))
+            bulks[1].begun(0, 7)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await asyncio.wait_for(again, 2)  # the GPU is free again
 
 
 @settings(max_examples=100, deadline=None)

@@ -80,10 +80,14 @@ class GroupBulk:
         return self._host.own(self._receive(ref))
 
     async def _receive(self, ref: GroupRef) -> torch.Tensor:
-        tensor = self._empty(ref)
-
-        def post(group: Group) -> Coroutine[Any, Any, torch.Tensor]:
-            return group.recv(tensor, ref.source, ref.tag)
+        async def post(group: Group) -> torch.Tensor:
+            try:
+                tensor = self._empty(ref)  # not before its turn: what waits takes no memory
+            except RuntimeError as error:  # without a receive, all that follows it would be taken for something else
+                why = f"host {self._host.rank} has no room for a tensor of shape {list(ref.shape)}: {error}"
+                self._collectives.failed(group.name, why)
+                raise
+            return await group.recv(tensor, ref.source, ref.tag)
 
         return await (await self._in_turn(ref, self._host.rank, post, None))
 

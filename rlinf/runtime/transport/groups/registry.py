@@ -232,10 +232,11 @@ class Collectives:
         if groups := self._lines.pop(mesh, None):
             self._take_leave(lambda: destroy(groups))
 
-    def _take_leave(self, how: Callable[[], None]) -> None:
+    def _take_leave(self, how: Callable[[], None]) -> asyncio.Future[None]:
         leaving = in_thread(how)
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
+        return leaving
 
     async def close(self) -> None:
         """Release all groups and meshes of this host; who waits for one to be made is cancelled."""
@@ -244,8 +245,7 @@ class Collectives:
         if self._leaving:
             late = (await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS))[1]
             if late:  # a member is gone, and NCCL waits for it to leave in order
-                self._take_leave(lambda: abort(meshes))
-                await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS)
+                await asyncio.wait([self._take_leave(lambda: abort(meshes))], timeout=LEAVE_SECONDS)
         meshes.clear()
         self._threads.close()
         if self._in_world:

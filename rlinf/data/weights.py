@@ -189,10 +189,11 @@ def _hashed(data: Tensor) -> Tensor:
     last = torch.zeros(size, dtype=torch.uint8, device=data.device)
     last.narrow(0, 0, rest.numel()).copy_(rest)
     sums = torch.cat([part.view(torch.int64).view(-1, BLOCK).sum(dim=1) for part in (whole, last)])
-    hashed = sums + torch.arange(1, len(sums) + 1, device=data.device) * _STEP
+    sums += torch.arange(1, len(sums) + 1, device=data.device).mul_(_STEP)
     for shift in (32, 29):
-        hashed = (hashed ^ ((hashed >> shift) & ((1 << (64 - shift)) - 1))) * _ODD  # `>>` would bring the sign along
-    return hashed.sum() + (data.numel() * _STEP) % (1 << 62)
+        shifted = (sums >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # `>>` brings the sign along
+        sums.bitwise_xor_(shifted).mul_(_ODD)
+    return sums.sum() + (data.numel() * _STEP) % (1 << 62)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
-from rlinf.models.language.lora import plain_parameters
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.clock import Clock, tell_bytes
 from rlinf.weights.state_tensors import reshard
@@ -142,6 +141,8 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
     """
     reshard(model)
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    from rlinf.models.language.lora import plain_parameters  # imports transformers, which policies that act do without
+
     for name, parameter, make in plain_parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, make)

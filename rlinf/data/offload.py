@@ -8,7 +8,7 @@ each rank moves its own slice. On a CPU host the same happens, from memory to me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -108,7 +108,7 @@ class Parking:
         self._parked |= away
 
     @torch.no_grad()
-    def unpark(self, *, without: Collection[Tensor] = ()) -> None:
+    def unpark(self, *, without: Iterable[Tensor] = ()) -> None:
         """Bring back what is parked; nothing if nothing is.
 
         Args:

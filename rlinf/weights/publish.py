@@ -139,10 +139,10 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
         dtype: of floating-point tensors; None: as they are. What the model's class keeps in float32 stays so, since
             engines keep it so.
     """
+    from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
+
     reshard(model)
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    from rlinf.models.language.lora import plain_parameters  # imports transformers, which policies that act do without
-
     for name, parameter, make in plain_parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
         yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, make)

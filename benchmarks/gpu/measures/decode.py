@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told, wall_seconds
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
-from benchmarks.gpu.measuring.work import answered, engine_of, requests, room, since
+from benchmarks.gpu.measuring.work import answered, engine_of, requests, since
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
 
 CELLS = tuple(itertools.product((512, 4096), (256, 64, 8, 512)))
@@ -35,20 +35,18 @@ def decode(scale: Scale) -> Outcome:
             parts.note(str(missing))
             continue
         for context, rows in cells:
-            name = f"{path}_r{rows}_c{context}"
-            if shape.cache_bytes(rows * context, scale.dtype.itemsize) * 1.3 > room(scale):
-                parts.note(f"{name}: its cache does not fit")
-            else:
-                parts.make(
-                    name, lambda e=engine, r=rows, c=context: steps(e, shape, limits, scale, r, c), expected=expected
-                )
+            parts.make(
+                f"{path}_r{rows}_c{context}",
+                lambda e=engine, r=rows, c=context: steps(e, shape, limits, scale, r, c),
+                expected=expected,
+            )
         del engine
     for context, rows in cells:
-        name = f"generate_r{rows}_c{context}"
-        if shape.cache_bytes(rows * context, scale.dtype.itemsize) * 2.2 > room(scale):
-            parts.note(f"{name}: its cache, which is copied at every step, does not fit")
-        else:
-            parts.make(name, lambda r=rows, c=context: generate(model, shape, limits, scale, r, c), expected=3.0)
+        parts.make(
+            f"generate_r{rows}_c{context}",
+            lambda r=rows, c=context: generate(model, shape, limits, scale, r, c),
+            expected=3.0,
+        )
     return parts.outcome()
 
 

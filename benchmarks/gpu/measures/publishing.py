@@ -24,6 +24,8 @@ from benchmarks.gpu.scale import Outcome, Scale
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
+from rlinf.metrics.timing import parts as parts_of
+from rlinf.runtime.system.observer import Watch
 
 ROOT = Path(__file__).parents[3]
 DTYPES = ("bfloat16", "float32")
@@ -71,31 +73,39 @@ def in_processes(parts: Parts, scale: Scale, way: str, processes: int) -> dict[s
 
 
 async def measured(system: ActorSystem, scale: Scale) -> dict[str, Figures]:
-    """An engine of each dtype, on the trainer's host or, where there is one, on another."""
+    """For each dtype a trainer and an engine, which is on the trainer's host or, where there is one, on another."""
     made = {"model": str(scale.model_dir("1.5B")), "tokenizer": TOKENIZER}
     computes = str(scale.dtype).removeprefix("torch.")
-    trainer = await system.spawn(Trainer, hosts=[0], name="trainer", lr=1e-6, dtype=computes, **made)
     found = {}
     for dtype in DTYPES:
         freed(scale.device)
+        trainer = await system.spawn(
+            Trainer, hosts=[0], name=f"trainer_{dtype}", lr=1e-6, dtype=computes, publishes=dtype, **made
+        )
         rollout = await system.spawn(Rollout, hosts=[system.hosts - 1], name=f"rollout_{dtype}", dtype=dtype, **made)
-        found[dtype] = await published(trainer, rollout, scale, dtype)
+        found[dtype] = await published(system, trainer, rollout, scale, dtype)
     return found
 
 
-async def published(trainer: Any, rollout: Any, scale: Scale, dtype: str) -> Figures:
-    """Seconds of publishing and loading, and what crossed the host's memory meanwhile, as the trainer's process saw it.
+async def published(system: ActorSystem, trainer: Any, rollout: Any, scale: Scale, dtype: str) -> Figures:
+    """Seconds of publishing and loading, and what crossed the host's memory meanwhile: by what the runtime tells of it,
+    or by the copies to the host that the trainer's process made, whichever is more.
 
     Args:
+        system: its hosts are asked what their actors did.
         trainer, rollout: actors.
         scale: where they compute.
         dtype: of the engine.
     """
-    config = scale.config("1.5B")
+    config, watch = scale.config("1.5B"), await Watch.start(system)
 
-    async def once(number: int) -> float:
+    async def new(number: int) -> None:
         await trainer.train(Stream.of(groups(1, 2, 8, 24, config.vocab_size, seed=number)))
         settled(scale.device)
+        watch.begins()
+
+    async def once(number: int) -> float:
+        await new(number)
         began = time.perf_counter()
         await rollout.load(trainer.weights())
         settled(scale.device)
@@ -103,23 +113,27 @@ async def published(trainer: Any, rollout: Any, scale: Scale, dtype: str) -> Fig
 
     first = await once(0)
     seconds = [await once(number) for number in range(1, scale.of(6, 3))]
-    await trainer.train(Stream.of(groups(1, 2, 8, 24, config.vocab_size, seed=99)))
+    told_of = parts_of(await watch.ends("publish"))
+    await new(99)
     with watched(scale.device) as seen:
         await rollout.load(trainer.weights())
     crossed = counts(seen, scale.device)
     weights = Shape.of(config).weights
     size = weights * (2 if dtype == "bfloat16" else 4)
     found = told("s", seconds)
+    copied = crossed["to_host_bytes"] if crossed["to_host_bytes"] >= LEAST else 0
     return {
         **found,
         "first_s": first,
         "limit_s": (4 * weights + size) / limits_of(scale).memory_bytes_per_s,  # masters read once, and written as sent
         "gb": size / 1e9,
         "gb_per_s": size / 1e9 / float(found["s"]),
-        "host_bytes": crossed["to_host_bytes"] if crossed["to_host_bytes"] >= LEAST else 0,
+        "host_bytes": max(copied, int(told_of.get("weights/host_bytes", 0))),
         "syncs": crossed["syncs"],
+        **{name.removeprefix("weights/").replace("_seconds", "_s"): value for name, value in told_of.items()
+           if name != "weights/host_bytes"},
         "peak_gb": peak_gb(scale.device),
-    }
+    }  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

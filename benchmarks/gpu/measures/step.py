@@ -25,6 +25,8 @@ PROMPTS, GROUP, ANSWER = 64, 8, 512
 LENGTHS = (4.6, 0.35, 50, 300)
 """Tokens of GSM8K's problems in Qwen's chat template: mean and deviation of their logarithm, shortest, longest."""
 PHASES = ("generation", "scoring", "training", "sync", "switching", "overlap", "other")
+WEIGHTS = "weights/"
+"""Beginning of the metrics that tell how weights were published."""
 
 
 def step(scale: Scale) -> Outcome:
@@ -93,9 +95,11 @@ def figures(seen: list[Mapping[str, Any]], shape: Shape, limits: Limits, rows: i
     lengths = [int(tokens / rows)] * rows
     work = shape.forward_flops(lengths, int(answers)) + shape.training_flops(lengths, int(answers))
     phases = {f"{name}_s": statistics.median(one.get(f"timing/{name}", 0.0) for one in seen) for name in PHASES}
+    weights = {name: statistics.median(one.get(name, 0.0) for one in seen) for name in seen[-1] if WEIGHTS in name}
     return {
         **found,
         **phases,
+        **{name.replace("/", "_").replace("_seconds", "_s"): value for name, value in weights.items()},
         "busy_share": 1.0 - share("other", "switching"),
         "publish_and_switch_share": share("sync", "switching"),
         "tokens_per_s": tokens / float(found["step_s"]),

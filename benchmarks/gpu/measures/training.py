@@ -29,9 +29,9 @@ SIZES = (16384, 2048, 32768)
 """Tokens of a micro-batch, the one that has a bar first."""
 WAYS: dict[str, dict[str, Any]] = {
     "compiled_kept": {"compile": True, "gradient_checkpointing": False},
-    "compiled_again": {"compile": True, "gradient_checkpointing": True},
     "plain_kept": {"compile": False, "gradient_checkpointing": False},
     "plain_again": {"compile": False, "gradient_checkpointing": True},
+    "compiled_again": {"compile": True, "gradient_checkpointing": True},
 }
 """Blocks compiled or as they are; activations kept, or computed again by checkpointing."""
 

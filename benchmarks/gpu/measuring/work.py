@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.gpu.scale import NotRun, Scale
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Request, Sampling, StepStats
 from rlinf.engines.transformers.engine import TransformersEngine
+from rlinf.runtime.gpu.own_device import enter_device
 
 RESERVED = 3
 """The first token ids, which stand for padding, beginning and end."""
@@ -39,6 +39,7 @@ def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int, tokens: int
     Raises:
         NotRun: this engine has no such path here.
     """
+    enter_device()  # as the runtime does: which kernels attention may use is said there
     if "graphs" in inspect.signature(TransformersEngine.__init__).parameters:
         return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens, graphs=PATHS[path])
     if path == "graphed":
@@ -112,8 +113,3 @@ def groups(count: int, size: int, prompt: int, answer: int, vocabulary: int, *, 
         )  # fmt: skip
         made.append(Group(asked, samples))
     return made
-
-
-def room(scale: Scale, share: float = 0.9) -> float:
-    """Bytes that may still be taken on the device; in a rehearsal, a gigabyte."""
-    return torch.cuda.mem_get_info(scale.device)[0] * share if scale.device.type == "cuda" else 1e9

@@ -211,8 +211,8 @@ class ModelForward:
         self._parking.park()
 
     def unpark(self) -> None:
-        """Undo `park`, with the weights that have come meanwhile."""
-        self._parking.unpark()
+        """Undo `park`, with the weights that have come meanwhile, in place of which the old ones are not copied."""
+        self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
         if self._arrived is not None:
             self._take(self._arrived)
             self._arrived = None

@@ -150,8 +150,7 @@ class ActorSystem:
     def collectives(self) -> Collectives:
         """Named process groups and device meshes over hosts; see `registry.py`."""
         if self._collectives is None:
-            store = job_store() if self._network is None else None
-            host = self._host
+            host, store = self._host, job_store() if self._network is None else None
             self._collectives = Collectives(
                 store,
                 self.host,

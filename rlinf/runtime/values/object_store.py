@@ -117,8 +117,8 @@ class Values:
         """Awaitable for a value that some host keeps."""
         if ref.owner == self._rank:
             return self.kept_value(ref.key)
-        places = self._host.places
-        if places[ref.owner].machine != places[self._rank].machine:
+        here, there = self._host.places[self._rank], self._host.places[ref.owner]
+        if there.machine != here.machine or "cpu" != here.device != there.device:
             return self.relay.fetch(ref)
         return self._host.call(ref.owner, SERVICE, "fetch", "value", (ref.key,), {})
 

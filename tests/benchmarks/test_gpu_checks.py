@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "decode-steps": decode.STEPS,
     "packed-training": training.PACKED,
     "generate": decode.GENERATE,
+    "recorded-steps": decode.ALIKE,
     "engine-and-trainer": training.ENGINE,
     "quickstart": runs.RUN,
     "collocated": flow.COLLOCATED,

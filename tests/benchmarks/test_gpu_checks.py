@@ -7,14 +7,30 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from benchmarks.gpu.checks import decode, failing, flow, memory, parts, publishing, runs, sends, simulators, training
+from benchmarks.gpu.checks import (
+    decode,
+    device,
+    failing,
+    flow,
+    memory,
+    parts,
+    publishing,
+    runs,
+    sends,
+    simulators,
+    training,
+)
 from benchmarks.gpu.checks.__main__ import CHECKS
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.harness import Check, main
@@ -29,6 +45,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "decode-steps": decode.STEPS,
     "packed-training": training.PACKED,
     "generate": decode.GENERATE,
+    "recorded-steps": decode.ALIKE,
     "engine-and-trainer": training.ENGINE,
     "quickstart": runs.RUN,
     "collocated": flow.COLLOCATED,
@@ -116,6 +133,73 @@ def test_on_a_card_any_figure_beyond_its_bound_fails_the_check(check: Check, tmp
             assert judge(card, {**figures, bound.figure: float("nan")}, bounds).passed is False
 
 
+# What a CPU would not run -------------------------------------------------------------------------------------------
+
+
+class Half(Scale):
+    """A rehearsal in the precision of the card."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "run", ["training:beside_float32", "training:beside_engine", "memory:parking", "flow:collocated"]
+)
+def test_checks_of_computing_pass_in_bfloat16_too(run: str, tmp_path: Path) -> None:
+    module, function = run.split(":")
+    outcome = getattr(importlib.import_module(f"benchmarks.gpu.checks.{module}"), function)(Half(True, tmp_path, 100.0))
+    assert outcome.passed, outcome
+
+
+def test_what_is_asked_of_cuda_is_asked_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    names = ("synchronize", "ipc_collect", "empty_cache", "memory_allocated", "memory_reserved", "mem_get_info")
+    names += ("reset_peak_memory_stats", "max_memory_allocated", "set_per_process_memory_fraction")
+    asked = {name: create_autospec(getattr(torch.cuda, name)) for name in names}
+    for name, stand_in in asked.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    asked["mem_get_info"].return_value = (60 << 30, 80 << 30)
+    asked["memory_reserved"].return_value = 8 << 30
+    asked["memory_allocated"].return_value = 7
+    asked["max_memory_allocated"].return_value = 9
+    device.synchronize(card)
+    device.emptied(card)
+    device.peak_begun(card)
+    assert (device.held_bytes(card), device.peak_bytes(card), device.whole_bytes(card)) == (7, 9, 80 << 30)
+    with pytest.raises(torch.OutOfMemoryError), device.short_of_memory(card):
+        raise torch.OutOfMemoryError
+    shares = [call.args[0] for call in asked["set_per_process_memory_fraction"].call_args_list]
+    assert shares == [pytest.approx((8 * 2**30 + 2e9) / (80 << 30)), 1.0]
+    assert all(stand_in.called for stand_in in asked.values())
+
+
+@pytest.mark.parametrize(("fits", "passes"), [(1.0, True), (0.5, False)])
+def test_a_case_that_runs_out_of_memory_must_have_been_estimated_so(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, fits: float, passes: bool
+) -> None:
+    """On a card that has so much of the least estimate of a case that does not fit."""
+    least = memory.estimated(scale, 128, False)
+    monkeypatch.setattr(memory, "whole_bytes", lambda _: least / 1.01 if passes else least / fits)
+
+    def taken(scale: Scale, back: Any, tokens: int) -> float:
+        if not back.checkpointed:
+            raise torch.OutOfMemoryError
+        return memory.estimated(scale, tokens, True) / 1.1
+
+    @contextmanager
+    def trainer(scale: Scale, gradient_checkpointing: bool) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(checkpointed=gradient_checkpointing)
+
+    monkeypatch.setattr(memory, "_peak", taken)
+    monkeypatch.setattr(memory, "trainer", trainer)
+    found = memory.peaks(scale).figures
+    outcome = judge(Scale(False, scale.work), found, memory.PEAKS)
+    assert outcome.passed is passes, outcome
+    assert found["128_kept_peak_gb"] == "did not fit"
+
+
 # What is wrong is found -----------------------------------------------------------------------------------------------
 
 
@@ -195,7 +279,7 @@ def test_without_omegaconf_all_can_be_made_but_what_starts_a_run_or_estimates_on
     script = (
         "import sys; from pathlib import Path\n"
         "sys.modules['omegaconf'] = None\n"
-        "from benchmarks.gpu.checks import decode, failing, flow, memory, publishing, runs, sends, training\n"
+        "from benchmarks.gpu.checks import decode, device, failing, flow, memory, publishing, runs, sends, training\n"
         "from benchmarks.gpu.scale import NotRun, Scale\n"
         f"scale = Scale(True, Path({str(tmp_path)!r}))\n"
         "assert training.beside_engine(scale).passed and flow.checkpoint(scale).passed\n"

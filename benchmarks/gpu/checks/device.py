@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,16 +23,54 @@ def synchronize(device: torch.device) -> None:
 
 
 def emptied(device: torch.device) -> None:
-    """Give back what nobody holds."""
+    """Give back what nobody holds, here and in other processes."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
 def held_bytes(device: torch.device) -> int:
     """Bytes of tensors on the device; on a CPU, of which nobody keeps a count, 0."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def whole_bytes(device: torch.device) -> float:
+    """Bytes that the device has; a CPU has no end."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
+
+
+def peak_begun(device: torch.device) -> None:
+    """Forget the peak so far."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes of tensors at a time since `peak_begun`; on a CPU, what the process has now."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes()
+
+
+@contextmanager
+def short_of_memory(device: torch.device) -> Iterator[None]:
+    """Inside, this process gets no more than 2 GB of the device besides what it has; on a CPU, 64 MB of addresses."""
+    if device.type == "cuda":
+        share = (torch.cuda.memory_reserved(device) + 2e9) / whole_bytes(device)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        taken = int(file.read().split()[0]) * 4096
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def resident_bytes() -> int:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 
 import rlinf
 from benchmarks.gpu.checks import ranks
-from benchmarks.gpu.checks.device import emptied
+from benchmarks.gpu.checks.device import emptied, short_of_memory
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import engine, prompts, requests
 from benchmarks.gpu.checks.roles import judged, spawn_trainer
@@ -46,7 +41,7 @@ async def _out_of_memory(scale: Scale) -> dict[str, float | str]:
     async with engine(scale, max_rows=256) as made:
         before = await made.answers(small)
         said, begun = "", time.monotonic()
-        with short_of_memory(scale):
+        with short_of_memory(scale.device):
             try:
                 await made.answers(large)
             except Exception as error:
@@ -64,28 +59,6 @@ async def _out_of_memory(scale: Scale) -> dict[str, float | str]:
             a.response_ids.tolist() != b.response_ids.tolist() for a, b in zip(before, after, strict=True)
         ),
     }
-
-
-@contextmanager
-def short_of_memory(scale: Scale) -> Iterator[None]:
-    """Inside, this process gets no more than 2 GB of the device besides what it has; on a CPU, 64 MB of addresses."""
-    if scale.device.type == "cuda":
-        room = torch.cuda.mem_get_info(scale.device)[1]
-        share = (torch.cuda.memory_reserved(scale.device) + 2e9) / room
-        torch.cuda.set_per_process_memory_fraction(share, scale.device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, scale.device)
-        return
-    with open("/proc/self/statm", encoding="ascii") as file:
-        taken = int(file.read().split()[0]) * 4096
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def two_ranks(scale: Scale) -> Outcome:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.checks.device import COUNTS
+from benchmarks.gpu.checks.device import COUNTS, peak_begun, peak_bytes
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.ranks import spans
 from benchmarks.gpu.checks.roles import asked, judged, spawn_rollout, spawn_trainer
@@ -53,8 +53,7 @@ async def _collocated(scale: Scale) -> dict[str, float | int | str]:
     room = max(taken.values())
     group_size, count = 4, scale.of(16, 2)
     versions, lost = [], 0
-    if scale.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(scale.device)
+    peak_begun(scale.device)
     async with ActorSystem.local(device_memory={0: room}) as system:
         place = {"devices": [0]}
         rollout = await spawn_rollout(system, scale, **place, resident_bytes=taken["rollout"])
@@ -70,13 +69,12 @@ async def _collocated(scale: Scale) -> dict[str, float | int | str]:
         trace = scale.work / "collocated.json"
         await system.trace(trace)
     moves = [event for event in spans(trace, "move") if "offload" in event["name"]]
-    peak = torch.cuda.max_memory_allocated(scale.device) if scale.device.type == "cuda" else 0
     return {
         "metrics_not_finite": lost,
         "versions": " ".join(map(str, versions)),
         "parked": len(moves),
         "declared_gb": room / 1e9,
-        "peak_over_declared": peak / room,
+        "peak_over_declared": peak_bytes(scale.device) / room,
         "parking_s": sum(event["dur"] for event in moves) / 1e6,
     }
 

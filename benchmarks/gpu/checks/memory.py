@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.checks.device import COUNTS, emptied, held_bytes, resident_bytes, synchronize
+from benchmarks.gpu.checks.device import (
+    COUNTS,
+    emptied,
+    held_bytes,
+    peak_begun,
+    peak_bytes,
+    resident_bytes,
+    synchronize,
+    whole_bytes,
+)
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import policy_gradient, rows, trainer
 from benchmarks.gpu.scale import Outcome, Scale
@@ -26,6 +35,7 @@ PARKED = (
     Bound("left_on_device_share", most=0.01, needs=COUNTS),
     Bound("back_over_before", least=0.99, most=1.01, needs=COUNTS),
     Bound("host_bytes_over_bytes", most=1.1, needs=COUNTS),
+    Bound("pinned_over_bytes", least=1.0, most=1.1, needs=COUNTS),
 )
 PEAKS = (
     Bound("least_estimate_over_peak", least=1.0, needs=COUNTS),
@@ -66,6 +76,7 @@ def parking(scale: Scale) -> Outcome:
             "back_over_before": max(there) / max(before, 1),
             "host_bytes_over_bytes": max(0, most - SLACK) / taken,
             "parked_over_bytes": max(away) / taken,
+            "pinned_over_bytes": place.pinned / taken,
         }
         for name, found in seconds.items():
             figures |= {f"{name}_first_s": found[0], f"{name}_later_gb_s": taken / min(found[1:]) / 1e9}
@@ -89,7 +100,7 @@ def peaks(scale: Scale) -> Outcome:
     that runs out of memory must have been estimated at more than there is."""
     figures: dict[str, float | int | str] = {}
     ratios, steps = [], 0
-    room = torch.cuda.mem_get_info(scale.device)[1] if scale.device.type == "cuda" else float("inf")
+    room = whole_bytes(scale.device)
     for checkpointed in (True, False):
         with trainer(scale, gradient_checkpointing=checkpointed) as back:
             for tokens in scale.of((16_384, 32_768), (128, 256)):
@@ -102,7 +113,7 @@ def peaks(scale: Scale) -> Outcome:
                     figures[f"{name}_peak_gb"] = "did not fit"
                     ratios.append(1.0 if estimate > room else estimate / room)
                     emptied(scale.device)
-                    continue
+                    break  # more tokens would not fit either
                 steps += 1
                 figures[f"{name}_peak_gb"] = peak / 1e9
                 ratios.append(estimate / peak)
@@ -127,8 +138,7 @@ def _peak(scale: Scale, back: Any, tokens: int) -> float:
     packed = pack(rows(scale, [(each // 4, each - each // 4)] * (tokens // each)))
     optimization = back.optimization(lr=1e-6)
     for _ in range(2):
-        if scale.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(scale.device)
+        peak_begun(scale.device)
         optimization.accumulate([packed], policy_gradient)
         optimization.step()
-    return torch.cuda.max_memory_allocated(scale.device) if scale.device.type == "cuda" else resident_bytes()
+    return peak_bytes(scale.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import weakref
@@ -99,7 +98,7 @@ def one_rank(scale: Scale) -> None:
     except HostLost:
         lost = "yes"
     if os.environ["RANK"] == "0":
-        _settled(scale)
+        emptied(scale.device)
         ranks.tell({"loss_seen": lost, "after_the_loss_left_bytes": held_bytes(scale.device) - before})
 
 
@@ -122,9 +121,9 @@ async def _sent(system: ActorSystem, scale: Scale, before: int) -> None:
     trace = scale.work / "sends.json"
     await system.trace(trace)
     sent = ranks.routes(trace)
-    _settled(scale)
+    emptied(scale.device)
     await asyncio.sleep(0.2)  # what was read is told to its sender by messages of its own
-    _settled(scale)
+    emptied(scale.device)
     ranks.tell(
         {
             "sent": count,
@@ -157,10 +156,3 @@ async def _thrown_away(*promises: Any) -> None:
         promise.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await promise
-
-
-def _settled(scale: Scale) -> None:
-    gc.collect()
-    emptied(scale.device)
-    if scale.device.type == "cuda":
-        torch.cuda.ipc_collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,6 +310,10 @@ def test_a_part_that_fails_leaves_the_others_what_they_are(
                  "late was not reached", "odd: RuntimeError: the kernel is gone"):  # fmt: skip
         assert told in found.why
     assert "for good" in capsys.readouterr().err  # with its traceback, for the file
+    bare = clock.Parts("head", Scale(False, tmp_path, 100.0))
+    assert not bare.make("", lambda: {"x": float(bool(importlib.import_module("a_package_of_nobody")))})
+    with pytest.raises(NotRun, match=r"^a_package_of_nobody is not installed$"):
+        bare.outcome()
     rehearsed = clock.Parts("head", Scale(True, tmp_path, 100.0))
     with pytest.raises(RuntimeError, match="the kernel is gone"):
         rehearsed.make("odd", broken)

@@ -305,11 +305,10 @@ def _planned(
 
 def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     """Where roles run without a profile."""
-    gpu_memory = None
-    if torch.cuda.is_available():
-        gpu_memory = int(_FILLED * torch.cuda.get_device_properties(0).total_memory)
+    gpus = torch.cuda.device_count()
+    gpu_memory = int(_FILLED * torch.cuda.get_device_properties(0).total_memory) if gpus else None
     try:
-        return place(wanted, kinds, hosts, gpu_memory=gpu_memory)
+        return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
     except PlacementError as error:
         found = (split_complaint(complaint) for complaint in error.complaints)
         values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in found)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
-from rlinf.models.language.lora import plain_parameters
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.clock import Clock, tell_bytes
 from rlinf.weights.state_tensors import reshard
@@ -140,6 +139,8 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
         dtype: of floating-point tensors; None: as they are. What the model's class keeps in float32 stays so, since
             engines keep it so.
     """
+    from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
+
     reshard(model)
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter, make in plain_parameters(model):

@@ -47,7 +47,7 @@ def kernels(device: torch.device) -> Iterator[dict[str, int]]:
 
     found: dict[str, int] = {}
     on_cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU], acc_events=True) as profiler:
         yield found
         synchronize(device)
     for event in profiler.events():

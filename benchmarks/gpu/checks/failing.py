@@ -92,9 +92,8 @@ def two_ranks(scale: Scale) -> Outcome:
     """A trainer of two ranks on one card: it trains, or is refused by a text that names the card; it never hangs."""
     ended = ranks.run(scale, "failing:one_of_two", 2, scale.limit * 0.9)
     print(ended.output)
-    refused = any(code not in (0, None) for code in ended.codes) and any(
-        word in ended.output for word in ("one card", "one GPU", "same GPU", "one device", "same device")
-    )
+    named = any(words in ended.output for words in ("both on GPU", "share a GPU"))
+    refused = named and None not in ended.codes and any(ended.codes)
     trained = ended.codes == [0, 0] and "loss" in ended.told
     outcome = "trained or refused by name" if trained or refused else f"neither: exit {ended.codes}"
     return judge(

@@ -73,7 +73,7 @@ def parking(scale: Scale) -> Outcome:
 
 
 def _marks(tensors: Iterable[Tensor]) -> list[int]:
-    return [checksum(shard_of(tensor).contiguous()) for tensor in tensors]
+    return [checksum(shard_of(tensor.detach()).clone()) for tensor in tensors]
 
 
 def _clocked(scale: Scale, work: Any) -> float:

@@ -29,6 +29,9 @@ PUBLISHED = (
     *(Bound(f"{way}_checksums", equals="agree") for way in ("direct", "between")),
     *(Bound(f"{way}_answers_unlike_the_masters", most=0) for way in ("direct", "between")),
     *(Bound(f"{way}_answers_that_training_changed", least=1) for way in ("direct", "between")),
+    *(Bound(f"{way}_dtype", equals="bfloat16", needs="bfloat16") for way in ("direct", "between")),
+    *(Bound(f"{way}_host_bytes", most=0, needs=SHARED) for way in ("direct", "between")),
+    *(Bound(f"{way}_device_bytes", least=1, needs=SHARED) for way in ("direct", "between")),
     Bound("between_ipc_share", least=0.99, needs=SHARED),
 )
 ANSWERS = 4
@@ -47,19 +50,14 @@ def publish(scale: Scale) -> Outcome:
 async def direct(scale: Scale) -> dict[str, Any]:
     """Trainer and rollout in this process."""
     async with ActorSystem.local() as system:
-        found = await _published(system, scale, 0)
-    return found
+        return await _published(system, scale, 0)
 
 
 def between(scale: Scale) -> None:
     """In each of two ranks: the trainer is on one, the rollout on the other."""
 
     async def main(system: ActorSystem) -> None:
-        found = await _published(system, scale, 1)
-        trace = scale.work / "between.json"
-        await system.trace(trace)
-        sent = ranks.routes(trace)
-        ranks.tell({**found, "ipc_share": sent.get("ipc", 0) / max(1, sum(sent.values())), "routes": str(sent)})
+        ranks.tell(await _published(system, scale, 1))
 
     rlinf.run(main)
 
@@ -74,6 +72,9 @@ async def _published(system: ActorSystem, scale: Scale, host: int) -> dict[str, 
     begun = time.perf_counter()
     await rollout.load(trainer.weights())
     seconds = time.perf_counter() - begun
+    trace = scale.work / f"publish-{host}.json"
+    await system.trace(trace)
+    sent, moved = ranks.routes(trace), ranks.parts(trace)
     after = await _answers(rollout, scale)
     await system.kill(rollout)
     weights: Weights = await trainer.weights()
@@ -95,7 +96,12 @@ async def _published(system: ActorSystem, scale: Scale, host: int) -> dict[str, 
         "answers_unlike_the_masters": _unlike(after, expected),
         "answers_that_training_changed": _unlike(before, after),
         "published_bytes": weights.nbytes,
+        "dtype": str(weights.buckets[0].dtype).removeprefix("torch."),
         "load_s": seconds,
+        "host_bytes": moved["weights/host_bytes"],
+        "device_bytes": moved["weights/device_bytes"],
+        "ipc_share": sent.get("ipc", 0) / max(1, sum(sent.values())),
+        "routes": str(sent),
     }
 
 

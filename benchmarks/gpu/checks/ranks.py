@@ -99,6 +99,15 @@ def routes(trace: Path) -> dict[str, int]:
     return found
 
 
+def parts(trace: Path) -> dict[str, float]:
+    """Bytes and seconds that actors told of parts of what they did, such as `weights/host_bytes`, added up."""
+    found: dict[str, float] = {}
+    for event in spans(trace, "part"):
+        more = event["args"]["bytes"] if event["name"].endswith("_bytes") else event["dur"] / 1e6
+        found[event["name"]] = found.get(event["name"], 0.0) + more
+    return found
+
+
 def _rank() -> None:
     target, work, limit, rehearse = sys.argv[1:]
     module, function = target.split(":")

@@ -19,6 +19,7 @@ async def spawn_trainer(system: ActorSystem, scale: Scale, **given: Any) -> Any:
     settings = {
         "hosts": [0], "name": "trainer", "model": str(scale.model_dir("1.5B")), "tokenizer": TOKENIZER,
         "dtype": ENGINES_DTYPE[scale.dtype], "lr": 1e-4, "micro_batch_tokens": scale.of(8192, 512),
+        "publishes": ENGINES_DTYPE[scale.dtype],
     }  # fmt: skip
     return await system.spawn(Trainer, **{**settings, **given})
 

@@ -18,19 +18,25 @@ from benchmarks.gpu.checks.parts import engine, policy_gradient, prompts, reques
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.data.packing import Row, pack
 
+GIVEN = 0.01
+"""Nats by which log-probs may differ on average, whatever rounding explains."""
 PACKED = (
-    Bound("mean_logprob_error_nats", most=0.01),
+    Bound("mean_error_over_rounding", most=1.5),
     Bound("largest_logprob_error_nats", most=0.2),
     Bound("gradient_cosine", least=0.999),
     Bound("packed", equals="yes"),
+    Bound("by_a_kernel", equals="yes", needs="attention kernels for packed sequences"),
     Bound("cudnn_attention_kernels", most=0),
     Bound("flash_kernels", least=1),
 )
+"""Rounding is what transformers' own forward in the same precision is off by; it is at least taken for `GIVEN`."""
 ENGINE = (
-    Bound("mean_logprob_error_nats", most=0.01),
+    Bound("mean_error_over_rounding", most=2.0),
     Bound("largest_logprob_error_nats", most=0.3),
     Bound("tokens", least=16),
 )
+"""Two that round independently differ by sqrt(2) as much as each from the truth. (Random weights of the full shape, on
+a CPU: 0.016 nats.)"""
 
 
 def beside_float32(scale: Scale) -> Outcome:
@@ -45,15 +51,22 @@ def beside_float32(scale: Scale) -> Outcome:
         optimization = back.optimization(lr=1e-6)
         optimization.accumulate([packed], policy_gradient)
         gradient = _gradients(back.model)
-        is_packed = "yes" if back.module.packs else "no"
-    theirs, reference = _float32(scale, batch)
-    error = (ours - theirs).abs()
+        way = {
+            "attention": back.module.words,
+            "packed": "yes" if back.module.packs else "no",
+            "by_a_kernel": "yes" if back.module.kernel else "no",
+        }
+    rounded, _ = by_transformers(scale, batch, scale.dtype)
+    theirs, reference = by_transformers(scale, batch, torch.float32, learned=True)
+    error, rounding = (ours - theirs).abs(), float((rounded - theirs).abs().mean())
     figures = {
         "tokens": len(ours),
         "mean_logprob_error_nats": float(error.mean()),
+        "transformers_mean_logprob_error_nats": rounding,
+        "mean_error_over_rounding": float(error.mean()) / max(GIVEN, rounding),
         "largest_logprob_error_nats": float(error.max()),
         "gradient_cosine": cosine(gradient, reference),
-        "packed": is_packed,
+        **way,
         "cudnn_attention_kernels": cudnn_attention(found),
         "flash_kernels": sum(count for name, count in found.items() if "flash" in name.lower()),
     }
@@ -73,19 +86,24 @@ def _gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def _float32(scale: Scale, batch: Sequence[Row]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs of all answers end to end, and the gradient of `policy_gradient`, by transformers alone."""
+def by_transformers(
+    scale: Scale, batch: Sequence[Row], dtype: torch.dtype, *, learned: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of all answers end to end, by transformers alone, one sequence at a time; where something is learned,
+    the gradient of `policy_gradient` too."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(scale.model_dir("1.5B"), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(scale.model_dir("1.5B"), dtype=dtype)
     model = model.to(scale.device).eval()
     logprobs = []
     for row in batch:
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).to(scale.device)
         begun = len(row.prompt_ids)
-        logits = model(ids[None, :-1], use_cache=False).logits[0, begun - 1 :].float()
-        taken = torch.log_softmax(logits, -1).gather(1, ids[begun:, None])[:, 0]
-        (-float(row.advantage) * taken).sum().backward()  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(learned):
+            logits = model(ids[None, :-1], use_cache=False).logits[0, begun - 1 :].float()
+            taken = torch.log_softmax(logits, -1).gather(1, ids[begun:, None])[:, 0]
+            if learned:
+                (-float(row.advantage) * taken).sum().backward()  # type: ignore[no-untyped-call]
         logprobs.append(taken.detach().cpu())
     return torch.cat(logprobs), _gradients(model)
 
@@ -116,8 +134,12 @@ def beside_engine(scale: Scale) -> Outcome:
     with trainer(scale) as back:
         scored = back.outputs(pack(batch))[0].float().cpu().numpy()
     error = np.abs(scored - np.concatenate([one.logprobs for one in found]))
+    exact, rounded = (by_transformers(scale, batch, dtype)[0] for dtype in (torch.float32, scale.dtype))
+    rounding = float((rounded - exact).abs().mean())
     figures = {
         "mean_logprob_error_nats": float(error.mean()),
+        "transformers_mean_logprob_error_nats": rounding,
+        "mean_error_over_rounding": float(error.mean()) / max(GIVEN, rounding),
         "largest_logprob_error_nats": float(error.max()),
         "tokens": len(error),
     }

@@ -115,9 +115,9 @@ class BandedRows:
             self._view.slots[rows] = -1
             self._view.ended += rows.tolist()
 
-    def kept(self, slot: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
         band, row = next((band, row) for band in self.bands for row in np.flatnonzero(band.slots == slot).tolist())
-        return band.row(row)
+        return band.row(row, tokens)
 
     def forget(self) -> None:
         self.bands, self._view = [], None

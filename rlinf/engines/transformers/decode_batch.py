@@ -72,8 +72,9 @@ class Rows(Protocol):
         """These answers have ended, int64 [ended]: nothing more is told of them."""
         ...
 
-    def kept(self, slot: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """Copies of the keys and values of an answer's text, each [key-value heads, tokens, head size], per layer."""
+    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of an answer's text, of so many tokens, each [key-value heads, tokens, head
+        size], per layer."""
         ...
 
     def forget(self) -> None:
@@ -280,10 +281,10 @@ class Batch:
         """One token more for every row."""
         start = time.perf_counter()
         drawn = self._rows.step(self._slots)
-        width = self._rows.width
-        if drawn is not None:
+        if drawn is not None:  # the first of several is told with the next
+            width = self._rows.width
             self._extend(drawn)
-        self.stats = self.stats.stepped(width, time.perf_counter() - start)
+            self.stats = self.stats.stepped(width, time.perf_counter() - start)
 
     def _extend(self, drawn: Drawn) -> None:
         """Add a token to each answer; those that end leave.
@@ -327,7 +328,7 @@ class Batch:
             ids = self._slots.text_ids(slot)
             if len(ids) > (spare := self._spare(request.cache_tokens)):
                 continue
-            self._conversations.keep(request.conversation, Kept(ids, self._rows.kept(slot)))
+            self._conversations.keep(request.conversation, Kept(ids, self._rows.kept(slot, len(ids))))
             self._conversations.shrink(spare)
 
     def _spare(self, ending: int = 0) -> int:

@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from typing import Any
@@ -19,18 +20,20 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, Request, StepStats, named
 from rlinf.engines.make import Compute, EngineSetup
 from rlinf.engines.transformers.admission import Admission, Call
-from rlinf.engines.transformers.banded_rows import BandedRows
 from rlinf.engines.transformers.decode_batch import Batch
+from rlinf.engines.transformers.graphed.choice import Graphs, rows_for
 from rlinf.engines.transformers.llama_forward import fastest
 from rlinf.runtime.base.tasks import InThreads
 
+logger = logging.getLogger(__name__)
 
-async def build(setup: EngineSetup, *, keep_tokens: int | None = None) -> TransformersEngine:
+
+async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: Graphs = "auto") -> TransformersEngine:
     """Make the model in this process, and the engine around it; see `make`.
 
     Args:
         setup: what every engine is made from.
-        keep_tokens: see `TransformersEngine`.
+        keep_tokens, graphs: see `TransformersEngine`.
     """
 
     def made() -> TransformersEngine:
@@ -44,9 +47,11 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None) -> Transf
                 tokenizer=setup.tokenizer,
                 reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
+                graphs=graphs,
             )
 
     engine: TransformersEngine = await setup.compute(made)
+    logger.info("%s decodes %s", setup.name, engine.decoding)
     return engine
 
 
@@ -66,6 +71,8 @@ class TransformersEngine(Engine):
         keep_tokens: of KV cache that are kept of conversations between their turns at most, those used longest ago
             going first; 0 for none. Default: what `max_tokens` leaves beside the answers in flight, or without that
             as much as `max_rows` of the longest answers may come to.
+        graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
+            does as if there were graphs on the CPU, to try that way out.
         version: of the weights the model has now.
 
     Raises:
@@ -87,6 +94,7 @@ class TransformersEngine(Engine):
         tokenizer: PreTrainedTokenizerBase | None = None,
         reread: bool = False,
         keep_tokens: int | None = None,
+        graphs: Graphs = "auto",
         version: int = 0,
     ):
         if max_rows < 1:
@@ -103,7 +111,7 @@ class TransformersEngine(Engine):
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
         decode = None if tokenizer is None else tokenizer.decode
-        rows = BandedRows(self._forward)
+        rows, self.decoding = rows_for(self._forward, max_rows, graphs)
         kept = keep_tokens if self._forward.continues else 0
         self._batch = Batch(self._forward, rows, max_rows, decode, max_tokens, kept)
         self._admission = Admission(max_rows, max_tokens, self.check_request)

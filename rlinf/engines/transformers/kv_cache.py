@@ -119,9 +119,9 @@ class Band:
         self._bias.index_copy_(0, where, self._biases(self.starts[rows]))
         self._measure()
 
-    def row(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the keys and values of one row, each [key-value heads, tokens, head size]."""
-        span = slice(int(self.starts[number]), self.filled)
+    def row(self, number: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of one row's last tokens, each [key-value heads, tokens, head size]."""
+        span = slice(self.filled - tokens, self.filled)
         return [(keys[number, :, span].clone(), values[number, :, span].clone()) for keys, values in self._pairs]
 
     def end(self, rows: np.ndarray) -> None:

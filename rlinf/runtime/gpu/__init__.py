@@ -1,1 +1,1 @@
-"""This process's GPU, for every room above. No tensors of anyone's own."""
+"""This process's GPU, and host memory that GPUs copy fast, for every room above."""

@@ -29,6 +29,7 @@ from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
 from rlinf.runtime.system.introspection import ActorState, QueueState, look_at, report_host
 from rlinf.runtime.values.codec import Place
+from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.relay import Answer
 
 from .handles import ActorGroup
@@ -101,6 +102,16 @@ class Service(QueueService, StageService, LeaseService):
         """The controller leaves, and so should this host."""
         if not self.farewell.done():
             self.farewell.set_result(graceful)
+
+    def group_failed(self, name: str, why: str) -> None:
+        """Another member of a process group or mesh has failed."""
+        self._cell.host.system.collectives.failed(name, why, tell=False)
+
+    def bulk_begun(self, source: int, tag: int) -> None:
+        """The other host of a transfer between two GPUs holds its own (see `values/p2p.py`)."""
+        bulk = self._cell.host.codec.bulk
+        if isinstance(bulk, GroupBulk):
+            bulk.begun(source, tag)
 
     # Actors ------------------------------------------------------------------------------------------------------
 

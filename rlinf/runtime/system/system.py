@@ -150,9 +150,15 @@ class ActorSystem:
     def collectives(self) -> Collectives:
         """Named process groups and device meshes over hosts; see `registry.py`."""
         if self._collectives is None:
-            store = job_store() if self._network is None else None
-            self._collectives = Collectives(store, self.host, self.hosts)
-            self._host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
+            host, store = self._host, job_store() if self._network is None else None
+            self._collectives = Collectives(
+                store,
+                self.host,
+                self.hosts,
+                gpu=lambda rank: host.places[rank].device if rank in host.places else "cpu",
+                tell=lambda rank, name, why: host.cast(rank, SERVICE, "group_failed", name, why),
+            )
+            host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
         return self._collectives
 
     def places_known(self) -> None:

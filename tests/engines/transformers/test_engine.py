@@ -379,7 +379,7 @@ def test_nothing_is_held_twice():
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     forward = fastest(model, 0)
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for block in forward._blocks:
+    for block in forward.blocks:
         assert block.qkv[0].untyped_storage().data_ptr() in held
         assert block.gate_up[0].untyped_storage().data_ptr() in held
     for name, parameter in model.named_parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,10 +41,6 @@ def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int) -> Transfor
         NotRun: this engine has no such path here.
     """
     enter_device()  # as the runtime does: which kernels attention may use is said there
-    if "graphs" not in inspect.signature(TransformersEngine.__init__).parameters:
-        if path == "graphed":
-            raise NotRun("this engine has no graphs")
-        return TransformersEngine(model, compute=inline, max_rows=max_rows)
     graphs = scale.of("auto", "rehearse") if path == "graphed" else "off"
     engine = TransformersEngine(model, compute=inline, max_rows=max_rows, graphs=graphs)
     if path == "graphed" and not engine.decoding.startswith(RECORDED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,10 +63,10 @@ def test_all_measures_run_in_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def full_scale(figure: str) -> bool:
-    """Whether a rehearsal names it otherwise, by its own sizes, or has no such path; and a real run would have it."""
+    """Whether a rehearsal names it otherwise, by its own sizes; and a real run would have it."""
     names = [f"graphed_r{rows}_c{context}" for context, rows in (*decode.CELLS, (600, 256))]
     names += [f"t{tokens}_{way}" for tokens in training.SIZES for way in training.WAYS]
-    return any(figure.startswith(f"{name}_") for name in names) or figure.startswith(("packed_", "graphed_"))
+    return any(figure.startswith(f"{name}_") for name in names)
 
 
 def test_all_limits_together_stay_within_the_time_of_one_call() -> None:
@@ -309,6 +310,10 @@ def test_a_part_that_fails_leaves_the_others_what_they_are(
                  "late was not reached", "odd: RuntimeError: the kernel is gone"):  # fmt: skip
         assert told in found.why
     assert "for good" in capsys.readouterr().err  # with its traceback, for the file
+    bare = clock.Parts("head", Scale(False, tmp_path, 100.0))
+    assert not bare.make("", lambda: {"x": float(bool(importlib.import_module("a_package_of_nobody")))})
+    with pytest.raises(NotRun, match=r"^a_package_of_nobody is not installed$"):
+        bare.outcome()
     rehearsed = clock.Parts("head", Scale(True, tmp_path, 100.0))
     with pytest.raises(RuntimeError, match="the kernel is gone"):
         rehearsed.make("odd", broken)

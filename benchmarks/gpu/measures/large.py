@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 
 from benchmarks.gpu.measures import decode, training
 from benchmarks.gpu.measuring.clock import Figures, Parts
@@ -36,7 +37,13 @@ def large(scale: Scale) -> Outcome:
 
 
 async def adapters(scale: Scale, limits: Limits) -> Figures:
-    """A trainer whose base weights are frozen."""
+    """A trainer whose base weights are frozen.
+
+    Raises:
+        NotRun: adapters need peft, and it is not there.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise NotRun("peft is not installed")
     async with training.trainer_of(scale, lora=LORA, compile=True) as trainer:
         shape = Shape.of(scale.config("1.5B"))
         return await training.steps(trainer, scale.of(16384, 1024), shape, limits, scale, frozen=True)

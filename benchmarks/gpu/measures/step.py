@@ -1,71 +1,158 @@
 """A whole GRPO step of the shape of GSM8K: seconds by phase, and the share of it in which the device works.
 
-A run as a user starts it, in one process, by `rlinf.train_async`; the figures are those of its own metrics. The paper's
-shape is 256 prompts x 8 answers x 512 tokens; here it is fewer prompts, so that a few steps end within the limit.
+A run as a user starts it, in one process; the figures are those of its own metrics. The shape that is meant is 256
+prompts x 8 answers x 512 tokens; here prompts are fewer, so that a few steps end within the limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, told
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
+from benchmarks.gpu.measuring.work import RESERVED
 from benchmarks.gpu.scale import Outcome, Scale
+from rlinf import ActorSystem, Judge, Prompt, Rollout, Trainer
+from rlinf.data.step import Step
+from rlinf.flows.grpo import grpo
+from rlinf.metrics.timing import parts as parts_of
+from rlinf.metrics.timing import timing
+from rlinf.runtime.system.observer import Watch
 
 PROMPTS, GROUP, ANSWER = 64, 8, 512
 """Of a step; the benchmark that is meant has 256 prompts."""
 LENGTHS = (4.6, 0.35, 50, 300)
 """Tokens of GSM8K's problems in Qwen's chat template: mean and deviation of their logarithm, shortest, longest."""
 PHASES = ("generation", "scoring", "training", "sync", "switching", "overlap", "other")
+STEPS = 3
+"""The first of them warms up."""
+LETTERS = "abcdefgh"
 WEIGHTS = "weights/"
 """Beginning of the metrics that tell how weights were published."""
 
+Way = Callable[["Work"], Coroutine[Any, Any, list[Mapping[str, Any]]]]
+"""Takes the steps, and returns the metrics of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run does."""
+
+    scale: Scale
+    prompts: int
+    """Of a step."""
+    group: int
+    """Answers to each."""
+    answer: int
+    """Tokens of each answer."""
+    again: bool = False
+    """Activations are computed again, for lack of memory."""
+
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """Settings of the role."""
+        return {"max_new_tokens": self.answer, "max_rows": self.prompts * self.group, "dtype": self.dtype}
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """Settings of the role."""
+        more = {"gradient_checkpointing": True} if self.again else {}
+        return {"micro_batch_tokens": self.scale.of(16384, 256), "dtype": self.dtype, **more}
+
+    @property
+    def dtype(self) -> str:
+        """In which both compute."""
+        return str(self.scale.dtype).removeprefix("torch.")
+
 
 def step(scale: Scale) -> Outcome:
-    """Of the 1.5B model."""
-    parts, limits = Parts("step", scale), limits_of(scale)
-    parts.make("", lambda: asyncio.run(steps(scale, limits)))
-    parts.note(f"{scale.of(PROMPTS, 4)} of 256 prompts a step")
+    """Of the 1.5B model. On a machine that cannot read configurations the roles are started by hand; a rehearsal does
+    it either way. Where memory does not last, once more with activations that are computed again."""
+    parts, limits, shape = Parts("step", scale), limits_of(scale), Shape.of(scale.config("1.5B"))
+    work = Work(scale, *scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8)))
+    whole = importlib.util.find_spec("omegaconf") is not None
+
+    def made(way: Way, name: str, *, again: bool = False) -> bool:
+        def part() -> Figures:
+            seen = asyncio.run(way(replace(work, again=again)))
+            return figures(seen[1:], shape, limits, work.prompts * work.group)
+
+        return parts.make(name, part, expected=30.0)
+
+    if not made(run if whole else by_hand, "") and made(run if whole else by_hand, "", again=True):
+        parts.note("activations computed again")
+    if whole and scale.rehearse:
+        made(by_hand, "by_hand", again=True)
+    parts.note(f"{work.prompts} of 256 prompts a step")
+    if not whole:
+        parts.note("roles by hand: omegaconf is not installed")
     return parts.outcome()
 
 
-async def steps(scale: Scale, limits: Limits) -> Figures:
-    """One step to warm up, and a few that count; what they cost beside is that no checkpoint is written at the end."""
+async def run(work: Work) -> list[Mapping[str, Any]]:
+    """A run as a user starts it; its metrics, step by step. The first step warms up. It is ended before its last step,
+    which would write a checkpoint."""
     import rlinf  # with what reads configurations
 
-    prompts, group, answer = scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8))
-    dtype, rounds = str(scale.dtype).removeprefix("torch."), scale.of(2, 2)
     seen: list[Mapping[str, Any]] = []
 
     def on_step(step: int, metrics: Mapping[str, Any]) -> None:
         seen.append(metrics)
-        if step == rounds + 1:
-            run.cancel()
+        if step == STEPS:
+            running.cancel()
 
     turns = itertools.count()
-    directory = scale.work / "step"
+    directory = work.scale.work / "step"
     shutil.rmtree(directory, ignore_errors=True)
-    run = asyncio.ensure_future(
+    running = asyncio.ensure_future(
         rlinf.train_async(
-            str(scale.model_dir("1.5B")), lambda response: float(next(turns) % 2), problems(prompts * 4, scale),
-            tokenizer={"characters": "abcdefgh"}, run_dir=directory, callbacks=[on_step], steps=rounds + 2,
-            prompts_per_step=prompts, group_size=group, log_every=1, lr=1e-6, seed=0,
-            rollout={"max_new_tokens": answer, "max_rows": prompts * group, "dtype": dtype},
-            trainer={"micro_batch_tokens": scale.of(16384, 256), "dtype": dtype},
+            str(work.scale.model_dir("1.5B")), lambda response: float(next(turns) % 2),
+            problems(work.prompts * STEPS, work.scale), tokenizer={"characters": LETTERS}, run_dir=directory,
+            callbacks=[on_step], steps=STEPS + 1, prompts_per_step=work.prompts, group_size=work.group, log_every=1,
+            lr=1e-6, rollout=work.rollout, trainer=work.trainer,
         )
     )  # fmt: skip
-    await asyncio.wait([run])
-    if not run.cancelled():
-        run.result()
-    return figures(seen[1:], Shape.of(scale.config("1.5B")), limits, prompts * group)
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.result()
+    return seen
+
+
+async def by_hand(work: Work) -> list[Mapping[str, Any]]:
+    """The same steps by the flow and the roles of a run, without what surrounds them."""
+    made = {"model": str(work.scale.model_dir("1.5B")), "tokenizer": {"characters": LETTERS}}
+    turns, seen = itertools.count(), []
+    drawn = [
+        Prompt(number, np.array([RESERVED + LETTERS.index(letter) for letter in each["prompt"]]))
+        for number, each in enumerate(problems(work.prompts * STEPS, work.scale))
+    ]
+    memory = torch.cuda.get_device_properties(0).total_memory if work.scale.device.type == "cuda" else None
+    async with ActorSystem.local(1, device_memory=None if memory is None else {0: memory}) as system:
+        watch = await Watch.start(system)
+        roles = (
+            await system.spawn(Rollout, name="rollout", **work.rollout, **made),
+            await system.spawn(Judge, name="judge", reward=lambda response: float(next(turns) % 2), isolate="never"),
+            await system.spawn(Trainer, name="trainer", lr=1e-6, publishes=work.dtype, **work.trainer, **made),
+        )
+        for number in range(STEPS):
+            watch.begins()
+            returned = await grpo(
+                Step(number, drawn[number * work.prompts : (number + 1) * work.prompts], work.group), *roles
+            )
+            lap = await watch.ends(f"step {number}")
+            seen.append({**returned, **timing(lap), **parts_of(lap), "timing/step": lap.end - lap.start})
+    return seen
 
 
 def problems(count: int, scale: Scale) -> list[dict[str, str]]:
@@ -73,7 +160,7 @@ def problems(count: int, scale: Scale) -> list[dict[str, str]]:
     rng = np.random.default_rng(0)
     mean, deviation, shortest, longest = LENGTHS
     lengths = np.clip(rng.lognormal(mean, deviation, count), shortest, longest).astype(int) // scale.of(1, 10)
-    return [{"prompt": "".join(rng.choice(list("abcdefgh"), length)), "answer": ""} for length in lengths]
+    return [{"prompt": "".join(rng.choice(list(LETTERS), length)), "answer": ""} for length in lengths]
 
 
 def figures(seen: list[Mapping[str, Any]], shape: Shape, limits: Limits, rows: int) -> Figures:

@@ -13,6 +13,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.measuring.limits import Limits, limits_of
@@ -45,6 +47,11 @@ class AnySize(Trainer):
         self._budget = tokens
 
 
+def compiles() -> bool:
+    """Whether trainers can compile their blocks."""
+    return "compile" in {each.name for each in fields(TrainerSettings)}
+
+
 @asynccontextmanager
 async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> AsyncIterator[Any]:
     """A trainer in this process.
@@ -54,9 +61,10 @@ async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> Async
         size: of its model.
         settings: any of `TrainerSettings`, or `lora`; `compile` is left out where a trainer has no such setting.
     """
-    known = {each.name for each in fields(TrainerSettings)} | {"lora"}
-    if settings.pop("compile", False) and "compile" in known:
-        settings["compile"] = "on"
+    if not compiles():
+        settings.pop("compile", None)
+    if scale.rehearse:
+        torch._dynamo.config.disable = True  # compiling for a CPU takes longer than all measures together
     async with ActorSystem.local() as system:
         yield await system.spawn(
             AnySize, name="trainer", model=str(scale.model_dir(size)), tokenizer=TOKENIZER, lr=1e-6,
@@ -70,7 +78,7 @@ def training(scale: Scale) -> Outcome:
     shape = Shape.of(scale.config("1.5B"))
     sizes = SIZES if not scale.rehearse else (1024, 512, 2048)
     for way, settings in WAYS.items():
-        if way.startswith("compiled") and "compile" not in {each.name for each in fields(TrainerSettings)}:
+        if settings["compile"] and not compiles():
             parts.note("this trainer compiles nothing")
             continue
         if parts.left < scale.of(25.0, 0.0):

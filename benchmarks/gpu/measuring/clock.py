@@ -143,7 +143,11 @@ class Parts:
         try:
             yield
         except NotRun as missing:
-            self.note(f"{name}: {missing}")
+            self.note(f"{name}: {missing}".removeprefix(": "))
+        except ModuleNotFoundError as missing:
+            if (missing.name or "rlinf").split(".")[0] in ("rlinf", "benchmarks"):
+                raise
+            self.note(f"{name}: {missing.name} is not installed".removeprefix(": "))
         except Exception as error:
             first = (str(error).splitlines() or [""])[0][:160]
             if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
@@ -151,7 +155,7 @@ class Parts:
                     raise
                 traceback.print_exc()
                 self._broken = True
-            self.note(f"{name}: {type(error).__name__}: {first}")
+            self.note(f"{name}: {type(error).__name__}: {first}".removeprefix(": "))
         finally:
             self._peak = max(self._peak, peak_gb(self._scale.device))
 
@@ -160,7 +164,13 @@ class Parts:
         self._notes.append(text)
 
     def outcome(self) -> Outcome:
-        """All figures with what the bars say of them."""
+        """All figures with what the bars say of them.
+
+        Raises:
+            NotRun: there are none, and nothing failed.
+        """
+        if not (self.figures or self._broken):
+            raise NotRun("; ".join(self._notes))
         self.figures["peak_gb"] = self._peak
         passed, verdicts = judged(self._measure, self.figures)
         passed = False if self._broken else passed

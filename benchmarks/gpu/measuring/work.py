@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,11 @@ from rlinf.runtime.gpu.own_device import enter_device
 
 RESERVED = 3
 """The first token ids, which stand for padding, beginning and end."""
-PATHS = {"graphed": "auto", "plain": "off"}
-"""How an engine decodes, and what its argument `graphs` says then."""
+PATHS = ("graphed", "plain")
+"""How an engine decodes: by recorded steps, or as it does without them."""
+
+RECORDED = "recorded steps"
+"""Beginning of `TransformersEngine.decoding` where steps are graphs."""
 
 
 async def inline(fn: Callable[..., Any], *args: Any) -> Any:
@@ -26,25 +28,24 @@ async def inline(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int, tokens: int | None = None) -> TransformersEngine:
+def engine_of(model: Any, scale: Scale, path: str, *, max_rows: int) -> TransformersEngine:
     """An engine around a model on the device.
 
     Args:
         model: its weights are the engine's from now on.
         scale: where it computes.
-        path: a key of `PATHS`.
+        path: one of `PATHS`.
         max_rows: answers decoded together.
-        tokens: room in the cache of keys and values; None for no bound.
 
     Raises:
         NotRun: this engine has no such path here.
     """
     enter_device()  # as the runtime does: which kernels attention may use is said there
-    if "graphs" in inspect.signature(TransformersEngine.__init__).parameters:
-        return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens, graphs=PATHS[path])
-    if path == "graphed":
-        raise NotRun("this engine has no graphs")
-    return TransformersEngine(model, compute=inline, max_rows=max_rows, max_tokens=tokens)
+    graphs = scale.of("auto", "rehearse") if path == "graphed" else "off"
+    engine = TransformersEngine(model, compute=inline, max_rows=max_rows, graphs=graphs)
+    if path == "graphed" and not engine.decoding.startswith(RECORDED):
+        raise NotRun(f"no graphs: the engine decodes {engine.decoding}")
+    return engine
 
 
 def requests(

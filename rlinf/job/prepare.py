@@ -53,8 +53,8 @@ from rlinf.placement.auto.choose import Chosen, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profiling.profile import load
 from rlinf.placement.seats import CONTROL, KIND, Placed, RoleKind, place, placed_by, split_complaint
-from rlinf.runtime.gpu.own_device import own_device
 from rlinf.rewards.base import Reward, RewardSource
+from rlinf.runtime.gpu.own_device import own_device
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
 """One step; it takes what it names of `step` and the roles, and returns the step's metrics."""

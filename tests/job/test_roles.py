@@ -174,6 +174,5 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
     ],
 )
 def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
-    config = load_config(None, overrides, 1)
-    algorithm = prepare(config, 1).algorithm
-    assert _trainer(config, algorithm)["publishes"] == published
+    prepared = prepare(load_config(None, overrides, 1), 1)
+    assert _trainer(prepared.config, prepared.algorithm)["publishes"] == published

@@ -44,6 +44,8 @@ ASIDE = frozenset(
             "scored",
             "learned",
             "optimizer_steps",
+            "computes",
+            "load_decided",
         ),
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.packing import Packed, Row, pack
-from rlinf.models.language import packed_attention
 from rlinf.models.language.fsdp import Layout, shard
+from rlinf.models.language.kernels.varlen import Kernel
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner
 
@@ -106,18 +106,12 @@ def _by_kernel(query, key, value, *more):
     return attend(query.contiguous(), key.contiguous(), value.contiguous())[0]
 
 
-def _of(lengths, *more):
-    return packed_attention.Layout(max(lengths), torch.zeros(len(lengths) + 1, dtype=torch.int32), (), None, None)
-
-
 @contextmanager
 def _numbers_made_up() -> Iterator[None]:
     """Fake tensors have no values, which an optimizer step looks at to see that they are finite."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.Tensor, "__float__", lambda self: 1.0))
         stack.enter_context(patch.object(torch.Tensor, "tolist", lambda self: [1.0] * max(1, self.numel())))
-        stack.enter_context(patch.object(packed_attention, "_by_kernel", _by_kernel))
-        stack.enter_context(patch.object(packed_attention.Layout, "of", staticmethod(_of)))
         yield
 
 
@@ -137,6 +131,7 @@ def peak_of(case: Case) -> int:
             model = AutoModelForCausalLM.from_config(qwen2(case.size), dtype=torch.float32)
             module = PolicyModel(model, gradient_checkpointing=case.checkpointed)
             shard(module, mesh, torch.bfloat16)
+            module.kernel = Kernel("a variable-length kernel that has only shapes", _by_kernel)
             learner = Learner(module, layout=Layout(mesh if case.ranks > 1 else None, mesh), lr=1e-3)
             named = {name: getattr(packed, name) for name in packed.__slots__}
             fakes = {n: mode.from_tensor(one) for n, one in named.items() if isinstance(one, torch.Tensor)}

@@ -119,7 +119,7 @@ class Prepared:
     became: tuple[str, ...] = ()
     """Lines about the values of what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about devices that the run leaves idle."""
+    """Lines about devices that idle, and roles that may run out of memory."""
     config: Any = None
     """What was prepared, with these values; None of a policy that acts, which leaves nothing to them."""
 

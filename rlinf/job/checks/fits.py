@@ -36,7 +36,7 @@ class Fitted:
     became: tuple[str, ...] = ()
     """Lines about what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about devices that idle."""
+    """Lines about devices that idle, and roles that may run out of memory."""
 
 
 def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> tuple[Fitted, list[Problem]]:
@@ -76,7 +76,18 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for role, each in found.items()
         if role in placed.seats
     }
-    return Fitted(config, held, tuple(lines), tuple(_idle(config, placed))), problems
+    warnings = (*_idle(config, placed), *_tight(found, memory))
+    return Fitted(config, held, tuple(lines), warnings), problems
+
+
+def _tight(found: Mapping[str, Footprint], memory: int | None) -> Iterator[str]:
+    for role, each in found.items():
+        if memory is not None and each.spare and each.active_bytes > memory:
+            key = "rollout.max_tokens" if role == "rollout" else "trainer.micro_batch_tokens"
+            yield (
+                f"the {role} may take {each.active_bytes / GB:.3g} GB at its peak, of {memory / GB:.3g}: it may run out of "
+                f"memory; a smaller {key} gives it room"
+            )
 
 
 def _assumed(config: RunConfig) -> str:

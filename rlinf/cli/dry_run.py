@@ -48,7 +48,7 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
         )
     else:
         shared = ", taking turns" if placed.turns else ""
-        each = f"on {gpus} GPU{'s' if gpus > 1 else ''}" if (gpus := len(set(placed.first))) else "a device each"
+        each = f"on {placed.gpus} GPU{'s' if placed.gpus > 1 else ''}" if placed.first else "a device each"
         yield f"Roles: {placed.devices} processes, {each}; {placed.plan.mode}{shared}"
     width = max(10, *map(len, placed.seats))
     for role, seat in placed.seats.items():

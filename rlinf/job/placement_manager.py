@@ -47,7 +47,7 @@ class PlacementManager:
         self.ledger = Ledger(
             placed.of_actors,
             prepared.items,
-            count=placed.devices,
+            count=placed.gpus,
             model=prepared.model,
             machine=machine(),
             flow=prepared.path,

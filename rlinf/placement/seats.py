@@ -123,11 +123,16 @@ class Placed:
     def of_actors(self) -> dict[str, frozenset[int]]:
         """The devices of every actor, such as `{"trainer[0]": {1}}`; of those beside the devices nothing."""
         return {
-            f"{role}[{rank}]": devices
+            f"{role}[{rank}]": self._by_gpu(devices)
             for role, seat in self.seats.items()
             for rank, devices in enumerate(seat.devices)
             if devices
         }
+
+    @property
+    def gpus(self) -> int:
+        """Devices of the job; what processes share counts once."""
+        return len(set(self.first)) or self.devices
 
     def memory_of(self, hosts: int) -> dict[int, int] | None:
         """Bytes of each device of so many processes; None: no limit."""
@@ -150,12 +155,12 @@ class Placed:
 
     def _shares(self, role: str) -> bool:
         """Whether another role has one of its devices; alone there, it need not ask for them."""
-        mine = self._gpus_of(self.seats[role])
-        return any(mine & self._gpus_of(seat) for name, seat in self.seats.items() if name != role)
+        mine = self._by_gpu(*self.seats[role].devices)
+        return any(mine & self._by_gpu(*seat.devices) for name, seat in self.seats.items() if name != role)
 
-    def _gpus_of(self, seat: Seat) -> frozenset[int]:
-        """A seat's devices, each that processes share by one number."""
-        numbers = frozenset[int]().union(*seat.devices)
+    def _by_gpu(self, *devices: frozenset[int]) -> frozenset[int]:
+        """Devices, each that processes share by one number."""
+        numbers = frozenset[int]().union(*devices)
         return frozenset(self.first[number] for number in numbers) if self.first else numbers
 
 

@@ -33,7 +33,7 @@ class Card:
         """Sizes of locked stretches, by address."""
         self.registered = 0
         self.code = 0
-        self.waits = 0
+        self.waits = self.copied = 0
         self.waited_for = []
 
     # The driver
@@ -71,6 +71,7 @@ class Stream(TorchFunctionMode):
         for to, source in self.begun:
             assert source.untyped_storage().nbytes(), "its memory was given back before it was read"
             to.copy_(source)
+            self.card.copied += source.nbytes
         self.begun.clear()
 
 
@@ -155,7 +156,9 @@ def test_what_is_about_to_be_overwritten_comes_back_without_its_bytes(card):
     part = anew[10:]
     parking = Parking([kept, anew])
     parking.park()
+    card.copied = 0
     parking.unpark(without=[part])
+    assert card.copied == 4000
     assert (parking.parked, anew.untyped_storage().nbytes()) == (0, 4000)
     assert bytes_of([kept, anew]) == 8000
     assert torch.equal(kept, torch.ones(1000))
@@ -191,6 +194,30 @@ def test_a_way_back_that_runs_out_of_memory_is_gone_on_with_in_either_direction_
             parking.park()
     assert parking.pinned == size
     parking.unpark()
+
+
+def test_what_comes_into_being_while_others_are_parked_is_not_put_on_top_of_them(card, monkeypatch):
+    tensors = [torch.full((1000,), float(number)) for number in range(3)]
+    parking = Parking(lambda: tensors)
+    parking.park()
+    true_resize = torch.UntypedStorage.resize_
+    with monkeypatch.context() as patched:
+        last = tensors[2].untyped_storage()._cdata
+
+        def resize(storage, size):
+            if storage._cdata == last:
+                raise RuntimeError("out of memory")
+            return true_resize(storage, size)
+
+        patched.setattr(torch.UntypedStorage, "resize_", resize)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            parking.unpark()
+    tensors[0] = torch.full((5000,), 7.0)
+    parking.park()
+    parking.unpark()
+    assert [(len(each), float(each.min()), float(each.max())) for each in tensors] == [
+        (5000, 7, 7), (1000, 1, 1), (1000, 2, 2)
+    ]  # fmt: skip
 
 
 def test_without_room_in_host_memory_nothing_moves_and_the_text_says_so(card, monkeypatch):

@@ -33,6 +33,8 @@ def test_roles_of_two_processes_on_one_gpu_take_turns():
     assert "devices" not in apart.spawning("trainer")
     together = place(wanted, GRPO, 4, gpu_memory=MEMORY, gpus=1)
     assert together.turns
+    assert (together.gpus, together.devices, apart.gpus) == (1, 4, 4)
+    assert together.of_actors == {"rollout[0]": {0}, "trainer[0]": {0}}
     for role, number in (("rollout", 0), ("trainer", 1)):
         assert together.spawning(role, 5, 1)["devices"] == ({number},)
     beside = place(PlacementConfig(rollout=0, trainer=3), GRPO, 4, gpu_memory=MEMORY, gpus=2)

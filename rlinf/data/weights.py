@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -112,6 +112,12 @@ class Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor by name."""
         return {slot.name: slot.shape for slot in self.layout}
+
+    def in_host_memory(self) -> Weights:
+        """The same with all buckets in host memory; these themselves where they are. Blocking."""
+        if all(bucket.device.type == "cpu" for bucket in self.buckets):
+            return self
+        return replace(self, buckets=tuple(bucket.cpu() for bucket in self.buckets))
 
     def verify(self) -> None:
         """See that the buckets hold what was packed. Blocking.

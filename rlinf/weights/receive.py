@@ -217,6 +217,8 @@ class Receiver(Actor):
         offer = self._bound(number)
         if offer is None:
             raise LoadError(f"rank {self.rank} (host {self.host}) knows of no round {number} of load")
+        if self.through_host:  # what it keeps of them takes no memory of the device
+            offer.weights = await self.compute(offer.weights.in_host_memory)
         self.coming = offer.weights
         try:
             version: int = await self.group[self.rank].load_switch(number)

@@ -168,7 +168,7 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
 @pytest.mark.parametrize(
     ("overrides", "published"),
     [
-        ((), "float32"),
+        (("rollout.dtype=float32",), "float32"),
         (("rollout.dtype=bfloat16",), "bfloat16"),
         (("rollout.dtype=bfloat16", "reference.kind=ema", "algorithm.kl.beta=0.1"), "float32"),
     ],

@@ -127,6 +127,20 @@ def test_through_the_host_go_the_bytes_of_the_engines_dtype(reads, dtype):
     assert watch.copied["cuda", "cpu"] == elements * (4 if dtype is None else 2)
 
 
+def test_what_goes_through_the_host_is_copied_there_once():
+    with pretended() as watch:
+        named = [
+            ("one", torch.empty(100, device="cuda")),
+            ("two", torch.empty(10, device="cuda", dtype=torch.bfloat16)),
+        ]
+        weights = Weights(1, (), tuple(tensor for _, tensor in named), (0, 0))
+        there = weights.in_host_memory()
+        assert there.in_host_memory() is there
+    assert watch.copied["cuda", "cpu"] == weights.nbytes == 420
+    assert {bucket.device.type for bucket in there.buckets} == {"cpu"}
+    assert there.key == weights.key
+
+
 def test_a_device_has_room_if_a_receiver_may_need_as_much_again(monkeypatch):
     free, cached = 10 << 30, 2 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))

@@ -60,6 +60,10 @@ class Toy(Receiver):
         return all(mine is theirs for mine, theirs in zip(self.buckets, weights.buckets, strict=True))
 
     @endpoint
+    async def hands_on(self) -> None:
+        self.through_host = True
+
+    @endpoint
     async def left(self) -> int:
         return len(self._offers)
 
@@ -337,3 +341,23 @@ def test_damage_names_bucket_and_version():
     sent = dataclasses.replace(weights(3), checksums=(1,))
     with pytest.raises(WeightsDamaged, match="bucket 0 of 1 of the weights of version 3"):
         sent.verify()
+
+
+def test_a_rank_that_hands_weights_on_through_the_host_keeps_them_there(monkeypatch):
+    moved = {}
+
+    def in_host_memory(self):
+        copy = dataclasses.replace(self, buckets=tuple(bucket.clone() for bucket in self.buckets))
+        return moved.setdefault(self.version, copy)
+
+    monkeypatch.setattr(Weights, "in_host_memory", in_host_memory)
+
+    async def scene(toys):
+        await toys.load(weights(1))
+        assert not moved
+        for toy in toys:
+            await toy.hands_on()
+        await toys.load(weights(2))
+        assert await toys.holds(moved[2]) == [True] * 3
+
+    play(scene)

@@ -20,6 +20,7 @@ CHECKS: tuple[Check, ...] = (
         "parking", "memory:parking", 60, "parked 20 times, all bits come back, within 1.1 x its bytes of host memory"
     ),
     Check("peaks", "memory:peaks", 75, "a step's peak is at most what --dry-run says, and at least 0.8 of it"),
+    Check("compiled", "training:compiled", 120, "compiled blocks are uncompiled ones up to rounding, for any lengths"),
     Check("checkpoint", "flow:checkpoint", 75, "restored bit by bit; the next loss is the same within 1e-5"),
     Check("sends", "sends:sends", 60, "500 sends, half discarded, a holder killed: the sender's memory comes back"),
     Check("publish", "publishing:publish", 90, "engines answer as the masters, cast: in one process and between two"),

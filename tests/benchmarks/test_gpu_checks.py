@@ -49,6 +49,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "engine-and-trainer": training.ENGINE,
     "quickstart": runs.RUN,
     "collocated": flow.COLLOCATED,
+    "compiled": training.COMPILED,
     "parking": memory.PARKED,
     "peaks": memory.PEAKS,
     "checkpoint": flow.RESTORED,

@@ -12,14 +12,15 @@ CHECKS: tuple[Check, ...] = (
     Check("generate", "decode:beside_generate", 60, "the engine takes the tokens that transformers finds likeliest"),
     Check("engine-and-trainer", "training:beside_engine", 45, "both give sampled tokens the same log-probs"),
     Check("recorded-steps", "decode:recorded", 60, "recorded decode steps give the answers of plain ones"),
-    Check("quickstart", "runs:quickstart", 150, "a run learns, in one process and in two on the card"),
+    Check("quickstart", "runs:quickstart", 180, "a run learns, in one process and in two on the card"),
     Check(
-        "collocated", "flow:collocated", 75, "three GRPO steps with parking: finite, versions 1 2 3, peak as declared"
+        "collocated", "flow:collocated", 120, "three GRPO steps with parking: finite, versions 1 2 3, peak as declared"
     ),
     Check(
         "parking", "memory:parking", 60, "parked 20 times, all bits come back, within 1.1 x its bytes of host memory"
     ),
     Check("peaks", "memory:peaks", 75, "a step's peak is at most what --dry-run says, and at least 0.8 of it"),
+    Check("compiled", "training:compiled", 120, "compiled blocks are uncompiled ones up to rounding, for any lengths"),
     Check("checkpoint", "flow:checkpoint", 75, "restored bit by bit; the next loss is the same within 1e-5"),
     Check("sends", "sends:sends", 60, "500 sends, half discarded, a holder killed: the sender's memory comes back"),
     Check("publish", "publishing:publish", 90, "engines answer as the masters, cast: in one process and between two"),

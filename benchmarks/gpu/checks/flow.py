@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.checks.device import COUNTS, peak_begun, peak_bytes
 from benchmarks.gpu.checks.judging import Bound, judge
+from benchmarks.gpu.checks.parts import uncompiled
 from benchmarks.gpu.checks.ranks import spans
 from benchmarks.gpu.checks.roles import asked, judged, spawn_rollout, spawn_trainer
 from benchmarks.gpu.scale import FULL, Outcome, Scale
@@ -94,6 +95,7 @@ def _declared(scale: Scale) -> dict[str, int]:
 
 def checkpoint(scale: Scale) -> Outcome:
     """A trainer after one step is saved and goes on; another one, with other weights, goes on from there."""
+    uncompiled(scale)
     return judge(scale, asyncio.run(_checkpoint(scale)), RESTORED)
 
 

@@ -147,6 +147,15 @@ def trainer(scale: Scale, **settings: Any) -> Iterator[Any]:
         emptied(scale.device)
 
 
+def uncompiled(scale: Scale) -> None:
+    """Compile nothing in this process, as trainers do by themselves on a GPU: that takes longer than all the rest of a
+    check that is about something else."""
+    if scale.device.type == "cuda":
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
+
+
 def rows(scale: Scale, lengths: Sequence[tuple[int, int]], seed: int = 1) -> list[Row]:
     """Sequences of so many prompt and answer tokens, with advantages of either sign."""
     asked = prompts(scale, [prompt for prompt, _ in lengths], seed)

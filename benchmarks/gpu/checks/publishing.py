@@ -16,7 +16,7 @@ import rlinf
 from benchmarks.gpu.checks import ranks
 from benchmarks.gpu.checks.device import SHARED, emptied
 from benchmarks.gpu.checks.judging import Bound, judge
-from benchmarks.gpu.checks.parts import engine
+from benchmarks.gpu.checks.parts import engine, uncompiled
 from benchmarks.gpu.checks.roles import asked, judged, spawn_rollout, spawn_trainer
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.data.weights import Weights
@@ -39,6 +39,7 @@ ANSWERS = 4
 
 def publish(scale: Scale) -> Outcome:
     """A step of training, then `rollout.load(trainer.weights())`: directly, and from process to process."""
+    uncompiled(scale)
     figures = {f"direct_{name}": value for name, value in asyncio.run(direct(scale)).items()}
     emptied(scale.device)
     ended = ranks.run(scale, "publishing:between", 2, scale.limit * 0.6)
@@ -55,6 +56,7 @@ async def direct(scale: Scale) -> dict[str, Any]:
 
 def between(scale: Scale) -> None:
     """In each of two ranks: the trainer is on one, the rollout on the other."""
+    uncompiled(scale)
 
     async def main(system: ActorSystem) -> None:
         ranks.tell(await _published(system, scale, 1))

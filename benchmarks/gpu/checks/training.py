@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.checks.device import cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import engine, policy_gradient, prompts, requests, rows, trainer
-from benchmarks.gpu.scale import Outcome, Scale
+from benchmarks.gpu.scale import NotRun, Outcome, Scale
 from rlinf.data.packing import Row, pack
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.training.backend import ModelSettings
 
 GIVEN = 0.01
 """Nats by which log-probs may differ on average, whatever rounding explains."""
@@ -37,6 +42,15 @@ ENGINE = (
 )
 """Two that round independently differ by sqrt(2) as much as each from the truth. (Random weights of the full shape, on
 a CPU: 0.016 nats.)"""
+COMPILED = (
+    Bound("compiled", equals="yes"),
+    Bound("plain", equals="uncompiled"),
+    Bound("gradient_cosine", least=0.9995),
+    Bound("mean_difference_over_given", most=2.0),
+    Bound("graphs", least=1),
+    Bound("graphs_of_later_lengths", most=0),
+)
+"""Fused arithmetic rounds less often: the two are no closer than either is to float32."""
 
 
 def beside_float32(scale: Scale) -> Outcome:
@@ -84,6 +98,53 @@ def _gradients(model: Any) -> dict[str, Tensor]:
         if (grad := parameter.grad) is not None:
             found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
     return found
+
+
+def compiled(scale: Scale) -> Outcome:
+    """Blocks and head compiled, beside the same uncompiled; micro-batches of further lengths compile nothing more."""
+    if "compiled" not in {field.name for field in fields(ModelSettings)}:
+        raise NotRun("trainers of this version are not compiled")
+    shapes = [[(scale.of(96, 9) + n, scale.of(400, 12) + 3 * n) for n in range(count)] for count in (8, 5, 6)]
+    batches = [pack(rows(scale, lengths)) for lengths in shapes]
+
+    def learned(on: bool) -> tuple[str, Tensor, dict[str, Tensor], list[int]]:
+        with trainer(scale, compiled=on) as back:
+            optimization = back.optimization(lr=1e-6)
+            logprobs = back.outputs(batches[0])[0].float().cpu()
+            optimization.accumulate(batches[:1], policy_gradient)
+            gradient, graphs = _gradients(back.model), [_graphs()]
+            for batch in batches[1:]:
+                optimization.accumulate([batch], policy_gradient)
+                graphs.append(_graphs())
+            return back.module.words, logprobs, gradient, graphs
+
+    plain_words, plain, expected, _ = learned(False)
+    with nullcontext() if scale.device.type == "cuda" else _interpreted():
+        words, found, gradient, graphs = learned(True)
+    error = (found - plain).abs()
+    figures = {
+        "compiled": "yes" if "compiled" in words else f"no: {words}",
+        "plain": "uncompiled" if "compiled" not in plain_words else plain_words,
+        "gradient_cosine": cosine(gradient, expected),
+        "mean_logprob_difference_nats": float(error.mean()),
+        "largest_logprob_difference_nats": float(error.max()),
+        "mean_difference_over_given": float(error.mean()) / GIVEN,
+        "graphs": graphs[0],
+        "graphs_of_later_lengths": graphs[-1] - graphs[1],
+    }
+    return judge(scale, figures, COMPILED)
+
+
+def _graphs() -> int:
+    """Compiled in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Graphs are traced and run as they are: kernels made of them take a CPU half a minute."""
+    with mock.patch.dict(PolicyModel.__init__.__kwdefaults__, compiler="aot_eager"):
+        yield
 
 
 def by_transformers(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, device_seconds, told
@@ -11,14 +16,27 @@ from rlinf.models.language.logprob_head import token_logprobs
 
 
 def head(scale: Scale) -> Outcome:
-    """Of the 1.5B model, with and without a temperature."""
+    """Of the 1.5B model: as a trainer computes it on this device, with and without a temperature, and unfused."""
     parts, limits = Parts("head", scale), limits_of(scale)
-    parts.make("", lambda: passes(scale, limits, temperature=None))
-    parts.make("temperature", lambda: passes(scale, limits, temperature=0.7))
+    if scale.rehearse:
+        torch._dynamo.config.disable = True  # compiling for a CPU takes longer than all measures together
+    fused = fusing()
+    if not fused:
+        parts.note("this head fuses nothing")
+    parts.make("", lambda: passes(scale, limits, fused, temperature=None), expected=5.0)
+    parts.make("temperature", lambda: passes(scale, limits, fused, temperature=0.7), expected=3.0)
+    parts.make("unfused", lambda: passes(scale, limits, {}, temperature=None), expected=1.0)
     return parts.outcome()
 
 
-def passes(scale: Scale, limits: Limits, *, temperature: float | None) -> Figures:
+def fusing() -> dict[str, Any]:
+    """What `token_logprobs` takes to have its elementwise work fused; nothing where it cannot."""
+    if "fused" not in inspect.signature(token_logprobs).parameters:
+        return {}
+    return {"fused": importlib.import_module("rlinf.models.language.kernels.head").FusedHead.make()}
+
+
+def passes(scale: Scale, limits: Limits, fused: Mapping[str, Any], *, temperature: float | None) -> Figures:
     """Forward and backward pass over chunks of 1,024 tokens, and the products in them alone."""
     config, device, dtype = scale.config("1.5B"), scale.device, scale.dtype
     chunk = scale.of(1024, 32)
@@ -33,7 +51,7 @@ def passes(scale: Scale, limits: Limits, *, temperature: float | None) -> Figure
 
     def whole() -> None:
         hidden.grad = weight.grad = None
-        logprobs, _ = token_logprobs(hidden, weight, None, targets, heat, chunk=chunk)
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, heat, chunk=chunk, **fused)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
     logits = torch.empty(chunk, config.vocab_size, dtype=dtype, device=device)

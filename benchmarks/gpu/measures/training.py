@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
-
-import torch
 
 from benchmarks.gpu.measuring.clock import Figures, Parts, settled, told
 from benchmarks.gpu.measuring.flops import Shape
@@ -61,10 +59,11 @@ async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> Async
         size: of its model.
         settings: any of `TrainerSettings`, or `lora`; `compile` is left out where a trainer has no such setting.
     """
-    if not compiles():
-        settings.pop("compile", None)
-    if scale.rehearse:
-        torch._dynamo.config.disable = True  # compiling for a CPU takes longer than all measures together
+    compiled = settings.pop("compile", False)
+    if (
+        compiles()
+    ):  # for a CPU it takes longer than all measures together, so there `auto` stands for it, which does not
+        settings["compile"] = compiled and scale.of(True, "auto")
     async with ActorSystem.local() as system:
         yield await system.spawn(
             AnySize, name="trainer", model=str(scale.model_dir(size)), tokenizer=TOKENIZER, lr=1e-6,
@@ -80,9 +79,6 @@ def training(scale: Scale) -> Outcome:
     for way, settings in WAYS.items():
         if settings["compile"] and not compiles():
             parts.note("this trainer compiles nothing")
-            continue
-        if parts.left < scale.of(25.0, 0.0):
-            parts.note(f"{way} was not reached")
             continue
         asyncio.run(
             in_one_way(parts, way, settings, sizes if way.endswith("kept") else sizes[:1], shape, limits, scale)
@@ -100,10 +96,18 @@ async def in_one_way(
     scale: Scale,
 ) -> None:
     """One trainer, micro-batches of several sizes."""
-    async with trainer_of(scale, **settings) as trainer:
+    async with AsyncExitStack() as stack:
+        made: list[Any] = []
+
+        async def begin() -> Figures:
+            made.append(await stack.enter_async_context(trainer_of(scale, **settings)))
+            return {}
+
+        if not await parts.make_async(way, begin, expected=25.0):
+            return
         for tokens in sizes:
             await parts.make_async(
-                f"t{tokens}_{way}", partial(steps, trainer, tokens, shape, limits, scale), expected=10.0
+                f"t{tokens}_{way}", partial(steps, made[0], tokens, shape, limits, scale), expected=10.0
             )
 
 

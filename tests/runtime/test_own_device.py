@@ -136,7 +136,7 @@ def seen(monkeypatch):
         return noted
 
     pretend(monkeypatch, rank=3)
-    for user in ("rlinf.actors.base.model_actor", "rlinf.actors.rollout"):
+    for user in ("rlinf.actors.base.model_actor", "rlinf.actors.base.spmd", "rlinf.actors.rollout"):
         monkeypatch.setattr(f"{user}.own_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(nn.Module, "__call__", noting(nn.Module.__call__))
     monkeypatch.setattr(Reach, "step", noting(Reach.step))

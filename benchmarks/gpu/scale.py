@@ -69,7 +69,9 @@ class Scale:
     @cached_property
     def device(self) -> torch.device:
         """The GPU, or the CPU in a rehearsal."""
-        return torch.device("cpu") if self.rehearse else torch.device("cuda", 0)
+        from rlinf.runtime.gpu.own_device import enter_device
+
+        return torch.device("cpu") if self.rehearse else enter_device()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,8 +22,9 @@ from rlinf.engines.transformers.llama_forward import LeanForward
 from rlinf.engines.transformers.model_forward import ModelForward, tolerance
 from rlinf.engines.transformers.slots import Slots
 
-Graphs = Literal["auto", "off", "rehearse"]
-"""Whether steps are recorded as CUDA graphs: where that is possible, never, or by a stand-in on the CPU."""
+Graphs = Literal["auto", "off", "rehearse", False]
+"""Whether steps are recorded as CUDA graphs: where that is possible, never, or by a stand-in on the CPU. YAML reads
+`off` as False."""
 _REHEARSED_PAGE = 16
 """Tokens of a page in a rehearsal: a few rows then have several."""
 
@@ -31,7 +32,7 @@ _REHEARSED_PAGE = 16
 def unknown(graphs: Any) -> str | None:
     """Why this is no word for `Graphs`; None if it is one."""
     words = get_args(Graphs)
-    return None if graphs in words else f"graphs={graphs!r} must be one of {', '.join(words)}"
+    return None if graphs in words else f"graphs={graphs!r} must be one of {', '.join(filter(None, words))}"
 
 
 def rows_for(forward: ModelForward, max_rows: int, graphs: Graphs = "auto") -> tuple[Rows, str]:
@@ -52,7 +53,7 @@ def rows_for(forward: ModelForward, max_rows: int, graphs: Graphs = "auto") -> t
         if not lean or forward.device.type != "cpu":
             raise ValueError("rollout.engine_args: graphs=rehearse needs a Llama-like model on the CPU")
         return _graphed(forward, RehearsedRecorder(), max_rows, _REHEARSED_PAGE, "recorded steps, rehearsed on the CPU")
-    if graphs == "off" or forward.device.type != "cuda":
+    if graphs in ("off", False) or forward.device.type != "cuda":
         return BandedRows(forward), f"step by step on {forward.device.type}"
     if not lean:
         return BandedRows(forward), "step by step: the model is not of the kind that is recorded"

@@ -176,7 +176,8 @@ def test_the_way_is_chosen_by_device_and_model(monkeypatch):
     with pytest.raises(ValueError, match="graphs='on' must be one of auto, off, rehearse"):
         choice.rows_for(own, 4, "on")
     monkeypatch.setattr(own, "device", torch.device("cuda", 0))
-    assert choice.rows_for(own, 4, "off")[1] == "step by step on cuda"
+    for off in ("off", False):  # as which YAML reads it
+        assert choice.rows_for(own, 4, off)[1] == "step by step on cuda"
     with pytest.raises(ValueError, match="on the CPU"):
         choice.rows_for(own, 4, "rehearse")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

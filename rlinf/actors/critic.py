@@ -83,6 +83,7 @@ class Critic(TextTrainer):
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
             attention=settings.attention,
+            compiled=settings.compile,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
 

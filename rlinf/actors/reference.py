@@ -346,7 +346,8 @@ def _policy(
     dtype = dtype_of(settings.dtype)
     with ONE_AT_A_TIME:
         made = build_model(model, tokenizer, seed=seed, dtype=dtype)
-        policy = PolicyModel(made, chunk=settings.logprob_chunk, attention=settings.attention)
+        ways: dict[str, Any] = {"attention": settings.attention, "compiled": settings.compile}
+        policy = PolicyModel(made, chunk=settings.logprob_chunk, **ways)
         policy.computes_in = dtype
         policy.requires_grad_(False).to(device)
         policy.settle()

@@ -104,6 +104,7 @@ class Trainer(TextTrainer):
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
             attention=settings.attention,
+            compiled=settings.compile,
             logprob_chunk=settings.logprob_chunk,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)

@@ -224,6 +224,10 @@ class ForwardConfig:
     the model's own attention; `flash` packed, by the flash_attn package. `auto` packs, by flash_attn where it is
     installed and else by torch's own kernel, and pads models that cannot be packed on the CPU alone; on a GPU those are
     an error, unless `padded` is asked for."""
+    compile: Literal["auto", True, False] = "auto"
+    """Have torch.compile fuse what lies between products of matrices, block by block and in the head, which takes time
+    at the start. `auto` does on GPUs, and says so where it cannot; true does on CPUs, too, and is an error where it
+    cannot."""
 
 
 @dataclass

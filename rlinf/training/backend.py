@@ -65,6 +65,8 @@ class ModelSettings:
     """Response tokens whose logits exist at a time."""
     attention: Literal["auto", "packed", "padded", "flash"] = "auto"
     """How sequences are laid out for it, see `ForwardConfig.attention`."""
+    compiled: Literal["auto", True, False] = False
+    """Compile its blocks, see `ForwardConfig.compile`."""
 
 
 class Ranks(Protocol):

@@ -69,6 +69,7 @@ class FsdpBackEnd:
             model.logprob_chunk,
             model.adapters,
             model.attention,
+            model.compiled,
             layout.ranks,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}

@@ -112,7 +112,8 @@ class Learner:
         """Divide by the tokens that came to all ranks, clip, and take one optimizer step.
 
         Returns:
-            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step.
+            What gathered on all ranks, and `loss`, `grad_norm` (before clipping) and `lr` of this step; and what the
+            module says of itself (`numbers`).
 
         Raises:
             ValueError: nothing came since the last step.
@@ -139,7 +140,8 @@ class Learner:
             raise ValueError("there is not one token to learn from: every response was empty")
         lr = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
-        return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
+        numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
+        return gathered, {**numbers, **getattr(self.module, "numbers", {})}
 
 
 def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:

@@ -165,6 +165,7 @@ def _reference(config: RunConfig, role: str) -> dict[str, Any]:
         "micro_batch_tokens": config.trainer.micro_batch_tokens,
         "logprob_chunk": config.trainer.logprob_chunk,
         "attention": config.trainer.attention,
+        "compile": config.trainer.compile,
         "order": config.trainer.order,
         "dtype": settings.dtype,
         **changed,

@@ -180,7 +180,10 @@ def roles_to_start(
     found = {TRAINER: Role(SupervisedTrainer, settings, prepared.held.get(TRAINER, (0, 0)))}
     if REFERENCE in prepared.roles:
         own = {} if config.reference.model is None else {"model": config.reference.model}
-        forward = {name: getattr(config.trainer, name) for name in ("micro_batch_tokens", "logprob_chunk", "attention")}
+        forward = {
+            name: getattr(config.trainer, name)
+            for name in ("micro_batch_tokens", "logprob_chunk", "attention", "compile")
+        }
         how = {**forward, "order": "arrival", "column": REF, "dtype": config.reference.dtype}
         found[REFERENCE] = Role(Reference, {**shared, **how, **own}, prepared.held.get(REFERENCE, (0, 0)))
     return found

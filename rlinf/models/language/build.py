@@ -35,7 +35,7 @@ from rlinf.data.rng import mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
-from rlinf.models.language.policy_model import Attention, PolicyModel
+from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
 M = TypeVar("M", bound=PolicyModel)
@@ -64,6 +64,8 @@ class Build:
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Directories of further adapters, which do not learn, by name."""
     attention: Attention = "any"
+    """See `PolicyModel`."""
+    compiled: Compile = False
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
@@ -128,19 +130,23 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(
-        model, chunk=build.chunk, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention
-    )
+    return PolicyModel(model, chunk=build.chunk, **_run(build))
+
+
+def _run(build: Build) -> dict[str, Any]:
+    """How models of all kinds are run."""
+    names = ("gradient_checkpointing", "attention", "compiled")
+    return {name: getattr(build, name) for name in names}
 
 
 def _values(model: PreTrainedModel, build: Build) -> ValueModel:
-    return ValueModel(model, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention)
+    return ValueModel(model, **_run(build))
 
 
 def _scores(model: PreTrainedModel, build: Build) -> ScoreModel:
     if build.lora is not None:
         add_adapters(model, build.lora)
-    return ScoreModel(model, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention)
+    return ScoreModel(model, **_run(build))
 
 
 def _start(module: PolicyModel, build: Build) -> None:

@@ -2,7 +2,8 @@
 
 In: the last hidden states where a response token is predicted, and the output embedding. Out: log-prob and entropy of
 each token. Logits are made chunk by chunk, used, and made again for the gradient: one more product, against memory of
-4 bytes x tokens x vocabulary x (three or four copies).
+4 bytes x tokens x vocabulary x (three or four copies). On accelerators `kernels/head.py` computes what is no product of
+matrices; what it gives is what the operations here give, one after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.algos.tensor.masks import wide
+from rlinf.models.language.kernels.head import FusedHead
 
 
 def token_logprobs(
@@ -26,6 +28,7 @@ def token_logprobs(
     *,
     chunk: int,
     entropy_slope: bool = False,
+    fused: FusedHead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and entropy, under softmax((hidden weightᵀ + bias) / temperature).
 
@@ -37,11 +40,12 @@ def token_logprobs(
         temperature: of each token, float32 [tokens]; None for 1.
         chunk: tokens whose logits exist at a time.
         entropy_slope: entropies are differentiable like log-probs; otherwise they are not.
+        fused: what computes all but products of matrices; None for torch's operations one after the other.
 
     Returns:
         Log-probs, differentiable in hidden, weight and bias; and entropies; nats, [tokens], at least float32.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, entropy_slope)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, entropy_slope, fused)
     return logprobs, entropy
 
 
@@ -75,6 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         chunk: int,
         entropy_slope: bool,
+        fused: FusedHead | None,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
         logprobs = torch.empty(count, dtype=wide(hidden[:0]).dtype, device=hidden.device)
@@ -82,13 +87,17 @@ class _TokenLogprobs(torch.autograd.Function):
         norms = torch.empty_like(logprobs)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
+            if fused is not None:
+                raw, warmth = F.linear(hidden[part], weight, bias), _part(temperature, part)
+                logprobs[part], entropy[part], norms[part] = fused.scores(raw, targets[part], warmth)
+                continue
             logits = _logits(hidden[part], weight, bias, temperature, part)
             norms[part] = torch.logsumexp(logits, dim=-1)
             logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - norms[part]
             logits.sub_(norms[part, None])
             entropy[part] = -torch.where(logits == -torch.inf, 0.0, logits.exp().mul_(logits)).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, norms, entropy if entropy_slope else None)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.fused = chunk, fused
         if not entropy_slope:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -104,25 +113,22 @@ class _TokenLogprobs(torch.autograd.Function):
         for_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            slope = _logits(hidden[part], weight, bias, temperature, part).sub_(norms[part, None])
-            if entropy is None:
-                slope.exp_().neg_()
-                slope.scatter_add_(1, targets[part, None], torch.ones_like(slope[:, :1]))
-                slope.mul_((grad[part] if temperature is None else grad[part] / temperature[part])[:, None])
+            given = (targets[part], _part(temperature, part), norms[part], grad[part])
+            asked = (None, None) if entropy is None else (grad_entropy[part], entropy[part])
+            if ctx.fused is None:
+                slope = _slope(_logits(hidden[part], weight, bias, temperature, part), *given, *asked)
+                if for_bias is not None:
+                    for_bias += slope.sum(dim=0)
+                slope = slope.to(hidden.dtype)
+            elif for_bias is None:
+                slope = ctx.fused.slopes(F.linear(hidden[part], weight, bias), *given, *asked)
             else:
-                slope = _both_slopes(slope, grad[part, None], grad_entropy[part, None], entropy[part, None])
-                slope.scatter_add_(1, targets[part, None], grad[part, None])
-                slope = slope if temperature is None else slope.div_(temperature[part, None])
-            if for_bias is not None:
-                for_bias += slope.sum(dim=0)
-            slope = slope.to(hidden.dtype)
+                slope, summed = ctx.fused.slopes_and_bias(F.linear(hidden[part], weight, bias), *given, *asked)
+                for_bias += summed
             if for_hidden is not None:
                 torch.mm(slope, weight, out=for_hidden[part])
             if for_weight is not None:
-                if weight.dtype == for_weight.dtype:
-                    for_weight.addmm_(slope.t(), hidden[part])
-                else:
-                    for_weight += slope.t() @ hidden[part]
+                _add_product(for_weight, slope, hidden[part])
         return (
             for_hidden,
             None if for_weight is None else for_weight.to(weight.dtype),
@@ -131,7 +137,42 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor[part]
+
+
+def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
+    """Add slopeᵀ hidden to a sum in float32 without another tensor of its size, where the device can."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.t(), hidden)
+    elif slope.device.type == "cuda" and total.dtype == torch.float32:
+        torch.addmm(total, slope.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        total += slope.t() @ hidden
+
+
+def _slope(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    norms: Tensor,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+) -> Tensor:
+    """What `kernels.head.slopes` gives, of logits that are wide and divided by the temperature already; used up."""
+    slope = logits.sub_(norms[:, None])
+    if grad_entropy is None or entropy is None:
+        slope.exp_().neg_()
+        slope.scatter_add_(1, targets[:, None], torch.ones_like(slope[:, :1]))
+        return slope.mul_((grad if temperature is None else grad / temperature)[:, None])
+    slope = _both_slopes(slope, grad[:, None], grad_entropy[:, None], entropy[:, None])
+    slope.scatter_add_(1, targets[:, None], grad[:, None])
+    return slope if temperature is None else slope.div_(temperature[:, None])
 
 
 def _both_slopes(logp: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ _GROWTH, _SLACK = 1.1, 8
 costs about what 8 columns more cost for short rows; long ones pay for padding with the square."""
 
 
+_OPAQUE: dict[str, Callable[..., Tensor]] = {}
+"""What compiled code calls without looking into it; filled by `opaque`, since that imports the compiler."""
 _ODD = ("position_bias", "head_mask")
 """Arguments that change what attention gives, and that this one does not take."""
 
@@ -52,6 +54,20 @@ class Rule:
     def __init__(self, sees: Callable[..., Any]):
         self._sees = sees
         self._windows: dict[int, int | None] = {}
+        self._fixed: tuple[int | None] | None = None
+
+    def fix(self, longest: int) -> None:
+        """Find out `left` for sequences of a layout, since compiled code can look it up and not find it out."""
+        if self._fixed is None:
+            self._fixed = (self.left(longest),)
+
+    def left(self, longest: int) -> int | None:
+        """How many tokens before itself each sees at most in sequences of up to that length, -1 for all; None if this
+        is not how they see."""
+        if self._fixed is not None:
+            return self._fixed[0]
+        window = self.window(longest)
+        return None if window is None else -1 if window >= longest else window - 1
 
     def within(self, length: int, device: torch.device) -> Tensor | None:
         """Who sees whom in a sequence, bool [length, length]; None if all see all that came before."""
@@ -310,11 +326,16 @@ class _Scores:
 def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
     kernel = layout.kernel
     if kernel is not None and scores.plain and key.shape == value.shape:
-        window = rule.window(layout.longest)
-        if window is not None:
-            left = -1 if window >= layout.longest else window - 1
+        left = rule.left(layout.longest)
+        if left is not None:
             return _by_kernel(kernel, query, key, value, layout, scores.scale, left)
-    return _by_rectangles(query, key, value, layout, scores, rule)
+    by_rectangles = _OPAQUE.get("by_rectangles", _by_rectangles) if torch.compiler.is_compiling() else _by_rectangles
+    return by_rectangles(query, key, value, layout, scores, rule)
+
+
+def opaque() -> None:
+    """Keep compilers out of rectangles, of which every layout has others: to be called before something is compiled."""
+    _OPAQUE.setdefault("by_rectangles", torch.compiler.disable(_by_rectangles))
 
 
 def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:

@@ -20,12 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed, Row, pack, sent
+from rlinf.models.language.kernels.blocks import CompiledBlocks
+from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
+Compile = Literal["auto", True, False]
+"""See `ForwardConfig.compile`."""
 _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
@@ -44,6 +48,9 @@ class PolicyModel(nn.Module):
         chunk: response tokens whose logits exist at a time.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
         attention: among which ways to compute attention `settle` chooses.
+        compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
+            on CUDA, and goes on without where it cannot.
+        compiler: back end of `torch.compile`.
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class PolicyModel(nn.Module):
         chunk: int = 1024,
         gradient_checkpointing: bool = False,
         attention: Attention = "any",
+        compiled: Compile = False,
+        compiler: str = "inductor",
     ):
         super().__init__()
         self.model = model.eval()
@@ -68,6 +77,9 @@ class PolicyModel(nn.Module):
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
+        self._compile, self._compiler = compiled, compiler
+        self._blocks: CompiledBlocks | None = None
+        self._fused: FusedHead | None = None
         self._padded_attention: str = model.config._attn_implementation or "sdpa"
         self._use(packs=True, plain_head=_head_is_plain(model))
         if gradient_checkpointing:
@@ -100,6 +112,7 @@ class PolicyModel(nn.Module):
             batch.temperature,
             chunk=self._chunk,
             entropy_slope=entropy_slope,
+            fused=self._fused,
         )
 
     def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
@@ -142,7 +155,7 @@ class PolicyModel(nn.Module):
             ranks: all that train the model, in one dimension; None for one, or for ranks that go each their own way.
 
         Raises:
-            ValueError: it can be run in no way that `attention` permits.
+            ValueError: it can be run in no way that `attention` permits, or not be compiled though it must.
         """
         parameter = next(self.parameters())
         device = parameter.device
@@ -167,22 +180,59 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        if self._compile is True or (self._compile == "auto" and device.type == "cuda"):
+            self._compile_it(probe, expected, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
+    def _compile_it(
+        self, probe: Packed, expected: tuple[Tensor, Tensor], ranks: DeviceMesh | None, refused: list[str]
+    ) -> None:
+        """Have the blocks and the head compiled on all ranks, or on none."""
+        device = probe.ids.device
+        self._blocks = CompiledBlocks(blocks(self.model), self._compiler)
+        self._fused = FusedHead.make(self._compiler)
+        self._blocks.prepare()
+        learns = any(parameter.requires_grad for parameter in self.parameters())
+        with torch.set_grad_enabled(learns):
+            found = self(probe)
+            if learns:
+                found[0].sum().backward()  # type: ignore[no-untyped-call]  # its code is compiled, too
+        for parameter in self.parameters():
+            parameter.grad = None
+        tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
+        same = torch.allclose(found[0], expected[0], atol=tolerance, rtol=tolerance)
+        empty = None if self._blocks.graphs else "the compiler found nothing in the blocks that it can compile"
+        odd = None if same else "other log-probs than uncompiled"
+        why = self._blocks.refused or self._fused.refused or empty or odd
+        if _agreed(why is None, ranks, device):
+            self._blocks.required = self._compile is True
+            return
+        self._blocks.on, self._fused = False, None
+        refused.append(f"not compiled: {why or 'another rank could not'}")
+        if self._compile is True:
+            raise ValueError(f"trainer.compile=true: {refused[-1]}; auto goes on uncompiled")
+
     @property
     def words(self) -> str:
         """How it is run, for people."""
         if not self.packs:
-            return "sequences padded to one length"
-        return "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
+            said = "sequences padded to one length"
+        else:
+            said = "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
+        return said + (", blocks and head compiled" if self._blocks is not None and self._blocks.on else "")
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Metrics of how it is run: graphs that were compiled so far, where it is compiled."""
+        return {} if self._blocks is None else {"compile/graphs": float(self._blocks.graphs)}
 
     @property
     def unusual(self) -> str:
         """`words`, and why not otherwise; empty on a CPU that packs, as nearly all models let it."""
-        usual = self.packs and next(self.parameters()).device.type == "cpu"
+        usual = self.packs and self._blocks is None and next(self.parameters()).device.type == "cpu"
         return "" if usual else "; ".join([self.words, *self.refused])
 
     def _ways(self, device: torch.device) -> Iterator[tuple[KernelName | None, bool, bool]]:

@@ -10,7 +10,7 @@ The unit is the model's `score`, the name that transformers gives to it in model
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed
-from rlinf.models.language.policy_model import Attention, PolicyModel
+from rlinf.models.language.policy_model import PolicyModel
 
 HEAD = "score."
 """How the names of the unit's parameters begin; a policy has all the others too."""
@@ -31,14 +31,14 @@ class ValueModel(PolicyModel):
     Args:
         model: the Hugging Face model, changed in place; what it keeps has the names that it has in the policy.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
-        attention: see `PolicyModel`.
+        more: `attention`, `compiled`, `compiler`, see `PolicyModel`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, attention: Attention = "any"):
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, **more: Any):
         without_head(model)
         width, device = model.config.get_text_config().hidden_size, model.get_input_embeddings().weight.device
         model.add_module("score", nn.Linear(width, 1, device=device, dtype=torch.float32))
-        super().__init__(model, gradient_checkpointing=gradient_checkpointing, attention=attention)
+        super().__init__(model, gradient_checkpointing=gradient_checkpointing, **more)
         self.start_head()
 
     @property
@@ -76,16 +76,16 @@ class ScoreModel(ValueModel):
 
     Args:
         model: the classifier, changed in place; its head, `score`, is trained also where adapters train the rest.
-        gradient_checkpointing, attention: see `ValueModel`.
+        gradient_checkpointing, more: see `ValueModel`.
 
     Raises:
         ValueError: the classifier has no such head.
     """
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, attention: Attention = "any"):
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, **more: Any):
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head `score`: take a decoder's classifier")
-        PolicyModel.__init__(self, model, gradient_checkpointing=gradient_checkpointing, attention=attention)
+        PolicyModel.__init__(self, model, gradient_checkpointing=gradient_checkpointing, **more)
         self.head.requires_grad_(True)
 
     def start_head(self) -> None:

@@ -1,0 +1,155 @@
+"""Blocks compiled one by one: the gradients of uncompiled ones, by few graphs, whatever the lengths."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf.data.packing import Row, pack
+from rlinf.models.language.kernels.varlen import Kernel
+from rlinf.models.language.lora import add_adapters, start_adapters
+from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.value_model import ValueModel
+from tests.actors.toys import VOCABULARY, furthest, gradients, model
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch.compiler.reset()
+
+
+def weighed(query, key, bounds, scale, left):
+    """Of each token, what it makes of every other: [heads, tokens, tokens]."""
+    which = torch.bucketize(torch.arange(len(query)), bounds[1:], right=True)
+    apart = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    seen = (which[:, None] == which) & (apart >= 0) & ((apart <= left) | (left < 0))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+@torch.library.custom_op("rlinf_tests::varlen", mutates_args=())
+def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, left: int) -> Tensor:
+    """A kernel that compilers do not look into, as those of CUDA are."""
+    assert longest == int(bounds.diff().max())
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+    return torch.einsum("hqk,khd->qhd", weighed(query, key, bounds, scale, left), value).contiguous()
+
+
+@torch.library.custom_op("rlinf_tests::varlen_backward", mutates_args=())
+def varlen_backward(
+    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, left: int
+) -> list[Tensor]:
+    """With p = softmax(s): ds = p (dp - sum of p dp)."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    p = weighed(query, keys, bounds, scale, left)
+    dp = torch.einsum("qhd,khd->hqk", slope, values)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    parts = torch.einsum("hqk,qhd->khd", ds, query), torch.einsum("hqk,qhd->khd", p, slope)
+    return [torch.einsum("hqk,khd->qhd", ds, keys).contiguous(), *(x.unflatten(1, (-1, groups)).sum(2) for x in parts)]
+
+
+varlen.register_fake(lambda query, *others: torch.empty_like(query))
+varlen_backward.register_fake(lambda slope, *others: [torch.empty_like(part) for part in others[:3]])
+
+
+def keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rest = inputs[5:]
+
+
+def back(ctx, slope):
+    return *varlen_backward(slope, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+varlen.register_autograd(back, setup_context=keep)
+KERNEL = Kernel("a kernel of this test", varlen)
+
+
+def rows(seed, longest=20, count=5):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, longest, (count, 2))
+    return [Row(rng.integers(2, VOCABULARY, int(a)), rng.integers(2, VOCABULARY, int(b))) for a, b in sizes]
+
+
+def learned(policy, batches):
+    for batch in batches:
+        policy(batch)[0].sum().backward()
+    found = gradients(policy)
+    policy.zero_grad()
+    return found
+
+
+def shared(seed):
+    """Answers to one prompt."""
+    first = rows(seed, count=1)[0]
+    return [first, *(Row(first.prompt_ids, other.response_ids) for other in rows(seed + 1))]
+
+
+BATCHES = [pack(given) for given in (rows(0), rows(1, 50), shared(2), rows(3, count=1), [], shared(4), rows(5, 9, 30))]
+FAST = {"compiled": True, "compiler": "aot_eager"}
+
+
+def with_adapters(net):
+    add_adapters(net, {"r": 2, "alpha": 4, "target_modules": "auto"})
+    for parameter, _ in start_adapters(net, 0):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "kernel", "most"),
+    [("checkpointing", KERNEL, 5), ("adapters and windows", KERNEL, 12), ("values", KERNEL, 5), ("plain", False, 18)],
+)
+def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(monkeypatch, way, kernel, most):
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    net = model(num_hidden_layers=3, **(windows if "windows" in way else {}))
+    if "adapters" in way:
+        with_adapters(net)
+    kind, checkpointing = ValueModel if way == "values" else PolicyModel, way == "checkpointing"
+    policy = kind(net, gradient_checkpointing=checkpointing, **FAST)
+    policy.kernel = kernel
+    expected = learned(policy, BATCHES)
+    monkeypatch.setattr(PolicyModel, "_at_hand", lambda *_: kernel)
+    policy.settle()
+    assert policy.words.endswith("blocks and head compiled")
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert furthest(learned(policy, BATCHES), expected) < 1e-5
+    graphs = policy.numbers["compile/graphs"]
+    assert 0 < graphs <= most
+    learned(policy, [pack(rows(seed, 10 + seed, 2 + seed % 7)) for seed in range(6, 12)])
+    assert policy.numbers["compile/graphs"] == graphs  # other lengths compile nothing anew
+
+
+def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(monkeypatch):
+    def none(name):
+        def broken(graph, inputs):
+            raise RuntimeError("there is no C++ compiler")
+
+        return broken
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", none)
+    with pytest.raises(
+        ValueError, match=r"trainer.compile=true: not compiled: RuntimeError: there is no C\+\+ compiler"
+    ):
+        PolicyModel(model(), **FAST).settle()
+    policy = PolicyModel(model(), **FAST)
+    policy._compile = "auto"
+    policy._compile_it(*probe_of(policy), None, refused := [])
+    assert refused == ["not compiled: RuntimeError: there is no C++ compiler"]
+    assert "compiled" not in policy.words
+    plain = PolicyModel(model())
+    assert furthest(learned(policy, BATCHES[:2]), learned(plain, BATCHES[:2])) == 0
+
+
+def probe_of(policy):
+    batch = pack(rows(0))
+    with torch.no_grad():
+        return batch, policy(batch)
+
+
+def test_nothing_is_compiled_on_a_cpu_unless_asked_for():
+    policy = PolicyModel(model(), compiled="auto")
+    policy.settle()
+    assert (policy.numbers, policy.unusual) == ({}, "")

@@ -107,7 +107,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def learned(run: Path) -> list[dict[str, Any]]:
     """The same without what depends on the clock."""
-    timed = ("timing/", "tokens_per_s", "bound/", "lost/")
+    timed = ("timing/", "weights/", "tokens_per_s", "bound/", "lost/")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in metrics_of(run)]
 
 

@@ -26,10 +26,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu.measuring.bars import compared
 
 ROOT = Path(__file__).parents[2]
 BUDGET = 540.0
@@ -57,7 +59,14 @@ class Check:
     """When it passes, for the table."""
 
 
-def main(kind: str, package: str, checks: Sequence[Check], arguments: Sequence[str] | None = None) -> int:
+def main(
+    kind: str,
+    package: str,
+    checks: Sequence[Check],
+    arguments: Sequence[str] | None = None,
+    *,
+    ends: Callable[[Mapping[str, Any]], str] | None = None,
+) -> int:
     """The command line; returns the exit status.
 
     Args:
@@ -65,13 +74,14 @@ def main(kind: str, package: str, checks: Sequence[Check], arguments: Sequence[s
         package: in which the checks' modules are.
         checks: the most valuable first.
         arguments: of the command line; None for the program's own.
+        ends: what is printed last, given the record that the file holds.
 
     Returns:
         0 when all that was run passed or has no criterion, 1 when something failed, 2 when it could not begin, 3 when
         time ran out before all were made.
     """
     options = _options(kind, arguments)
-    out = options.out
+    out, before = options.out, None if options.against is None else _read(options.against)
     with tempfile.TemporaryDirectory(prefix="rlinf-gpu-") as temporary:
         work = options.work or Path(temporary)
         machine = _child(f"{__name__}:machine", options.rehearse, work, 120.0)
@@ -98,7 +108,12 @@ def main(kind: str, package: str, checks: Sequence[Check], arguments: Sequence[s
             record["outcomes"][check.name] = {"criterion": check.criterion, **found}
             _write(out, record)
             print(f"{found['state']}, {found['seconds']:.1f} s", flush=True)
-    return _told(checks, record["outcomes"])
+    status = _told(checks, record["outcomes"])
+    if ends is not None:
+        print(f"\n{ends(record)}")
+    if before is not None:
+        print(f"\nbeside {options.against}, of {before['date']}:\n{compared(record['outcomes'], before['outcomes'])}")
+    return status
 
 
 def _options(kind: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -108,6 +123,7 @@ def _options(kind: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--failed", action="store_true", help="make again what did not pass")
     parser.add_argument("--out", type=Path, help="the JSON file; what it holds already is not made again")
     parser.add_argument("--work", type=Path, help="directory for models that are made; it is kept")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare every figure with those of that file")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all")
     return parser.parse_args(arguments)
 
@@ -116,6 +132,16 @@ def _file(kind: str, about: Mapping[str, Any], rehearse: bool) -> Path:
     card = "rehearsal" if rehearse else re.sub(r"[^a-z0-9]+", "-", str(about["card"]).lower()).strip("-")
     folder = ROOT / ("outputs" if rehearse else "benchmarks/results")
     return folder / f"{datetime.date.today().isoformat()}-gpu-{kind}-{card}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An earlier record."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        found["date"], found["outcomes"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        sys.exit(f"--against {path}: no file that this command wrote ({type(error).__name__}: {error})")
+    return found
 
 
 def _before(out: Path, kind: str, about: Mapping[str, Any], rehearse: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.algos.apply import value_loss_of
 from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.sequences import counted
 from rlinf.config.learning import CriticSettings
 from rlinf.config.schema import settings as settings_of
 from rlinf.data.packing import Packed
@@ -81,6 +82,7 @@ class Critic(TextTrainer):
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
 
@@ -153,7 +155,9 @@ class Critic(TextTrainer):
             old, returns = (
                 batch.columns.get(name, values.detach()) for name in (VALUES, RETURNS)
             )  # none without a row
-            return value_loss_of(self._spec, values, old, returns, batch.mask, batch.sequences)
+            return value_loss_of(
+                self._spec, values, old, returns, batch.mask, counted(batch.sequences, len(batch.lengths))
+            )
 
         learner.accumulate([command.packed()], loss)
 

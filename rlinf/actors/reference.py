@@ -136,7 +136,7 @@ class Reference(ModelActor, Receiver):
         self._column, self._decay, self._blend = column, decay, blend
         self._budget, self._alone = settings.micro_batch_tokens, settings.order == "prompt"
         read = await self.compute(load_tokenizer, tokenizer)
-        self.policy = await self.compute(_policy, model, read, seed, computes_in, self.device, settings.logprob_chunk)
+        self.policy = await self.compute(_policy, model, read, seed, self.device, settings)
         self._exact: nn.Module = self.policy.model
         """The model whose weights count: the policy's own, or one in float32 of which that is the rounded copy."""
         if decay is not None and computes_in != torch.float32:
@@ -190,6 +190,11 @@ class Reference(ModelActor, Receiver):
         ends = np.cumsum([row.learned for row in rows], dtype=np.int64)
         each_sample = iter(np.split(np.concatenate(found), ends[:-1]))
         return [group.told(self._column, list(islice(each_sample, len(group.samples)))) for group in groups]
+
+    @endpoint
+    async def computes(self) -> str:
+        """How the model is run, for people; empty where that is as usual."""
+        return self.policy.unusual
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -334,15 +339,14 @@ def _policy(
     model: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    dtype: torch.dtype,
     device: torch.device,
-    chunk: int,
+    settings: ForwardConfig,
 ) -> PolicyModel:
     """The model with weights that need no gradient, on its device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread, in which all else is computed
+    dtype = dtype_of(settings.dtype)
     with ONE_AT_A_TIME:
-        policy = PolicyModel(build_model(model, tokenizer, seed=seed, dtype=dtype), chunk=chunk)
+        made = build_model(model, tokenizer, seed=seed, dtype=dtype)
+        policy = PolicyModel(made, chunk=settings.logprob_chunk, attention=settings.attention)
         policy.computes_in = dtype
         policy.requires_grad_(False).to(device)
         policy.settle()

@@ -31,6 +31,7 @@ from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
+from rlinf.runtime.gpu.own_device import own_device
 from rlinf.weights.receive import Receiver
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,7 +91,7 @@ class Rollout(Receiver, TailMigration):
         """
         if dtype not in _DTYPES:
             raise ValueError(f"rollout: dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
-        self._seed = seed
+        self._seed, self._rescale = seed, rescale
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         said = await self.compute(limits, model)
         if said.length is not None and max_new_tokens >= said.length:
@@ -121,9 +122,8 @@ class Rollout(Receiver, TailMigration):
         if rescale and not self._engine.hands_over:
             await self._engine.close()
             raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
-        self._single = SingleAnswers(self._engine)
+        self._single, self.through_host = SingleAnswers(self._engine), self._engine.through_host
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
-        self._rescale = rescale
 
     async def close(self) -> None:
         """End what the engine started."""
@@ -334,7 +334,10 @@ class Rollout(Receiver, TailMigration):
         await (self._engine.sleep() if self._engine.sleeps else self._engine.pause())
 
     async def onload(self) -> None:
-        """Come back to the device."""
+        """Come back to the device; with the weights that are coming, which an engine that sleeps takes as it wakes."""
+        if self._engine.sleeps and (coming := self.coming) is not None:
+            await self._engine.load(coming)
+            self.early = coming
         await (self._engine.wake() if self._engine.sleeps else self._engine.resume())
 
 
@@ -386,10 +389,9 @@ def _model(
     source: ModelSource, tokenizer: PreTrainedTokenizerBase, seed: int, dtype: torch.dtype
 ) -> Iterator[PreTrainedModel]:
     """The model on this rank's device, and no other model made meanwhile."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with ONE_AT_A_TIME:
         built: Any = build_model(source, tokenizer, seed=seed, dtype=dtype)
-        yield built.to(device)
+        yield built.to(own_device())
 
 
 def _on_device() -> contextlib.AbstractAsyncContextManager[Any]:

@@ -83,6 +83,7 @@ class SupervisedTrainer(TextTrainer):
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
             logprob_chunk=settings.logprob_chunk,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)

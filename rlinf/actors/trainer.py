@@ -23,6 +23,7 @@ from rlinf.data.in_flight.ledger import Learned
 from rlinf.data.packing import Packed
 from rlinf.data.sample import Example, Group
 from rlinf.data.tokenizer import TokenizerSource
+from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
@@ -55,6 +56,7 @@ class Trainer(TextTrainer):
         lora: Mapping[str, Any] | None = None,
         rescue_dir: str | None = None,
         staleness: int = 0,
+        publishes: str = "float32",
         **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
@@ -74,6 +76,8 @@ class Trainer(TextTrainer):
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
             staleness: by how many versions tokens may be older than the weights that learn from them; above 0, metrics
                 tell their ages apart.
+            publishes: the precision in which those compute who take its weights over, such as the rollout's: the widest
+                of them. In it weights leave, so that half the bytes do with bfloat16.
             given: any of `config.text.TrainerSettings`, such as lr=1e-4, which has all keys with their meaning.
 
         Raises:
@@ -99,12 +103,14 @@ class Trainer(TextTrainer):
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
             logprob_chunk=settings.logprob_chunk,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir, self._staleness = rescue_dir, staleness
+        self._publishes = dtype_of(publishes)
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 

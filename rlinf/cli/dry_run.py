@@ -48,7 +48,8 @@ def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:
         )
     else:
         shared = ", taking turns" if placed.turns else ""
-        yield f"Roles: {placed.devices} processes, a device each; {placed.plan.mode}{shared}"
+        each = f"on {gpus} GPU{'s' if gpus > 1 else ''}" if (gpus := len(set(placed.first))) else "a device each"
+        yield f"Roles: {placed.devices} processes, {each}; {placed.plan.mode}{shared}"
     width = max(10, *map(len, placed.seats))
     for role, seat in placed.seats.items():
         where = ("device" if any(seat.devices) else "host") + ("s" if len(set(seat.hosts)) > 1 else "")

@@ -219,6 +219,11 @@ class ForwardConfig:
     those whose answers are done train while others still generate; docs/training.md."""
     logprob_chunk: int = number(1024, low=1)
     """Tokens whose logits over the vocabulary are in memory at once."""
+    attention: Literal["auto", "packed", "padded", "flash"] = "auto"
+    """How sequences of a micro-batch lie: `packed` one behind another, without padding; `padded` to one length, with
+    the model's own attention; `flash` packed, by the flash_attn package. `auto` packs, by flash_attn where it is
+    installed and else by torch's own kernel, and pads models that cannot be packed on the CPU alone; on a GPU those are
+    an error, unless `padded` is asked for."""
 
 
 @dataclass

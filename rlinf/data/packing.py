@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from rlinf.data.sample import ImageRef, PrefixKey, Sample, prefix_key
 
 T = TypeVar("T")
 
+_ALIGNED = 16
+"""Bytes that tensors of one copy begin at a multiple of: what kernels read at once."""
 _WORTH_SHARING = 0.1
 """Share of tokens to be spared from which on prompts are read once: gathering them costs attention some per cent."""
 
@@ -118,6 +120,8 @@ class Packed:
     """How many tokens each learned token counts as, float32 [learned]; None if all count as one."""
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
+    stands: np.ndarray | None = None
+    """`places` on the host, wherever the rest is, so that nobody has to ask a device for them."""
 
     @property
     def mask(self) -> Tensor:
@@ -133,13 +137,37 @@ class Packed:
         """The same on a device."""
         if self.ids.device == device:
             return self
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), Tensor)
-        }
-        columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
-        return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # none of them is `lengths`
+        named = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        moved = sent([*named.values(), *self.columns.values()], device)
+        columns = dict(zip(self.columns, moved[len(named) :], strict=True))
+        return replace(self, columns=columns, **dict(zip(named, moved, strict=False)))  # type: ignore[arg-type]
+
+
+def sent(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
+    """Tensors of the host on a device, in one copy that nobody waits for; what is None stays it.
+
+    Args:
+        tensors: small ones, of any dtypes; those that are on the device already stay as they are.
+        device: to CUDA they go by way of pinned memory, without which a copy holds up the host.
+    """
+    away = [one for one in tensors if one is not None and one.device != device]
+    if device.type == "cpu" or any(one.device.type != "cpu" for one in away):
+        return [None if one is None else one.to(device) for one in tensors]
+    ends = np.cumsum([-(-one.nbytes // _ALIGNED) * _ALIGNED for one in away], dtype=np.int64)
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    slab = torch.empty(int(ends[-1]) if len(away) else 0, dtype=torch.uint8, pin_memory=pinned)
+    parts = [
+        slab[end - -(-one.nbytes // _ALIGNED) * _ALIGNED :][: one.nbytes] for one, end in zip(away, ends, strict=True)
+    ]
+    for one, part in zip(away, parts, strict=True):
+        part.view(one.dtype).view(one.shape).copy_(one)
+    there = slab.to(device, non_blocking=True)
+    places = [part.storage_offset() for part in parts]
+    found = {
+        id(one): there[place : place + one.nbytes].view(one.dtype).view(one.shape)
+        for one, place in zip(away, places, strict=True)
+    }
+    return [found.get(id(one), one) for one in tensors]
 
 
 def pack(rows: Sequence[Row]) -> Packed:
@@ -173,6 +201,7 @@ def pack(rows: Sequence[Row]) -> Packed:
         positions=torch.from_numpy(positions if chosen is None else positions[chosen]),
         lengths=tuple(lengths.tolist()),
         places=None if stands is None else torch.from_numpy(stands),
+        stands=stands,
         kept=torch.from_numpy(kept),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         old_logprobs=torch.from_numpy(np.concatenate(old).astype(np.float32)),

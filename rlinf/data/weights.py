@@ -7,7 +7,7 @@ allocated is the caller's choice, so that they can lie in memory that other proc
 
 from __future__ import annotations
 
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,8 +21,15 @@ BLOCK = 128
 """Words of 8 bytes that are added up for a checksum: fewer cost speed (it is memory-bound from here on), more would let
 larger pieces be swapped unnoticed."""
 
+_STEP, _ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+"""Increment and multiplier of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014,
+figure 16), as signed numbers: both odd, so that neither loses a bit modulo 2^64."""
+
 Allocator = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes an uninitialised, contiguous tensor of a shape and dtype, as `Actor.empty_shared` does."""
+Fill = Callable[[Tensor | None, Tensor, torch.dtype], None]
+"""Writes a tensor into its place in a bucket, flat [elements], of that dtype; with None for the place it only takes
+part in what the ranks must do together."""
 
 
 class WeightsDamaged(ValueError):
@@ -80,9 +87,7 @@ class Weights:
         Raises:
             ValueError: a name twice, or `bucket_bytes` below 1.
         """
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-        packer = _Packer(bucket_bytes, dtype, empty)
+        packer = Packer(bucket_bytes, dtype, empty)
         for name, tensor in named:
             packer.add(name, tensor.detach())
         return packer.done(version)
@@ -100,7 +105,7 @@ class Weights:
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, as views into the buckets."""
         for slot in self.layout:
-            flat = self.buckets[slot.bucket][slot.offset : slot.offset + prod(slot.shape)]
+            flat = self.buckets[slot.bucket].narrow(0, slot.offset, prod(slot.shape))
             yield slot.name, flat.view(slot.shape)
 
     @property
@@ -114,13 +119,13 @@ class Weights:
         Raises:
             WeightsDamaged: one does not; the text names bucket, version and the tensors in it.
         """
-        for number, (bucket, expected) in enumerate(zip(self.buckets, self.checksums, strict=True)):
-            found = checksum(bucket)
+        pairs = zip(self.buckets, self.checksums, checksums(self.buckets), strict=True)
+        for number, (bucket, expected, found) in enumerate(pairs):
             if found != expected:
                 inside = [slot.name for slot in self.layout if slot.bucket == number]
                 raise WeightsDamaged(
                     f"bucket {number} of {len(self.buckets)} of the weights of version {self.version} ({inside[0]} to "
-                    f"{inside[-1]}, {bucket.nbytes} bytes) has checksum {found:08x} instead of {expected:08x}: "
+                    f"{inside[-1]}, {bucket.nbytes} bytes) has checksum {found:016x} instead of {expected:016x}: "
                     "somebody wrote to it after it was packed, or it was changed on the way"
                 )
 
@@ -146,64 +151,171 @@ def misfits(own: Mapping[str, tuple[int, ...]], arrived: Mapping[str, tuple[int,
 
 
 def checksum(bucket: Tensor) -> int:
-    """A 32-bit checksum of a contiguous tensor's bytes and length, at memory speed and on any device.
+    """A 64-bit checksum of a contiguous tensor's bytes and length, at memory speed, and the same on any device."""
+    return checksums([bucket])[0]
 
-    Words of 8 bytes are added up in blocks of `BLOCK`, modulo 2^64, and the sums go into a CRC-32. One changed word
-    is always found, as are lost, doubled, zeroed or moved blocks; words that change places within one block are not.
+
+def checksums(buckets: Iterable[Tensor]) -> tuple[int, ...]:
+    """The `checksum` of each, computed where they lie; one number per bucket is read from a device, all at once.
+
+    Words of 8 bytes are added up in blocks of `BLOCK`, modulo 2^64; each sum and its place are hashed (SplitMix64), and
+    the hashes are added up. One changed word is always found; lost, doubled, zeroed or moved blocks are, but for a
+    chance of 2^-64; words that change places within one block are not.
     """
-    data = bucket.detach().reshape(-1).view(torch.uint8)
-    blocks = data.numel() // (8 * BLOCK)
-    whole, rest = data[: blocks * 8 * BLOCK], data[blocks * 8 * BLOCK :]
-    if whole.storage_offset() % 8 or whole.data_ptr() % 8:
+    with torch.no_grad():
+        sums = [_hashed(bucket.detach().reshape(-1).view(torch.uint8)) for bucket in buckets]
+        by_device: dict[torch.device, list[int]] = {}
+        for number, each in enumerate(sums):
+            by_device.setdefault(each.device, []).append(number)
+        found = [0] * len(sums)
+        for numbers in by_device.values():
+            for number, value in zip(numbers, _read(torch.stack([sums[number] for number in numbers])), strict=True):
+                found[number] = value % (1 << 64)
+    return tuple(found)
+
+
+def _read(numbers: Tensor) -> list[int]:
+    """Numbers from wherever they are; of a GPU this waits for all that was begun there."""
+    return numbers.tolist()  # type: ignore[no-any-return]
+
+
+def _hashed(data: Tensor) -> Tensor:
+    """The checksum of bytes, uint8 [bytes], as a signed number, int64 []."""
+    size = 8 * BLOCK
+    blocks = data.numel() // size
+    whole, rest = data.split([blocks * size, data.numel() - blocks * size])
+    if whole.storage_offset() % 8:
         whole = whole.clone()  # words must lie on words
-    sums = whole.view(torch.int64).view(blocks, BLOCK).sum(dim=1).cpu()
-    tail = zlib.crc32(rest.cpu().numpy().data, zlib.crc32(data.numel().to_bytes(8, "little")))
-    return zlib.crc32(sums.numpy().data, tail)
+    last = torch.zeros(size, dtype=torch.uint8, device=data.device)
+    last.narrow(0, 0, rest.numel()).copy_(rest)
+    sums = torch.cat([part.view(torch.int64).view(-1, BLOCK).sum(dim=1) for part in (whole, last)])
+    sums += torch.arange(1, len(sums) + 1, device=data.device).mul_(_STEP)
+    for shift in (32, 29):
+        shifted = (sums >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # `>>` brings the sign along
+        sums.bitwise_xor_(shifted).mul_(_ODD)
+    return sums.sum() + (data.numel() * _STEP) % (1 << 62)
 
 
-class _Packer:
-    """Collects tensors, and copies them into a bucket whenever enough of one dtype have come."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """A tensor that is made when its bucket is filled, and let go after that."""
 
-    def __init__(self, bucket_bytes: int, dtype: torch.dtype | None, empty: Allocator | None):
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    """In which it is published."""
+    make: Callable[[], Tensor]
+    """Makes it, in any dtype."""
+
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+
+class Packer:
+    """Collects tensors, and writes them into a bucket whenever enough of one dtype have come.
+
+    Every rank that has a part of the tensors packs all of them, in the same order, so that each bucket's are gathered
+    at the same time; the one that keeps the buckets gets the weights. If it has no room for a bucket, it goes on taking
+    part for the sake of the others.
+
+    Args:
+        bucket_bytes: bound on a bucket; a tensor larger than that has one of its own.
+        dtype: what floating-point tensors become; None keeps theirs. An `Export` says itself.
+        empty: allocates the buckets; None: on the device of the tensors.
+        fill: writes a tensor into its place.
+        keeps: this rank gets the weights.
+
+    Raises:
+        ValueError: `bucket_bytes` below 1.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        empty: Allocator | None = None,
+        fill: Fill | None = None,
+        *,
+        keeps: bool = True,
+    ):
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         self._limit = bucket_bytes
         self._dtype = dtype
         self._empty = empty
+        self._fill = fill or _copied
+        self._keeps = keeps
+        self._failed: Exception | None = None
         self._layout: dict[str, Slot] = {}
         self._open: dict[torch.dtype, _Open] = {}
-        self._buckets: list[Tensor | None] = []
+        self._buckets: dict[int, Tensor] = {}
+        self._numbers = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: Tensor | Export) -> None:
+        """The next tensor.
+
+        Raises:
+            ValueError: the name has come before.
+        """
         if name in self._layout:
             raise ValueError(f"weights: the name {name} comes twice")
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = tensor.dtype
+        if isinstance(tensor, Tensor) and self._dtype is not None and tensor.is_floating_point():
+            dtype = self._dtype
         bucket = self._open.get(dtype)
         if bucket is not None and (bucket.elements + tensor.numel()) * dtype.itemsize > self._limit:
             self._close(dtype)
             bucket = None
         if bucket is None:
-            bucket = self._open[dtype] = _Open(len(self._buckets), [], 0)
-            self._buckets.append(None)
+            bucket = self._open[dtype] = _Open(self._numbers, deque(), 0)
+            self._numbers += 1
         self._layout[name] = Slot(name, tuple(tensor.shape), bucket.number, bucket.elements)
         bucket.tensors.append(tensor)
         bucket.elements += tensor.numel()
 
     def done(self, version: int) -> Weights:
+        """What was packed; without buckets on a rank that does not keep them.
+
+        Raises:
+            Exception: what the allocator raised.
+        """
+        self.close()
+        if self._failed is not None:
+            raise self._failed
+        return Weights(version, tuple(self._layout.values()), self.buckets, checksums(self.buckets))
+
+    def close(self) -> None:
+        """Fill the buckets that are still open."""
         for dtype in list(self._open):
             self._close(dtype)
-        buckets = tuple(bucket for bucket in self._buckets if bucket is not None)
-        return Weights(version, tuple(self._layout.values()), buckets, tuple(map(checksum, buckets)))
+
+    @property
+    def buckets(self) -> tuple[Tensor, ...]:
+        """Those that this rank keeps, in order, as far as they are filled."""
+        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
 
     def _close(self, dtype: torch.dtype) -> None:
-        ready = self._open.pop(dtype)
+        ready, start = self._open.pop(dtype), 0
+        while ready.tensors:
+            each = ready.tensors.popleft()
+            tensor = each.make() if isinstance(each, Export) else each
+            if self._keeps and self._failed is None and ready.number not in self._buckets:
+                self._allocate(ready, dtype, tensor.device)
+            bucket = self._buckets.get(ready.number)
+            self._fill(None if bucket is None else bucket.narrow(0, start, tensor.numel()), tensor, dtype)
+            start += tensor.numel()
+            del each, tensor  # before the next one is made
+
+    def _allocate(self, ready: _Open, dtype: torch.dtype, device: torch.device) -> None:
         shape = (ready.elements,)
-        if self._empty is None:
-            bucket = torch.empty(shape, dtype=dtype, device=ready.tensors[0].device)
-        else:
-            bucket = self._empty(shape, dtype)
-        pieces = bucket.split([tensor.numel() for tensor in ready.tensors])
-        for piece, tensor in zip(pieces, ready.tensors, strict=True):
-            piece.view(tensor.shape).copy_(tensor)
-        self._buckets[ready.number] = bucket
+        try:
+            self._buckets[ready.number] = (
+                torch.empty(shape, dtype=dtype, device=device) if self._empty is None else self._empty(shape, dtype)
+            )
+        except Exception as error:
+            self._failed = error
+            self._buckets.clear()
 
 
 @dataclass(slots=True)
@@ -211,5 +323,10 @@ class _Open:
     """A bucket that takes more tensors."""
 
     number: int
-    tensors: list[Tensor]
+    tensors: deque[Tensor | Export]
     elements: int
+
+
+def _copied(place: Tensor | None, tensor: Tensor, dtype: torch.dtype) -> None:
+    if place is not None:
+        place.view(tensor.shape).copy_(tensor)

@@ -192,6 +192,8 @@ class Engine(ABC):
     """`Request.seed` decides the answer. Without that, answers are fair draws which nobody can repeat."""
     sleeps: bool = False
     """It has `sleep` and `wake`, so that it can share its devices."""
+    through_host: bool = False
+    """It hands new weights on through host memory, as to a server, wherever they come from."""
     keeps_conversations: bool = False
     """It keeps what it has read of a `Request.conversation` for the next turn; others read everything again."""
     reads_text: bool = False

@@ -25,6 +25,7 @@ from rlinf.envs.video import Recording
 from rlinf.envs.worker import Program, SliceRange
 from rlinf.envs.worker_slice import MOST_LOSSES, Caller, WorkerSlice
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.gpu.own_device import device_of_threads, own_device, work_on
 from rlinf.runtime.processes.worker import Worker
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class EnvironmentPool:
         share = num_envs // (slices * processes)
         for index in range(processes):
             ranges = tuple(SliceRange((part * processes + index) * share, share) for part in range(slices))
-            arguments = {
+            arguments: dict[str, Any] = {
                 "simulator": simulator,
                 "options": dict(options or {}),
                 "rules": rules,
@@ -100,6 +101,7 @@ class EnvironmentPool:
                 "recording": recording,
             }
             if workers:
+                arguments["device"] = own_device().index  # a child does not inherit which GPU is ours
                 worker = _process(arguments, f"{name}.{index}", start_timeout, variables or {}, python)
             else:
                 worker = _Thread(arguments, name=name)
@@ -221,7 +223,8 @@ class _Thread:
     def __init__(self, arguments: Mapping[str, Any], *, name: str):
         self.name = name
         self._arguments = arguments
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)  # one: simulators may be tied to their thread
+        # one: simulators may be tied to their thread
+        self._pool = ThreadPoolExecutor(1, name, initializer=work_on, initargs=(device_of_threads(),))
         self._program: Program | None = None
 
     async def start(self) -> None:

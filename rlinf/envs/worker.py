@@ -21,6 +21,7 @@ from rlinf.config.importing import resolve
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.video import Recorder, Recording
+from rlinf.runtime.gpu.own_device import choose_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Program:
         rules: how episodes begin and end.
         ranges: one per slice.
         recording: which episodes become videos.
+        device: number of the GPU that its simulators take, if they take one; None: that of this process, as here.
     """
 
     def __init__(
@@ -51,7 +53,10 @@ class Program:
         rules: Rules,
         ranges: tuple[SliceRange, ...],
         recording: Recording | None,
+        device: int | None = None,
     ):
+        if device is not None:
+            choose_device(device)  # a simulator that computes on it enters it: others must not take memory of it
         adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
         self._environments = [
             Environment(

@@ -54,6 +54,7 @@ from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profiling.profile import load
 from rlinf.placement.seats import CONTROL, KIND, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
+from rlinf.runtime.gpu.own_device import own_device
 
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
 """One step; it takes what it names of `step` and the roles, and returns the step's metrics."""
@@ -319,11 +320,10 @@ def _planned(
 
 def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     """Where roles run without a profile."""
-    gpu_memory = None
-    if torch.cuda.is_available():
-        gpu_memory = int(_FILLED * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    gpus, own = torch.cuda.device_count(), own_device().index
+    gpu_memory = None if own is None else int(_FILLED * torch.cuda.get_device_properties(own).total_memory)
     try:
-        return place(wanted, kinds, hosts, gpu_memory=gpu_memory)
+        return place(wanted, kinds, hosts, gpu_memory=gpu_memory, gpus=gpus)
     except PlacementError as error:
         found = (split_complaint(complaint) for complaint in error.complaints)
         values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in found)

@@ -121,7 +121,8 @@ class TextLoop(TrainingLoop[Evaluation]):
             self.report.line(f"{self.config.name}: {words}")
         directory = str(self.directory.path)
         roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
-        return await spawn_roles(self.system, placed, only(roles, names))
+        say, name = self.report.line, self.config.name
+        return await spawn_roles(self.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
 
     async def warm_up(self) -> None:
         settings, roles = self.config.sft, self.roles
@@ -131,9 +132,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.report.warmed_up(await sft(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems")
         # critic and reference start from the policy that came of it, unless they have models of their own
         if CRITIC in roles and self.config.critic.model is None:
-            await roles[CRITIC].load(roles["trainer"].weights())
+            await roles[CRITIC].load(roles["trainer"].weights(exact=True))
         if REFERENCE in roles and self.config.reference.model is None:
-            await roles[REFERENCE].load(roles["trainer"].weights())
+            await roles[REFERENCE].load(roles["trainer"].weights(exact=True))
             await roles[REFERENCE][0].save(str(self.directory.path / REFERENCE))
 
     async def draw(self, index: int) -> Step:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     backend = config.trainer.backend
     if backend != "fsdp" and (advice := mistake_in(backend)) is not None:
         yield "trainer.backend", f"{advice}; or take fsdp"
+    if config.trainer.attention == "flash" and not any(map(find_spec, ("flash_attn", "flash_attn_interface"))):
+        yield "trainer.attention", "neither flash_attn nor flash_attn_interface is installed; install one, or take auto"
     if "" in config.rollout.stop:
         yield "rollout.stop", "an empty text would end every answer before it begins; remove it"
     if config.data.train is not None and config.model.path is None and config.model.tokenizer is None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
 from rlinf.metrics.machine import environment
-from rlinf.metrics.timing import timing
+from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.tracking import Tracking
 from rlinf.runtime.system.observer import Lap, Watch
 
@@ -80,7 +80,7 @@ class Recorder:
         lap = await self._watch.ends(f"step {step}")
         metrics = {**returned, "timing/step": lap.end - lap.start, "timing/elapsed": self._watch.now() - self._began}
         if lap.busy:
-            metrics |= timing(lap)
+            metrics |= timing(lap) | parts(lap)
             if self._ledger is not None:
                 metrics |= self._ledger.step(lap)
         for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):

@@ -53,6 +53,9 @@ _BY_ROLE = {
 }
 """For what a role computes while none of its calls runs."""
 
+PACKED, ARRIVED = "weights/checksum_seconds", "weights/arrived"
+"""What publishers tell of last, and receivers first."""
+
 READABLE = 0.005
 """Seconds; less would be told as 0.00."""
 
@@ -95,6 +98,29 @@ def timing(lap: Lap) -> dict[str, float]:
     metrics["timing/overlap"] = _shared(list(ours.values()))
     metrics["timing/other"] = max(0.0, lap.end - lap.start - _length(everything))
     return metrics
+
+
+def parts(lap: Lap) -> dict[str, float]:
+    """The metrics that actors told of in a step (`Actor.note`): bytes of all, and the seconds of the slowest.
+
+    `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
+    """
+    found: dict[str, float] = defaultdict(float)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    packed, arrived = [], []
+    for span in lap.parts:
+        if span.what == PACKED:
+            packed.append(span.end)
+        elif span.what == ARRIVED:
+            arrived.append(span.end)
+        if span.what.endswith("_bytes"):
+            found[span.what] += span.bytes
+        elif span.what.endswith("_seconds"):
+            seconds[span.what, span.actor] += span.end - span.start
+    for (what, _), each in seconds.items():
+        found[what] = max(found[what], each)
+    sent = [at - max(before) for at in arrived if (before := [end for end in packed if end <= at])]
+    return {**found, **({"weights/send_seconds": max(sent)} if sent else {})}
 
 
 def sentence(metrics: Mapping[str, float]) -> str:

@@ -21,6 +21,7 @@ from rlinf.placement.grammar import PlacementError, parse
 from rlinf.placement.modes import spread
 from rlinf.placement.plan import GB, Plan, RolePlan, complaints
 from rlinf.placement.plan_file import load as load_plan
+from rlinf.placement.shared_gpus import first_on_same, refused
 
 KIND = "gpu"
 """Of devices that no node group names: to a plan, a process on a CPU is a device like any other."""
@@ -115,6 +116,8 @@ class Placed:
     """Bytes of a device that may be filled; None: no limit."""
     plan: Plan = field(default_factory=lambda: Plan({}))
     """The same as a plan."""
+    first: tuple[int, ...] = ()
+    """Of each process the first one on the same GPU, if some share one; see `first_on_same`."""
 
     @cached_property
     def of_actors(self) -> dict[str, frozenset[int]]:
@@ -147,12 +150,18 @@ class Placed:
 
     def _shares(self, role: str) -> bool:
         """Whether another role has one of its devices; alone there, it need not ask for them."""
-        mine = frozenset[int]().union(*self.seats[role].devices)
-        others = (devices for name, seat in self.seats.items() if name != role for devices in seat.devices)
-        return any(mine & devices for devices in others)
+        mine = self._gpus_of(self.seats[role])
+        return any(mine & self._gpus_of(seat) for name, seat in self.seats.items() if name != role)
+
+    def _gpus_of(self, seat: Seat) -> frozenset[int]:
+        """A seat's devices, each that processes share by one number."""
+        numbers = frozenset[int]().union(*seat.devices)
+        return frozenset(self.first[number] for number in numbers) if self.first else numbers
 
 
-def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory: int | None = None) -> Placed:
+def place(
+    wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory: int | None = None, gpus: int = 0
+) -> Placed:
     """Place the roles of a run.
 
     Args:
@@ -160,6 +169,7 @@ def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory:
         kinds: the roles that there are, in order of their work; the first on devices feeds the others.
         hosts: number of processes of the job.
         gpu_memory: bytes of each GPU; None where there is none.
+        gpus: of this machine.
 
     Raises:
         PlacementError: with every mistake; each begins with its key.
@@ -179,17 +189,19 @@ def place(wanted: Placing, kinds: Sequence[RoleKind], hosts: int, *, gpu_memory:
         names = [kind.name for kind in on_devices]
         chosen = {role: RolePlan(where) for role, where in spread(mode, names[0], names[1:], hosts).items()}
     seats = {kind.name: _seat(kind, by_hand[kind.name], chosen.get(kind.name)) for kind in kinds}
-    if problems := list(_doubled(seats, kinds)):
+    first = first_on_same(hosts, gpus)
+    together = {kind.name: seats[kind.name].hosts for kind in kinds if kind.learns}
+    if problems := [*_doubled(seats, kinds), *refused(wanted, together, first, gpus)]:
         raise PlacementError(problems)
     turns = memory is not None or wanted.mode is not None or wanted.plan is not None
-    return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds))
+    return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds), first)
 
 
 def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
     """The same roles where a plan wants them; those beside the devices stay."""
     chosen = by_role(plan)
     seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
-    return Placed(seats, before.devices, True, before.memory, plan)
+    return Placed(seats, before.devices, True, before.memory, plan, before.first)
 
 
 def by_role(plan: Plan) -> dict[str, RolePlan]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.importing import resolve
 from rlinf.data.packing import Packed
+from rlinf.data.weights import Export
 from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
@@ -62,6 +63,8 @@ class ModelSettings:
     """Keep only the input of each layer, and compute the rest again for the gradient."""
     logprob_chunk: int = 1024
     """Response tokens whose logits exist at a time."""
+    attention: Literal["auto", "packed", "padded", "flash"] = "auto"
+    """How sequences are laid out for it, see `ForwardConfig.attention`."""
 
 
 class Ranks(Protocol):
@@ -149,14 +152,16 @@ class BackEnd(Protocol):
         `ModelSettings.adapters`, or, for None, with none."""
         ...
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the names of the Hugging Face checkpoint, adapters added in, one at a time.
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
+        """Tensors under the names of the Hugging Face checkpoint, adapters added in: whole or as `DTensor`s, at once or
+        each when it is needed.
 
-        A generator of collectives: every rank runs it to its end, and rank 0 sees them all. What it yields must not be
-        changed, and is gone with the next.
+        Every rank runs it to its end and has what it yields gathered, in that order (`weights.publish.pack`). What it
+        yields must not be changed.
 
         Args:
-            dtype: what floating-point tensors are cast to before they are sent; None leaves them as they are.
+            dtype: what floating-point tensors are cast to before they are sent, which `pack` does for those that are
+                not yet; None leaves them as they are.
         """
         ...
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.packing import Packed
+from rlinf.data.weights import Export
 from rlinf.models.language.build import Build, build_policy, build_scores, build_values, place
 from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.models.language.load import own_dtype
@@ -67,9 +68,16 @@ class FsdpBackEnd:
             model.gradient_checkpointing,
             model.logprob_chunk,
             model.adapters,
+            model.attention,
+            layout.ranks,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
+
+    @property
+    def words(self) -> str:
+        """How the model is run, for people; empty where that is as usual."""
+        return self.module.unusual
 
     @property
     def model(self) -> PreTrainedModel:
@@ -87,7 +95,7 @@ class FsdpBackEnd:
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return found
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
         return exported(self.model, dtype) if self.layout.first_copy else iter(())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,13 +6,14 @@ ranks wake rank 0, whose decision wakes every rank's `load`.
 
 It is a two-phase commit, led by rank 0. First each rank verifies the checksums and checks that the weights fit, which
 changes nothing; rank 0 asks every rank whether it has (`load_ready`), and a rank that has said yes does what rank 0
-decides, whatever becomes of its own call. Then rank 0 has all of them switch (`load_switch`), or drops the round
+decides, whatever becomes of its own call. Then rank 0 has all of them switch (`load_decided`), or drops the round
 (`load_abandon`) because somebody refused, failed, was cancelled or did not answer in time; a round that was dropped
 cannot switch any more. Every rank switches in the order of rank 0's decisions, so ranks that get two versions at once
 end on the same.
 
 Devices are needed for the switch alone, and each rank takes its own for it: `load(trainer.weights())` holds none while
-the trainer still needs them, and a rank that generates shares its lease with the switch.
+the trainer still needs them, and a rank that generates shares its lease with the switch. A rank that is parked knows
+when it is onloaded that the new weights are `coming`, so that it need not bring back the old ones first.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
+import torch
+
 from rlinf.data.weights import Weights
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.observe.stalls import Lock
+from rlinf.weights.clock import Clock, tell_bytes
 
 DEADLINE = 300.0
 """Seconds for all ranks to be ready, and again for all to switch: a slow network moves a large model in that time, and
@@ -76,12 +80,19 @@ class Receiver(Actor):
     `load` is called on the whole group: a rank that is not called keeps the others from switching.
     """
 
+    through_host = False
+    """It hands weights on through host memory, wherever they come from."""
+
     def __init__(self) -> None:
         super().__init__()
         self._offers: list[Offer] = []
         self._arrival = asyncio.Condition()
         self._switching = Lock("switching weights")
         self._numbers = itertools.count()
+        self.coming: Weights | None = None
+        """What this rank will switch to as soon as it has its devices."""
+        self.early: Weights | None = None
+        """Those of them that it took over when it was onloaded."""
 
     async def check_weights(self, weights: Weights) -> None:
         """See whether the weights fit, and change nothing.
@@ -118,6 +129,7 @@ class Receiver(Actor):
         if not isinstance(weights, Weights):
             raise TypeError(f"load wants Weights, as trainer.weights() gives on rank 0, not {type(weights).__name__}")
         until = asyncio.get_running_loop().time() + deadline
+        self.note("weights/arrived")
         offer = Offer(weights)
         async with self._arrival:
             self._offers.append(offer)
@@ -138,9 +150,11 @@ class Receiver(Actor):
 
     async def _prepare(self, offer: Offer, until: float, deadline: float) -> None:
         """Verify and check; nothing changes."""
+        clock = Clock()
         try:
             async with asyncio.timeout_at(until):
-                await self.compute(offer.weights.verify)
+                await self.compute(_verify, offer.weights, clock)
+                clock.tell(self)
                 offer.phase = "checking that they fit"
                 await self.check_weights(offer.weights)
         except Exception as error:
@@ -197,15 +211,36 @@ class Receiver(Actor):
             raise LoadRefused(f"{self._here(offer)}: its call has ended before all ranks were ready")
         offer.round = number
 
-    @endpoint(device=True)
-    async def load_switch(self, number: int) -> int:
-        """Rank 0 has decided: switch, on this rank's devices. Returns the version now in use."""
+    @endpoint
+    async def load_decided(self, number: int) -> int:
+        """Rank 0 has decided: switch. Returns the version now in use."""
         offer = self._bound(number)
         if offer is None:
             raise LoadError(f"rank {self.rank} (host {self.host}) knows of no round {number} of load")
-        offer.phase = "switching"
+        self.coming = offer.weights
+        try:
+            version: int = await self.group[self.rank].load_switch(number)
+            return version
+        finally:
+            if self.coming is offer.weights:
+                self.coming = None
+
+    @endpoint(device=True)
+    async def load_switch(self, number: int) -> int:
+        """Switch, on this rank's devices: what `load_decided` waits for. Returns the version now in use."""
+        offer = self._bound(number)
+        if offer is None:
+            raise LoadError(f"rank {self.rank} (host {self.host}) knows of no round {number} of load")
+        offer.phase, clock = "switching", Clock()
         async with self._switching:
-            await self.switch_weights(offer.weights)  # if it fails, rank 0 tells this rank's `load` what became of all
+            early, self.early = self.early, None
+            with clock.phase("load"):
+                if early is not offer.weights:  # if it fails, rank 0 tells this rank's `load` what became of all
+                    await self.switch_weights(offer.weights)
+                if any(bucket.is_cuda for bucket in offer.weights.buckets):
+                    await self.compute(_copied, offer.weights)
+        clock.tell(self)
+        tell_bytes(self, offer.weights.buckets, through_host=self.through_host)
         self._offers.remove(offer)
         if not offer.outcome.done():
             offer.outcome.set_result(offer.weights.version)
@@ -291,7 +326,7 @@ class Receiver(Actor):
 
     async def _all_switch(self, number: int, offer: Offer, deadline: float) -> None:
         """Have every rank switch. The decision has been made: a cancellation waits for its end."""
-        told = [rank.load_switch(number) for rank in self.group]
+        told = [rank.load_decided(number) for rank in self.group]
         ended = asyncio.ensure_future(asyncio.wait(told, timeout=deadline))
         cancelled = False
         while not ended.done():
@@ -313,6 +348,17 @@ class Receiver(Actor):
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (host {self.group.hosts[rank]})"
+
+
+def _verify(weights: Weights, clock: Clock) -> None:
+    with clock.phase("verify", weights.buckets):
+        weights.verify()
+
+
+def _copied(weights: Weights) -> None:
+    """Wait until a GPU has read the buckets: their owner may use their memory for something else then."""
+    for device in {bucket.device for bucket in weights.buckets if bucket.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _ended(answer: asyncio.Future[int], version: int, deadline: float) -> str:

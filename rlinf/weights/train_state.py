@@ -148,11 +148,14 @@ def copy_state(
     """
     reshard(model)
     shards, offsets, copies = {}, {}, {}
+    devices: set[torch.device] = set()
     for key, tensor in {**model_tensors(model), **optimizer_tensors(model, optimizer)}.items():
         mine = own_part(tensor, rank) if first_copy else None
         if mine is not None:
             local, offsets[key] = mine
             shards[key] = copies[local.data_ptr()] = _host_copy(local)
+            if local.is_cuda:
+                devices.add(local.device)
     for key, state in generators(rank, model).items():
         shards[key], offsets[key] = state, (0,)
     about = None
@@ -167,8 +170,8 @@ def copy_state(
                 "extra": dict(extra or {}),
             }
         )
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # copies from a GPU were only begun
+    for device in devices:
+        torch.cuda.synchronize(device)  # copies from a GPU were only begun
     return StateCopy(rank, about, shards, offsets, copies)
 
 

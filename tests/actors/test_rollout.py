@@ -176,7 +176,7 @@ class Parked(Rollout):
     async def offload(self):
         self.parked += 1
         await super().offload()
-        assert self._engine._batch._bands == []
+        assert self._engine._batch._rows.bands == []
 
     @endpoint
     async def times(self):

@@ -8,7 +8,12 @@ import pytest
 from rlinf import ActorSystem, Stream
 from rlinf.actors.rollout import Rollout
 from rlinf.config.loading import ConfigError
+from rlinf.data.offload import Parking
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.data.weights import Weights
+from rlinf.engines.transformers.model_forward import ModelForward
 from rlinf.job.validate import load_config
+from rlinf.models.language.load import build_model
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.test_rollout import SHARED, asked, collected
 from tests.engines.scripted_process import ScriptedProcess
@@ -124,3 +129,37 @@ async def test_engines_elsewhere_take_turns_on_a_device_whether_or_not_they_slee
         for groups in found:
             alike(groups, expected)
         assert sum([(await each.times())[0] for each in both]) >= 3
+
+
+async def test_a_parked_rollout_takes_new_weights_in_place_of_the_old_ones(monkeypatch):
+    unpark, take, seen = Parking.unpark, ModelForward._take, []
+
+    def unparked(self, *, without=()):
+        tensors = list(without)
+        seen.append(("unpark without", len(tensors)))
+        unpark(self, without=tensors)
+
+    def taken(self, weights):
+        seen.append(("take", weights.version))
+        take(self, weights)
+
+    monkeypatch.setattr(Parking, "unpark", unparked)
+    monkeypatch.setattr(ModelForward, "_take", taken)
+    settings = {**SHARED, "max_new_tokens": 12, "temperature": 3.0, "max_rows": 4}
+    async with ActorSystem.local(device_memory={0: 100}) as system:
+        on_one = {"hosts": [0], "devices": [0], "resident_bytes": 80, "parked_bytes": 10}
+        alone = await system.spawn(Rollout, name="alone", **settings)
+        one, other = [await system.spawn(Parked, name=name, **on_one, **settings) for name in ("one", "other")]
+        model = build_model(SHARED["model"], load_tokenizer(SHARED["tokenizer"]), seed=5)
+        new = [Weights.pack(model.named_parameters(), version) for version in (1, 2)]
+        for version, weights in enumerate(new, start=1):
+            await collected(other.generate(asked(1)))  # for which the first one is parked
+            await alone.load(weights)
+            seen.clear()
+            assert await one.load(weights) == version
+            assert seen == [("unpark without", len(list(model.parameters()))), ("take", version)]
+            assert await one.version() == [version]
+        await one.load(new[0])  # it is there now, and copies them itself
+        assert seen[2:] == [("take", 1)]
+        await one.load(new[1])
+        alike(await collected(one.generate(asked(2), n=2)), await collected(alone.generate(asked(2), n=2)))

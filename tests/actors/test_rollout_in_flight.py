@@ -159,7 +159,7 @@ class Told(Rollout):
     @endpoint
     async def state(self):
         batch = self._engine._batch
-        return {"asleep": batch.asleep, "bands": len(batch._bands), "live": batch.live}
+        return {"asleep": batch.asleep, "bands": len(batch._rows.bands), "live": batch.live}
 
 
 async def test_it_gives_its_device_to_a_trainer_with_half_finished_answers_and_goes_on_with_new_weights():

@@ -10,11 +10,13 @@ from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.data.offload import Parking, bytes_of
 from rlinf.data.step import EmbodiedStep
+from rlinf.data.weights import Weights
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
 from rlinf.flows.sac import sac
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.models.policy.build import build_policy_model
+from rlinf.runtime.actor.actor import endpoint
 from tests.actors.programs.control import MLP
 from tests.actors.programs.sharing import of_module
 
@@ -109,3 +111,33 @@ async def test_taking_turns_on_a_device_changes_nothing_that_is_learned_or_simul
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][key], tensor) for key, tensor in expected[1].items())
     assert str(found[2]) == str(expected[2])
+
+
+class Shown(PolicyActor):
+    @endpoint(device=True)
+    async def state(self):
+        return {name: tensor.clone() for name, tensor in self._policy.state_dict().items()}
+
+
+async def test_a_parked_policy_takes_new_weights_in_place_of_the_old_ones(monkeypatch):
+    unpark, seen = Parking.unpark, []
+
+    def watched(self, *, without=()):
+        tensors = list(without)
+        seen.append(len(tensors))
+        unpark(self, without=tensors)
+
+    monkeypatch.setattr(Parking, "unpark", watched)
+    states = [build_policy_model({**MLP, "seed": seed}).state_dict() for seed in (7, 8)]
+    weights = [Weights.pack(state.items(), version) for version, state in enumerate(states, start=1)]
+    async with ActorSystem.local(1, device_memory={0: 100}) as system:
+        on_one = {"hosts": [0], "devices": [0], "resident_bytes": 80, "policy": MLP}
+        one, other = [await system.spawn(Shown, name=name, **on_one) for name in ("one", "other")]
+        for each, state in zip(weights, states, strict=True):
+            await other.load(each)
+            seen.clear()
+            await one.load(each)
+            assert seen == [len(state)]
+            assert await one.version() == [each.version]
+            (found,) = await one.state()
+            assert all(torch.equal(found[name], tensor) for name, tensor in state.items())

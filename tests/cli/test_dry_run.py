@@ -13,6 +13,7 @@ from rlinf.job.prepare import prepare
 from rlinf.job.validate import load_config
 from rlinf.metrics.machine import machine
 from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
+from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.models.scoring.saved import saved_classifier
 
@@ -163,6 +164,17 @@ def test_roles_are_listed_with_their_devices_and_memory(answer):
     assert "Memory of a device, GB, at least: trainer" in told
     assert "of 1;" in told
     assert "Time: not known without a profile" in told
+
+
+def test_two_processes_on_one_gpu_are_told_and_refused_where_they_would_compute_together(answer, monkeypatch):
+    pretend(monkeypatch, rank=0, cards=1)
+    code, out, _ = answer("placement.rollout=0", "placement.trainer=1")
+    assert code == 0
+    assert "# Roles: 2 processes, on 1 GPU; disaggregated, taking turns" in out
+    code, _, told = answer("placement.trainer=0-1")
+    assert code == 2
+    assert "placement.trainer = 0-1: its processes 0 and 1 share a GPU, where NCCL refuses" in told
+    assert "Traceback" not in told
 
 
 def test_devices_of_roles_stand_in_one_column(answer, tmp_path):

@@ -139,6 +139,25 @@ def test_a_copy_that_fails_on_the_way_back_leaves_the_whole_one_in_host_memory(m
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
+def test_what_will_be_overwritten_gets_its_memory_back_and_nothing_is_copied_into_it(monkeypatch):
+    kept, overwritten = torch.arange(4.0), torch.arange(100.0)
+    parking = Parking([kept, overwritten])
+    parking.park()
+    copied = []
+    copy = torch.UntypedStorage.copy_
+    monkeypatch.setattr(
+        torch.UntypedStorage, "copy_", lambda to, source, *more: copied.append(to.nbytes()) or copy(to, source, *more)
+    )
+    parking.unpark(without=[overwritten])
+    assert copied == [kept.nbytes]
+    assert bytes_of([kept, overwritten]) == kept.nbytes + overwritten.nbytes
+    assert parking.parked == 0
+    overwritten.fill_(7)
+    parking.park()
+    parking.unpark()
+    assert (kept.tolist(), overwritten.tolist()) == ([0, 1, 2, 3], [7] * 100)
+
+
 def test_a_function_that_needs_parked_tensors_refuses_to_run():
     tensor = torch.arange(3.0)
     parking = Parking([tensor])

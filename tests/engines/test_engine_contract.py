@@ -17,7 +17,11 @@ from rlinf.engines.base import PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make, unable
 from tests.engines.transformers.test_engine import VOCABULARY, answers, packed, ragged, request, teacher_forced, tiny
 
-ENGINES = {"transformers": "transformers", "process": "tests.engines.scripted_process.build"}
+ENGINES = {
+    "transformers": "transformers",
+    "graphed": "tests.engines.transformers.rehearsed.build",
+    "process": "tests.engines.scripted_process.build",
+}
 ALPHABET = "abcdefghijklmnopqrstuvw"
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(ALPHABET[token] for token in tokens))
 
@@ -315,7 +319,7 @@ async def test_weights_that_do_not_fit_change_nothing(kind, started):
 
 async def held(kind, engine):
     """Bytes of weights where the engine computes."""
-    return bytes_of(engine._forward._held()) if kind == "transformers" else await engine.worker.call("held")
+    return bytes_of(engine._forward._held()) if kind != "process" else await engine.worker.call("held")
 
 
 @pytest.mark.parametrize("load", [False, True])

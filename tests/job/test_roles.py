@@ -9,6 +9,7 @@ import pytest
 from rlinf.config.loading import ConfigError
 from rlinf.job.prepare import prepare
 from rlinf.job.roles.named import Teachers, collected, with_teachers
+from rlinf.job.roles.of_text import _trainer
 from rlinf.job.validate import load_config
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulator.simulate import trial
@@ -162,3 +163,17 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
     cast = trial(both, ["rollout", "judge", "trainer", "teacher_a", "teacher_b"])
     assert cast.asked["teacher_a"].items["logprobs"] == cast.asked["teacher_b"].items["logprobs"] > 0
     assert collected(["critic", "teacher_a", "teacher_b"]) == ["critic", "teacher"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        ((), "float32"),
+        (("rollout.dtype=bfloat16",), "bfloat16"),
+        (("rollout.dtype=bfloat16", "reference.kind=ema", "algorithm.kl.beta=0.1"), "float32"),
+    ],
+)
+def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
+    config = load_config(None, overrides, 1)
+    algorithm = prepare(config, 1).algorithm
+    assert _trainer(config, algorithm)["publishes"] == published

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.metrics.timing import ACTIVITIES, sentence, timing
+from rlinf.metrics.timing import ACTIVITIES, parts, sentence, timing
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.intervals import union
+from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.system.observer import Lap, Moved
 
 ENDPOINTS = {
@@ -100,3 +101,35 @@ def test_a_step_in_one_sentence():
     assert sentence(metrics) == "12.00 s: training 6.00, generation 4.00 (1.00 side by side), other 3.00"
     assert sentence({"timing/step": 1.0}) == ""
     assert sentence({}) == ""
+
+
+def part(actor, what, start, end, size=0):
+    return Span("part", actor, "", what, start, end, size)
+
+
+def test_parts_of_the_slowest_count_and_bytes_add_up():
+    told = (
+        part("trainer[0]", "weights/gather_seconds", 1.0, 3.0),
+        part("trainer[0]", "weights/host_bytes", 3.0, 3.0, 100),
+        part("trainer[0]", "weights/checksum_seconds", 2.5, 3.0),
+        part("rollout[0]", "weights/arrived", 3.25, 3.25),
+        part("rollout[1]", "weights/arrived", 4.0, 4.0),
+        part("rollout[0]", "weights/load_seconds", 4.0, 5.0),
+        part("rollout[0]", "weights/load_seconds", 6.0, 7.0),
+        part("rollout[1]", "weights/load_seconds", 4.0, 5.5),
+        part("rollout[0]", "weights/host_bytes", 5.0, 5.0, 100),
+        part("rollout[1]", "weights/device_bytes", 5.5, 5.5, 7),
+    )
+    assert parts(Lap(0.0, 10.0, (), parts=told)) == {
+        "weights/gather_seconds": 2.0,
+        "weights/checksum_seconds": 0.5,
+        "weights/load_seconds": 2.0,
+        "weights/send_seconds": 1.0,
+        "weights/host_bytes": 200,
+        "weights/device_bytes": 7,
+    }
+
+
+def test_weights_that_came_from_an_earlier_step_have_no_time_of_sending():
+    told = (part("rollout[0]", "weights/arrived", 1.0, 1.0), part("trainer[0]", "weights/checksum_seconds", 2.0, 3.0))
+    assert "weights/send_seconds" not in parts(Lap(0.0, 10.0, (), parts=told))

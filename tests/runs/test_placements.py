@@ -100,7 +100,7 @@ def runs(tmp_path_factory) -> Path:
 
 def lessons(run: Path) -> list[dict[str, Any]]:
     """What a run noted of its steps, without what depends on the clock."""
-    timed = ("timing/", "bound/", "lost/", "tokens_per_s", "env_steps_per_s", "evaluation/")
+    timed = ("timing/", "weights/", "bound/", "lost/", "tokens_per_s", "env_steps_per_s", "evaluation/")
     return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in metrics_of(run)]
 
 

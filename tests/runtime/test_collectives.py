@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.worker import Worker
+from rlinf.runtime.transport.groups import lines
 from rlinf.runtime.transport.groups.registry import CollectiveError, Collectives, CollectiveTimeout
 
 HOSTS = 3
@@ -198,6 +200,25 @@ async def repeated(c: Collectives, rank: int) -> int:
 
 async def test_operations_do_not_begin_a_thread_each(job: Job) -> None:
     assert max(await job(repeated, (0, 1))) <= 1
+
+
+async def through_host_memory(c: Collectives, rank: int) -> list[Any]:
+    """Two hosts on one GPU: their tensors are not where gloo works."""
+    with mock.patch.object(lines, "_in_host_memory", return_value=False):
+        group = await c.group("one gpu", [0, 1], c.backend("cpu", [0, 1]))
+        value = torch.full((3,), float(rank)).bfloat16()
+        await group.broadcast(value, src=1)
+        got = torch.zeros(2, 2).t()
+        if rank == 0:
+            await group.send(torch.arange(4.0).reshape(2, 2), dst=1)
+        else:
+            await group.recv(got, src=0)
+        return [value.tolist(), got.tolist()]
+
+
+async def test_tensors_that_are_not_in_host_memory_are_copied_through_it(job: Job) -> None:
+    nothing = [[0.0, 0.0], [0.0, 0.0]]
+    assert await job(through_host_memory, (0, 1)) == [[[1.0] * 3, nothing], [[1.0] * 3, [[0.0, 1.0], [2.0, 3.0]]]]
 
 
 async def deserted(c: Collectives, rank: int) -> list[Any]:

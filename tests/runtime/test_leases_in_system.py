@@ -6,6 +6,7 @@ All in virtual time, on modelled actors whose work takes seconds.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -446,3 +447,38 @@ def test_a_hand_over_between_two_hosts_away_from_the_controller_is_a_release_and
 
 async def _use(group: Any) -> None:
     await group[0].compute_on()
+
+
+# GPUs that processes share ---------------------------------------------------------------------------------------
+
+
+def on_gpus(system, *gpus):
+    """Have hosts be on GPUs of these ids."""
+    places = system._host.places
+    for number, gpu in enumerate(gpus):
+        places[number] = dataclasses.replace(places[number], device=gpu)
+
+
+@pytest.mark.parametrize(("second", "seconds"), [("gpu a", 2.0), ("gpu b", 1.0), ("cpu", 1.0)])
+def test_two_processes_on_one_gpu_have_one_device_between_them(second, seconds):
+    async def main(system):
+        on_gpus(system, "gpu a" if second != "cpu" else "cpu", second)
+        a, b = await role(system, "a", [0]), await role(system, "b", [1], hosts=[1])
+        await asyncio.gather(a[0].compute_on(), b[0].compute_on())
+
+    assert run(main) == seconds
+
+
+def test_what_two_processes_load_on_one_gpu_counts_against_its_memory_together():
+    async def main(system):
+        on_gpus(system, "gpu a", "gpu a")
+        a = await role(system, "a", [0], resident_bytes=60, parked_bytes=5)
+        b = await role(system, "b", [1], hosts=[1], resident_bytes=60, parked_bytes=5)
+        for _ in range(2):
+            await a[0].compute_on()
+            await b[0].compute_on()
+        assert book.moves == ["-a[0]", *(["-b[0]", "+a[0]", "-a[0]", "+b[0]"] * 2)]  # b's setup loads b
+        with pytest.raises(UserError, match=r"c\[0\], c\[1\] can never be loaded on device 0 together.*120 of 100"):
+            await role(system, "c", [0, 1], resident_bytes=60)
+
+    run(main, memory={0: 100, 1: 100})

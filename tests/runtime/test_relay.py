@@ -15,6 +15,7 @@ import torch
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import ActorDied
+from rlinf.runtime.values import relay
 from rlinf.runtime.values.parts import ValueRef
 from rlinf.runtime.values.relay import FAN_OUT, RELAY_BYTES
 from tests.runtime.worlds import nothing_left
@@ -130,6 +131,65 @@ async def test_hosts_of_the_owners_machine_need_no_copy_of_their_own() -> None:
         assert await asyncio.gather(*[reader.total(batch) for reader in readers]) == [total(BIG)] * 3
         assert net.received() == {1: 4 * BIG}
         del batch
+
+
+@pytest.fixture
+def on_cards(monkeypatch):
+    """Every value lies on a GPU, of which each host has one, or shares one with the next. Counts what was sent."""
+    monkeypatch.setattr(relay, "on_gpu", lambda tensor: True)
+
+    def given(net: Net, shared: int = 1) -> Counter[tuple[int, int]]:
+        sent: Counter[tuple[int, int]] = Counter()
+
+        def counting(source: int, route: Any) -> Any:
+            def counted(tensor: torch.Tensor, target: int) -> Any:
+                sent[source, target] += 1
+                return route(tensor, target)
+
+            return counted
+
+        for host in net.hosts:
+            place = dataclasses.replace(host.places[host.rank], device=f"card {host.rank // shared}")
+            host.places[host.rank] = host.codec.place = place
+            host.codec.route = counting(host.rank, host.codec.route)  # type: ignore[method-assign]
+        return sent
+
+    return given
+
+
+async def test_every_card_gets_one_copy_one_crosses_to_each_machine_and_no_card_sends_more_than_a_few(on_cards) -> None:
+    machines = [host // 8 for host in range(32)]
+    async with opened(machines) as (net, maker, readers):
+        sent = on_cards(net)
+        batch = maker.make(BIG)
+        assert await asyncio.gather(*[reader.total(batch) for reader in readers]) == [total(BIG)] * 30
+        assert Counter(target for _, target in sent) == Counter(range(2, 32))  # host 0 asked for nothing
+        across = [(source, target) for source, target in sent if machines[source] != machines[target]]
+        assert Counter(machines[target] for _, target in across) == {1: 1, 2: 1, 3: 1}
+        assert max(Counter(source for source, _ in sent).values()) <= 2 * FAN_OUT
+        del batch
+
+
+async def test_hosts_that_share_a_card_have_one_copy_between_them(on_cards) -> None:
+    async with opened([0] * 8) as (net, maker, readers):
+        sent = on_cards(net, shared=2)
+        batch = maker.make(BIG)
+        assert await asyncio.gather(*[reader.total(batch) for reader in readers]) == [total(BIG)] * 6
+        assert sum(source // 2 != target // 2 for source, target in sent) == 3
+        del batch
+
+
+async def test_a_card_whose_giver_is_lost_gets_its_copy_from_the_owner(on_cards) -> None:
+    async with opened([0] * 8, clean=False) as (net, maker, readers):
+        on_cards(net)
+        batch = maker.make(BIG)
+        assert await asyncio.gather(*[reader.total(batch) for reader in readers[:2]]) == [total(BIG)] * 2
+        for host in net.hosts:
+            if host.rank != 2:
+                host.lost(2, "killed by the test")
+        rest = [reader.total(batch) for reader in readers][2:]
+        assert await asyncio.gather(*rest) == [total(BIG)] * 4
+        del batch, rest
 
 
 async def test_on_a_machine_a_value_lies_once_in_memory() -> None:

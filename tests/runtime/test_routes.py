@@ -204,6 +204,9 @@ class _Groups:
         self.order = order
         self.made = asyncio.ensure_future(asyncio.sleep(1.0, self))
 
+    def backend(self, *_: Any) -> str:
+        return "gloo"
+
     async def group(self, *_: Any) -> Any:
         return await asyncio.shield(self.made)
 
@@ -421,34 +424,3 @@ def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     whole = Arena(0).limit
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert Arena(0).limit == whole // 8
-
-
-# Handles of CUDA tensors --------------------------------------------------------------------------------------------
-
-_handles: list[str] = []
-
-
-def _open_handle(fill: float) -> torch.Tensor:
-    _handles.append("opened")
-    return torch.full((BIG,), fill)
-
-
-def _make_handle(tensor: torch.Tensor) -> Any:
-    _handles.append("made")
-    return _open_handle, (float(tensor[0]),)
-
-
-async def test_every_handle_of_a_cuda_tensor_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", _make_handle)
-    monkeypatch.setattr("rlinf.runtime.values.codec.Codec.route", lambda *_: "ipc")
-    _handles.clear()
-    async with opened("arena") as (_, far):
-        same = torch.full((BIG,), 4.0)
-        assert await far.total(same) == 4 * BIG
-        with pytest.raises(UserError, match="lambda"):
-            far.echo([same, lambda: 0])
-        dropped = far.make(1.0)
-        dropped.want()
-        dropped.cancel()
-        assert (await far.make(2.0)).mean() == 2
-    assert sorted(_handles) == ["made"] * 3 + ["opened"] * 3

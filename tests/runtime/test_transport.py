@@ -7,10 +7,12 @@ import os
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.runtime.base.clock import run_virtual
+from rlinf.runtime.transport import torch_rpc
 from rlinf.runtime.transport.link import FRAMES_IN_FLIGHT, Link, LocalTransport, check_hosts
 from rlinf.runtime.transport.messages import Frame, pack, unpack
 from tests.runtime.programs.transport_behaviours import BEHAVIOURS, EARLY, run_local
@@ -193,3 +195,16 @@ def test_unknown_hosts_are_named_with_those_that_exist():
     assert check_hosts([0, 1], 2) is None
     assert check_hosts([0, 5, -1], 2) == "unknown host -1, 5: this system has hosts 0 to 1"
     assert check_hosts([1], 1) == "unknown host 1: this system has host 0 only"
+
+
+@pytest.mark.parametrize("way", ["shm", "uv"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_no_channel_for_cuda_is_started(way, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("RLINF_RPC_TRANSPORT", way)
+    options = torch_rpc._transport_options()
+    torch_rpc.rpc.TensorPipeRpcBackendOptions(**options)  # refuses names that it does not know
+    if gpu:
+        assert options["_channels"][-1] == "basic"
+        assert not [channel for channel in options["_channels"] if "cuda" in channel]
+    assert options.get("_transports") == (["uv"] if way == "uv" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,17 @@ import pytest
 import torch
 
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.engines.served.far_side.rlinf_weights import load_bucket
+from rlinf.engines.served.shared_memory import SharedMemory
+from rlinf.engines.transformers.model_forward import ModelForward
+from rlinf.metrics.timing import parts
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights.publish import exported, gathered, pack, publish
+from rlinf.weights.receive import Receiver
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = {
@@ -59,6 +66,39 @@ def test_another_dtype_may_be_published():
         assert torch.equal(found, parameter.bfloat16())
 
 
+def masters(model):
+    return {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+
+
+def test_an_engine_in_this_process_gets_the_masters_cast_to_its_dtype():
+    model, engine = tiny(), tiny().bfloat16()
+    ModelForward(engine, 0).load(pack(partial(exported, model), 1, lead=True, dtype=torch.bfloat16))
+    assert all(torch.equal(parameter, masters(model)[name]) for name, parameter in engine.named_parameters())
+
+
+def test_a_server_gets_the_masters_cast_to_its_dtype():
+    model, memory, found = tiny(), SharedMemory(), {}
+
+    def load_weights(named):
+        found.update({name: tensor.clone() for name, tensor in named})
+
+    weights = pack(partial(exported, model), 1, lead=True, dtype=torch.bfloat16, bucket_bytes=500)
+    for number in range(len(weights.buckets)):
+        load_bucket(load_weights, json.loads(memory.copy(weights, number)))
+        assert memory.word(number) == "ok"
+    memory.close()
+    assert found.keys() == masters(model).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in masters(model).items())
+
+
+def test_what_a_models_class_keeps_in_float32_is_published_so():
+    model = tiny()
+    model._keep_in_fp32_modules_strict = {"input_layernorm"}
+    weights = pack(partial(exported, model), 1, lead=True, dtype=torch.bfloat16)
+    for name, tensor in weights.named():
+        assert tensor.dtype == (torch.float32 if "input_layernorm" in name else torch.bfloat16), name
+
+
 def test_adapters_are_merged_and_leave_no_trace():
     plain, adapted = tiny(), tiny()
     add_adapters(adapted, {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]})
@@ -86,27 +126,60 @@ def test_a_rank_that_fails_to_pack_still_takes_part_for_the_others(monkeypatch):
     model = tiny()
     seen = []
 
-    def watched(named, **more):
-        for pair in gathered(named, **more):
-            seen.append(pair[0])
-            yield pair
+    def watched(place, tensor, dtype, clock=None):
+        seen.append((place, tuple(tensor.shape)))
 
     def full(shape, dtype):
         raise MemoryError("full")
 
-    monkeypatch.setattr("rlinf.weights.publish.gathered", watched)
+    monkeypatch.setattr("rlinf.weights.publish.gather_into", watched)
     with pytest.raises(MemoryError):
         pack(partial(exported, model), 0, lead=True, bucket_bytes=100, empty=full)
-    assert seen == [name for name, _ in model.named_parameters()]
+    assert seen == [(None, tuple(parameter.shape)) for parameter in model.parameters()]
 
 
 class Publisher(Actor):
-    async def setup(self) -> None:
+    async def setup(self, dtype=None) -> None:
+        self.dtype = dtype
         self.model = tiny(vocab_size=9000)  # so that there is something worth sharing
 
     @endpoint(joint=True)
     async def weights(self):
-        return await publish(self, partial(exported, self.model), 2)
+        return await publish(self, partial(exported, self.model), 2, dtype=self.dtype)
+
+
+class Copies(Receiver):
+    """Keeps a model in bfloat16."""
+
+    async def setup(self) -> None:
+        self.model = tiny(vocab_size=9000).bfloat16()
+
+    async def check_weights(self, weights):
+        pass
+
+    async def switch_weights(self, weights):
+        for name, tensor in weights.named():
+            self.model.get_parameter(name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
+def test_a_step_tells_how_many_bytes_passed_through_host_memory_and_how_long_each_phase_took(dtype, size):
+    async def main():
+        async with ActorSystem.local(2, serialize=True) as system:
+            publisher = await system.spawn(Publisher, hosts=[0], name="trainer", dtype=dtype)
+            receivers = await system.spawn(Copies, hosts=[0, 1], name="rollout")
+            watch = await Watch.start(system)
+            watch.begins()
+            await receivers.load(publisher.weights())
+            found = parts(await watch.ends("step 1"))
+            elements = sum(parameter.numel() for parameter in tiny(vocab_size=9000).parameters())
+            assert found["weights/host_bytes"] == 3 * size * elements  # into the bucket, and twice out of it
+            assert found["weights/device_bytes"] == 0
+            phases = ("copy", "checksum", "send", "verify", "load")
+            assert {f"weights/{phase}_seconds" for phase in phases} <= found.keys()
+            assert all(seconds >= 0 for seconds in found.values())
+
+    asyncio.run(main())
 
 
 class Reader(Actor):

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -401,3 +403,15 @@ def test_the_export_shares_the_copies_that_the_state_has():
     export = copy_model(one.model, None, lead=True, at_hand=state.copies)
     mine = {id(tensor) for tensor in state.shards.values()}
     assert all(id(tensor) in mine for tensor in export.tensors.values())
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_copies_from_gpus_are_waited_for_on_those_gpus_whatever_the_threads_own_is(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(1, dtype=torch.uint8))
+    monkeypatch.setattr(snapshot, "_host_copy", lambda tensor: tensor)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.ParameterDict({name: nn.Parameter(torch.empty(4, device="cuda:2")) for name in "ab"})
+        copy_state(model, None, None, 1, rank=0, ranks=1)
+    assert waited == [torch.device("cuda", 2)]

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlinf.data.offload import Parking, own_device
+from rlinf.data.offload import Parking
 from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.gpu.own_device import own_device
 
 R = TypeVar("R")
 

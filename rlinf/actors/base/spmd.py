@@ -19,13 +19,13 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import Gang, current_call, lease_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError
 from rlinf.runtime.base.tasks import finish
+from rlinf.runtime.gpu.own_device import own_device
 from rlinf.runtime.observe.stalls import Lock
 
 R = TypeVar("R")
@@ -69,6 +69,7 @@ class JointActor(Actor):
         self._given: dict[tuple[Gang, int], Any] = {}
         """On rank 0, what other ranks have still to fetch."""
         self._turn: Lock | None = None
+        self._meshes: list[str] = []
         self._broken: str | None = None
         """Why ranks may differ in what they did."""
 
@@ -90,7 +91,33 @@ class JointActor(Actor):
                 "once"
             )
         if self.world_size > 1:
+            self._check_gpus()
             self.mesh = await self.mesh_of(range(self.world_size), "all")
+
+    def _check_gpus(self) -> None:
+        """See that ranks can communicate on their GPUs.
+
+        Raises:
+            UserError: two ranks have one GPU, which NCCL refuses; or another group communicates on this rank's and they
+                do not take turns, so that each may begin first on some GPU and wait for the other for ever.
+        """
+        host, ranks = self._cell.host, dict[str, int]()
+        for rank, number in enumerate(self.group.hosts):
+            place = host.places[number]
+            if place.device != "cpu" and (other := ranks.setdefault(place.device, rank)) != rank:
+                raise UserError(
+                    f"{self._role}: ranks {other} and {rank} are both on GPU {place.device} of {place.node}, where "
+                    "NCCL refuses to let them communicate: start no more processes on a machine than it has GPUs, or "
+                    f"give {self._role} one process of each"
+                )
+        for cell in host.cells.values() if own_device().type == "cuda" else ():
+            other_group = cell.actor if cell is not self._cell and isinstance(cell.actor, JointActor) else None
+            if other_group is not None and other_group.world_size > 1 and not (cell.leased and self._cell.leased):
+                raise UserError(
+                    f"{self._role} and {other_group._role} both communicate between GPUs and do not take turns on that "
+                    f"of host {host.rank}, so that they may wait for each other for ever: give both their `devices` in "
+                    "spawn, as runs from a configuration do"
+                )
 
     @property
     def machines(self) -> list[str]:
@@ -102,8 +129,9 @@ class JointActor(Actor):
         """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has."""
         name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
         name = f"{name}.{purpose}.{ranks[0]}"
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh: DeviceMesh = await self.system.collectives.mesh(name, [self.group.hosts[rank] for rank in ranks], kind)
+        hosts = [self.group.hosts[rank] for rank in ranks]
+        self._meshes.append(name)
+        mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type)
         return mesh
 
     async def jointly(
@@ -244,6 +272,8 @@ class JointActor(Actor):
         except Exception as error:
             if self.mesh is not None and self.mesh.size() > 1:
                 self._broken = f"rank {self.rank} failed in {getattr(fn, '__name__', fn)} with {error!r}"
+                for name in self._meshes:  # whose other ranks would wait for this one on their devices
+                    self.system.collectives.failed(name, f"{self._role}: {self._broken}")
             raise
 
     def _check_whole(self) -> None:

@@ -33,6 +33,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from rlinf.training.text.commands import (
 from rlinf.training.text.logprob_pass import Groups, LogprobPass, gathered
 from rlinf.training.text.micro_batches import InOrder
 from rlinf.training.text.work_queue import Meeting
-from rlinf.weights.publish import publish
+from rlinf.weights.publish import has_room, publish
 from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Taken = tuple[LossSum, dict[str, float]]
@@ -72,6 +73,9 @@ _END: Any = object()
 
 class TextTrainer(OwnPace):
     """Trains a language model by orders."""
+
+    _publishes = torch.float32
+    """Precision in which those compute who take its weights over."""
 
     async def _make(self, model: ModelSettings, *, tokenizer: TokenizerSource, settings: TrainerSettings) -> None:
         """Make the model on the ranks, and its optimizer; part of `setup`.
@@ -269,12 +273,18 @@ class TextTrainer(OwnPace):
         """How many were taken here: whether the weights have changed since, also in the middle of a batch."""
         return self._optimizer_steps
 
+    @endpoint
+    async def computes(self) -> str:
+        """How the model is run, for people; empty where that is as usual, or the back end does not say."""
+        return str(getattr(self._back, "words", ""))
+
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
-    async def _published(self) -> Weights | None:
-        # a device that is shared has no room for the copy beside whoever comes next
-        in_host_memory = self._cell.leased or self.device.type == "cpu"
-        return await publish(self, self._back.export, self.version, in_host_memory=in_host_memory)
+    async def _published(self, exact: bool) -> Weights | None:
+        dtype = None if exact or self._publishes == torch.float32 else self._publishes
+        size = sum(map(prod, self._back.shapes().values())) * (dtype or torch.float32).itemsize
+        in_host = not has_room(self.device, size)
+        return await publish(self, self._back.export, self.version, dtype=dtype, in_host_memory=in_host)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         return self._back.copies(self._learner, self.version, self._extra(), self._tokenizer)

@@ -103,6 +103,18 @@ class PolicyActor(ModelActor, Receiver):
         await self.on_model(self._policy.load_state_dict, dict(weights.named()))
         self._version = weights.version
 
+    async def onload(self) -> None:
+        """Bring back what `offload` moved, with new weights at once if such are coming."""
+        if (coming := self.coming) is None:
+            await super().onload()
+        else:
+            await self.compute(self._unpark_with, coming)
+            self._version, self.early = coming.version, coming
+
+    def _unpark_with(self, coming: Weights) -> None:
+        self._parking.unpark(without=self._policy.state_dict().values())
+        self._policy.load_state_dict(dict(coming.named()))
+
     def _held(self) -> Iterable[Tensor]:
         return held(self._policy)
 

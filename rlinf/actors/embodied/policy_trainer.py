@@ -27,6 +27,7 @@ from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
+from rlinf.weights.publish import has_room, publish
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
@@ -192,14 +193,13 @@ class PolicyTrainer(BaseTrainer):
         self.version += 1
         return found
 
-    async def _published(self) -> Weights | None:
+    async def _published(self, exact: bool) -> Weights | None:
         """With running statistics."""
         if self.rank:
             return None
-        # a device that is shared has no room for copies beside whoever comes next
-        in_host = self.device.type == "cpu" or self._cell.leased
-        named = self.policy.state_dict().items()
-        return await self.computed(Weights.pack, named, self.version, empty=self.empty_shared if in_host else None)
+        named = self.policy.state_dict()
+        in_host = not has_room(self.device, sum(tensor.nbytes for tensor in named.values()))
+        return await publish(self, lambda _: named.items(), self.version, in_host_memory=in_host)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         if self.rank == 0:  # small enough to be written at once

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rlinf.algos.tensor.masks import Kept
 from rlinf.algos.validation import same_shape
+
+_COUNTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of ids on accelerators, how many sequences they tell apart; beside the tensor, which losses of any origin hand on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,18 @@ class Sequences:
         return x[:, None] if self.ids is None else x.index_select(0, self.ids.flatten()).view(self.ids.shape)
 
 
+def counted(ids: Tensor, number: int) -> Tensor:
+    """The ids, of which it is known that they are from 0 to below `number`, so that no device is asked for the largest.
+
+    Args:
+        ids: int64.
+        number: how many sequences there are.
+    """
+    if ids.device.type != "cpu":
+        _COUNTED[ids] = number
+    return ids
+
+
 def sequences_in(where: str, like: Tensor, ids: Tensor | None) -> Sequences:
     """The sequences of tokens laid out as `like`.
 
@@ -66,6 +82,8 @@ def sequences_in(where: str, like: Tensor, ids: Tensor | None) -> Sequences:
     same_shape(where, "the tokens", like, sequences=ids)
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{where}: sequences must be whole numbers from 0, not {ids.dtype}")
+    if ids.device.type != "cpu" and (known := _COUNTED.get(ids)) is not None:
+        return Sequences(ids, known)
     if ids.numel() == 0:
         return Sequences(ids.long(), 0)
     lowest, highest = ids.aminmax()

@@ -56,7 +56,7 @@ class ServedEngine(Engine):
             hung and is restarted.
     """
 
-    hands_over = sleeps = True
+    hands_over = sleeps = through_host = True
 
     def __init__(
         self,

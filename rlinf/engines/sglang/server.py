@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlinf.data.weights import Weights
 from rlinf.engines.served import far_side
 from rlinf.engines.served.http import Http, Lost, Refused
@@ -25,6 +23,7 @@ from rlinf.engines.served.server import Ask, Chunk
 from rlinf.engines.sglang import stand_ins
 from rlinf.engines.sglang.routes import Route, Target, route_for
 from rlinf.engines.sglang.versions import Differences, differences
+from rlinf.runtime.gpu.own_device import own_device
 
 _GREETING = 30.0
 """Seconds for one token of a server that has just said that it is up; the first forward may compile."""
@@ -219,4 +218,5 @@ class SGLangServer:
 
 def device_here() -> tuple[str, int]:
     """Where a server of this process computes, and on which GPU first."""
-    return ("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu", 0)
+    device = own_device()
+    return device.type, device.index or 0

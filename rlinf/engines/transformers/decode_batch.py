@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,44 +23,75 @@ from torch import Tensor
 from rlinf.data.sample import PrefixKey
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Finish, Request, StepStats
-from rlinf.engines.transformers.conversations import Conversations, Kept, Reader, laid_out, side_by_side
-from rlinf.engines.transformers.kv_cache import Band, Layers
+from rlinf.engines.transformers.conversations import Conversations, Kept, Reader
 from rlinf.engines.transformers.model_forward import ModelForward
-from rlinf.engines.transformers.sampling import Rules, choose
-from rlinf.engines.transformers.slots import Decode, Slots
+from rlinf.engines.transformers.sampling import Rules, choose, to_host
+from rlinf.engines.transformers.slots import Decode, Drawn, Slots
 
 _QUIET = 0.002
 """Seconds for which finished answers may wait in the thread. Handing over to the event loop costs about 0.1 ms."""
 _LONGEST = 0.02
 """Seconds after which the thread is free for others, whether or not an answer has finished."""
-_BALLAST = 1 / 8
-"""Ended rows are computed on until they are so large a share of their band: then moving others into their place is
-cheaper. Newcomers take the places of those that are left."""
-_ALIKE = 128
-"""Rows no longer than this share a band whatever their lengths: attention over so few columns costs next to nothing."""
 
 
-@dataclass(slots=True, eq=False)
-class _View:
-    """All rows of all bands side by side, made anew when rows join or move."""
+class Rows(Protocol):
+    """The answers in flight as the device has them: what was read of each, and one token more for all at a time.
 
-    slots: np.ndarray
-    """Slot of each row, -1 once it has ended, int64 [rows]."""
-    ids: Tensor
-    """The token that each reads next, int64 [rows]."""
-    positions: Tensor
-    """Of that token in its text, int64 [rows]."""
-    answered: Tensor
-    """Which token of its answer the row draws next, int64 [rows]."""
-    rules: Rules
-    """How it draws."""
+    `BandedRows` decodes any model; `GraphedRows` is for GPUs, and tells a step's tokens while it computes the next.
+    """
+
+    @property
+    def width(self) -> int:
+        """Rows that a step computes, ended ones included."""
+        ...
+
+    def read(self, readers: Iterable[Reader], records: Slots) -> Iterator[tuple[np.ndarray, Tensor, int]]:
+        """Read texts and give each answer a row.
+
+        Yields:
+            Slots, int64 [some], the logits after the text of each, [some, vocabulary], and how many tokens were read.
+        """
+        ...
+
+    def joined(self) -> None:
+        """All newcomers were read."""
+        ...
+
+    def step(self, records: Slots) -> Drawn | None:
+        """Compute one token more for every row; returns the oldest tokens that were not told yet, if there are any.
+
+        Rows that have ended meanwhile have slot -1 there.
+        """
+        ...
+
+    def settle(self) -> Drawn | None:
+        """The tokens that were computed and not told."""
+        ...
+
+    def end(self, slots: np.ndarray) -> None:
+        """These answers have ended, int64 [ended]: nothing more is told of them."""
+        ...
+
+    def kept(self, slot: int, tokens: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of an answer's text, of so many tokens, each [key-value heads, tokens, head
+        size], per layer."""
+        ...
+
+    def forget(self) -> None:
+        """No row is there any more."""
+        ...
+
+    def park(self) -> None:
+        """The same, and all memory is given back."""
+        ...
 
 
 class Batch:
     """The state of generation.
 
     Args:
-        forward: the model; its `version` is read at every step, so weights may change between steps.
+        forward: the model; weights may change between steps.
+        rows: decodes it.
         max_rows: answers in flight at a time.
         decode: turns tokens into text, for stop texts.
         max_tokens: of KV cache for answers in flight and for conversations between turns, together; None for no bound.
@@ -71,6 +102,7 @@ class Batch:
     def __init__(
         self,
         forward: ModelForward,
+        rows: Rows,
         max_rows: int,
         decode: Decode | None = None,
         max_tokens: int | None = None,
@@ -98,8 +130,7 @@ class Batch:
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
         self._decode = decode
         self._slots = Slots(max_rows, decode)
-        self._bands: list[Band] = []
-        self._view: _View | None = None
+        self._rows = rows
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
         self._max_tokens, self._keep_tokens = max_tokens, keep_tokens
@@ -137,6 +168,12 @@ class Batch:
         if not self.live:  # what comes next must not find traces of what was; and the memory is free for others
             self._forget()
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Have the device idle, and take in the tokens that were computed and not told."""
+        if (drawn := self._rows.settle()) is not None:
+            self._extend(drawn)
+
     def drop(self) -> None:
         """Forget the answers and the conversations that nobody wants any more."""
         while self.forgotten:
@@ -170,9 +207,7 @@ class Batch:
                 self.finished.append((request, request.ended(finish)))
         slots = np.array([slot for slot, one in self._slots.requests.items() if one in requests], dtype=np.int64)
         self._close(slots, [finish or "abort"] * len(slots), keep=finish is not None)
-        self._view = None
-        for band in self._bands:
-            band.end(np.flatnonzero(np.isin(band.slots, slots)))
+        self._rows.end(slots)
         if not self.live:  # nobody may advance for a while, and the memory is free for others
             self._forget()
 
@@ -192,7 +227,9 @@ class Batch:
 
     def park(self) -> None:
         """Give back the memory of keys and values, and move the weights to the host's."""
+        self.settle()
         self._forget()
+        self._rows.park()
         self._conversations.forget(None)
         self.asleep = True
         self.forward.park()
@@ -205,6 +242,8 @@ class Batch:
 
     def load(self, weights: Weights, reread: bool) -> None:
         """Switch to other weights; if told so, forget the keys and values that the old ones made."""
+        if reread:
+            self.settle()
         self.forward.load(weights)
         self._weights += 1
         self._conversations.forget(None)
@@ -214,7 +253,8 @@ class Batch:
     def _forget(self) -> None:
         """Give back the memory of keys and values: what is still in flight is read again before the next token, once
         however much happens until then."""
-        self._bands, self._view, self._unread = [], None, True
+        self._rows.forget()
+        self._unread = True
 
     def _reread(self) -> None:
         """Read all answers in flight anew, with the weights as they are now."""
@@ -224,8 +264,7 @@ class Batch:
 
     def _join(self) -> None:
         """Read what the newcomers have, and draw the first tokens of those that have only a prompt."""
-        self._tidy()
-        self._view = None
+        self.settle()
         requests = [self.newcomers.popleft() for _ in range(len(self.newcomers))]
         slots = self._slots.open(requests).tolist()
         self.tokens += sum(request.cache_tokens for request in requests)
@@ -235,48 +274,33 @@ class Batch:
                     some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
                 rules = Rules.of(self._slots.draws[some], self.forward.device)
                 drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
-                self._extend(some, *drawn)
-        self._merge()
+                self._extend(Drawn(some, *to_host(*drawn), self.forward.version))
+        self._rows.joined()
 
     def _step(self) -> None:
         """One token more for every row."""
-        self._tidy()
         start = time.perf_counter()
-        view = self._view = self._view or self._look()
-        for band in self._bands:
-            band.reserve()
-        logits = self.forward.step(view.ids, view.positions, self._bands)
-        for band in self._bands:
-            band.advance()
-        tokens, logprobs = choose(logits, view.rules, view.answered)
-        view.ids = tokens
-        view.positions += 1
-        view.answered += 1
-        rows = self._extend(view.slots, tokens, logprobs)
-        if rows:
-            view.slots[rows] = -1
-            view.positions[rows] = 0  # ballast must not walk off the end of a table of positions
-        self.stats = self.stats.stepped(len(view.slots), time.perf_counter() - start)
+        drawn = self._rows.step(self._slots)
+        if drawn is not None:  # the first of several is told with the next
+            width = self._rows.width
+            self._extend(drawn)
+            self.stats = self.stats.stepped(width, time.perf_counter() - start)
 
-    def _extend(self, slots: np.ndarray, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Add a token to each answer; those that end leave. Returns their rows.
+    def _extend(self, drawn: Drawn) -> None:
+        """Add a token to each answer; those that end leave.
 
         Raises:
             FloatingPointError: the model gave logits that are not finite.
         """
-        told = logprobs.cpu().numpy()
-        if len(lost := slots[~np.isfinite(told) & (slots >= 0)]):
-            raise FloatingPointError(self._not_finite(lost))
-        ended = self._slots.add(slots, tokens.cpu().numpy(), told, self.forward.version)
-        rows = [row for row, _ in ended]
-        if rows:
-            gone = slots[rows]
+        slots = drawn.slots
+        if len(lost := slots[~np.isfinite(drawn.logprobs) & (slots >= 0)]):
+            raise FloatingPointError(self._not_finite(lost, drawn.version))
+        ended = self._slots.add(drawn)
+        if ended:
+            gone = slots[[row for row, _ in ended]]
             self._keep(gone)
             self._close(gone, [finish for _, finish in ended], keep=True)
-            for band in self._bands:
-                if len(here := np.flatnonzero(np.isin(band.slots, gone))):
-                    band.end(here)
-        return rows
+            self._rows.end(gone)
 
     def _close(self, slots: np.ndarray, finishes: Sequence[Finish], *, keep: bool) -> None:
         closed = self._slots.close(slots, finishes)
@@ -284,12 +308,12 @@ class Batch:
         if keep:
             self.finished += closed
 
-    def _not_finite(self, slots: np.ndarray) -> str:
+    def _not_finite(self, slots: np.ndarray, version: int) -> str:
         request, answered = self._slots.requests[int(slots[0])], int(self._slots.lengths[slots[0]])
         return (
             f"the engine's model gave logits that are not finite, for {len(slots)} of {self.live} answers: first for "
             f"token {answered} of the answer to request {request.id}, whose prompt has {len(request.prompt_ids)} "
-            f"tokens, with weights of version {self.forward.version} in {self.forward.dtype}. If that version is 0, "
+            f"tokens, with weights of version {version} in {self.forward.dtype}. If that version is 0, "
             "look at the model's files, else at the training step that made it (its loss and gradient norm); finite "
             "weights may overflow where rollout.dtype is narrow"
         )
@@ -304,38 +328,13 @@ class Batch:
             ids = self._slots.text_ids(slot)
             if len(ids) > (spare := self._spare(request.cache_tokens)):
                 continue
-            band, row = next((band, row) for band in self._bands for row in np.flatnonzero(band.slots == slot).tolist())
-            self._conversations.keep(request.conversation, Kept(ids, band.row(row)))
+            self._conversations.keep(request.conversation, Kept(ids, self._rows.kept(slot, len(ids))))
             self._conversations.shrink(spare)
 
     def _spare(self, ending: int = 0) -> int:
         """Tokens that may be kept of conversations, once an answer has left that may have come to `ending` tokens."""
         left = self.max_rows * self._longest if self._max_tokens is None else self._max_tokens - self.tokens + ending
         return max(0, left if self._keep_tokens is None else min(left, self._keep_tokens))
-
-    def _look(self) -> _View:
-        records, device = self._slots, self.forward.device
-        slots = np.concatenate([band.slots for band in self._bands])
-        answered = records.lengths[slots]
-        positions = np.maximum(records.prompts[slots] + answered - 1, 0)
-        return _View(
-            slots,
-            ids=torch.from_numpy(records.last[slots]).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            answered=torch.from_numpy(answered).to(device),
-            rules=Rules.of(records.draws[slots], device),
-        )
-
-    def _tidy(self) -> None:
-        """Drop the rows that have ended where they have become too many."""
-        for band in self._bands:
-            ended = len(band) - band.live
-            if ended and ended >= _BALLAST * len(band):
-                band.compact()
-                self._view = None
-        if not all(len(band) for band in self._bands):
-            self._bands = [band for band in self._bands if len(band)]
-            self._view = None
 
     def _read(self, slots: Sequence[int]) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Read what is known of these answers into the bands: what is equal (tokens and images) once, and what goes on
@@ -352,42 +351,9 @@ class Batch:
             readers[key] = reader.going_on(self._conversations.taken(request))
             reader.slots.append(slot)
         self._conversations.shrink(self._spare())
-        for rectangle in side_by_side(readers.values(), pads=self.forward.pads):
-            start = time.perf_counter()
-            ids, real, past = laid_out(rectangle, self.forward.device)
-            images = [self._slots.requests[reader.slots[0]].images for reader in rectangle]
-            logits, read = self.forward.read(ids, real, images, past)
-            which = np.array([slot for reader in rectangle for slot in reader.slots], dtype=np.int64)
-            lengths = np.array([len(reader.text) for reader in rectangle for _ in reader.slots], dtype=np.int64)
-            source = torch.tensor(
-                [number for number, reader in enumerate(rectangle) for _ in reader.slots], device=self.forward.device
-            )
-            room = self._slots.room(which)
-            self._band_for(int(lengths.max()), read, room).place(which, lengths, read, source)
+        start = time.perf_counter()
+        for which, logits, tokens in self._rows.read(readers.values(), self._slots):
             self._read_with[which] = self._weights
-            yield which, logits.index_select(0, source)
-            taken = time.perf_counter() - start  # the device is done: it was asked for the logits
-            self.stats = self.stats.read(ids.numel(), taken)
-
-    def _band_for(self, width: int, read: Layers, room: int) -> Band:
-        """The band where rows of this width belong."""
-        for band in self._bands:
-            if _alike(band.width, width):
-                return band
-        self._bands.append(Band(read, room))
-        return self._bands[-1]
-
-    def _merge(self) -> None:
-        """Make one band of two that have become alike: rows grow by equal lengths, so in proportion they draw near."""
-        merged: list[Band] = []
-        for band in sorted((band for band in self._bands if band.live), key=lambda band: -band.width):
-            if merged and _alike(merged[-1].width, band.width):
-                merged[-1].absorb(band)
-            else:
-                merged.append(band)
-        self._bands = merged
-
-
-def _alike(one: int, other: int) -> bool:
-    longer = max(one, other)
-    return longer <= _ALIKE or longer <= 2 * min(one, other)
+            yield which, logits
+            now = time.perf_counter()  # the device is done: it was asked for the logits
+            self.stats, start = self.stats.read(tokens, now - start), now

@@ -9,8 +9,9 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,16 +21,24 @@ from rlinf.engines.base import Completion, Engine, Request, StepStats, named
 from rlinf.engines.make import Compute, EngineSetup
 from rlinf.engines.transformers.admission import Admission, Call
 from rlinf.engines.transformers.decode_batch import Batch
+from rlinf.engines.transformers.graphed.choice import Graphs, rows_for, unknown
 from rlinf.engines.transformers.llama_forward import fastest
 from rlinf.runtime.base.tasks import InThreads
 
+logger = logging.getLogger(__name__)
 
-async def build(setup: EngineSetup, *, keep_tokens: int | None = None) -> TransformersEngine:
+
+def lacking(args: Mapping[str, Any]) -> str | None:
+    """What these arguments ask for that there is not; see `rlinf.engines.make.lacking`."""
+    return unknown(args.get("graphs", "auto"))
+
+
+async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: Graphs = "auto") -> TransformersEngine:
     """Make the model in this process, and the engine around it; see `make`.
 
     Args:
         setup: what every engine is made from.
-        keep_tokens: see `TransformersEngine`.
+        keep_tokens, graphs: see `TransformersEngine`.
     """
 
     def made() -> TransformersEngine:
@@ -43,9 +52,11 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None) -> Transf
                 tokenizer=setup.tokenizer,
                 reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
+                graphs=graphs,
             )
 
     engine: TransformersEngine = await setup.compute(made)
+    logger.info("%s decodes %s", setup.name, engine.decoding)
     return engine
 
 
@@ -65,6 +76,8 @@ class TransformersEngine(Engine):
         keep_tokens: of KV cache that are kept of conversations between their turns at most, those used longest ago
             going first; 0 for none. Default: what `max_tokens` leaves beside the answers in flight, or without that
             as much as `max_rows` of the longest answers may come to.
+        graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
+            does as if there were graphs on the CPU, to try that way out.
         version: of the weights the model has now.
 
     Raises:
@@ -86,6 +99,7 @@ class TransformersEngine(Engine):
         tokenizer: PreTrainedTokenizerBase | None = None,
         reread: bool = False,
         keep_tokens: int | None = None,
+        graphs: Graphs = "auto",
         version: int = 0,
     ):
         if max_rows < 1:
@@ -102,7 +116,9 @@ class TransformersEngine(Engine):
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
         decode = None if tokenizer is None else tokenizer.decode
-        self._batch = Batch(self._forward, max_rows, decode, max_tokens, keep_tokens if self._forward.continues else 0)
+        rows, self.decoding = rows_for(self._forward, max_rows, graphs)
+        kept = keep_tokens if self._forward.continues else 0
+        self._batch = Batch(self._forward, rows, max_rows, decode, max_tokens, kept)
         self._admission = Admission(max_rows, max_tokens, self.check_request)
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread
@@ -199,7 +215,7 @@ class TransformersEngine(Engine):
 
     async def pause(self) -> None:
         self._batch.paused = True
-        await self._work(_nothing)
+        await self._work(self._batch.settle)
 
     async def resume(self) -> None:
         self._batch.paused = False
@@ -284,7 +300,3 @@ class TransformersEngine(Engine):
 
 
 ENGINE = TransformersEngine
-
-
-def _nothing() -> None:
-    """What the thread does once it is idle."""

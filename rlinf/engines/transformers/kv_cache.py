@@ -45,6 +45,9 @@ _AHEAD = 256
 """Columns allocated ahead at first: the usual short answers never move, long ones are moved a few times."""
 _GROWTH = 1.5
 """Columns and rows grow by this factor, so that what is copied stays below twice what is written."""
+_ALIGNED = 8
+"""Elements to multiples of which CUDA's memory-efficient attention wants a mask's strides; its address is a multiple
+of 16 bytes, which are as many elements of two bytes."""
 
 
 class Band:
@@ -64,7 +67,8 @@ class Band:
         """Columns written."""
         self._low = 0
         self._uniform = True
-        self._capacity = self.filled + min(room, _AHEAD)
+        self._align = _alignment(like.pairs[0][0].device)
+        self._capacity = self._rounded(self.filled + min(room, _AHEAD))
         self._pairs = [tuple(_blank(part, 0, self._capacity) for part in pair) for pair in like.pairs]
         self._states = [state.new_zeros((0, *state.shape[1:])) for state in like.states]
         self._places = like.places
@@ -94,7 +98,8 @@ class Band:
         """
         columns = read.pairs[0][0].shape[2]
         if columns > self.filled:
-            self._relay(len(self._bias), self._capacity + columns - self.filled, columns - self.filled)
+            shift = self._rounded(columns - self.filled)
+            self._relay(len(self._bias), self._capacity + shift, shift)
         holes = np.flatnonzero(self.slots < 0)[: len(slots)]
         old = len(self)
         rows = np.concatenate([holes, np.arange(old, old + len(slots) - len(holes))])
@@ -114,9 +119,9 @@ class Band:
         self._bias.index_copy_(0, where, self._biases(self.starts[rows]))
         self._measure()
 
-    def row(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the keys and values of one row, each [key-value heads, tokens, head size]."""
-        span = slice(int(self.starts[number]), self.filled)
+    def row(self, number: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of one row's last tokens, each [key-value heads, tokens, head size]."""
+        span = slice(self.filled - tokens, self.filled)
         return [(keys[number, :, span].clone(), values[number, :, span].clone()) for keys, values in self._pairs]
 
     def end(self, rows: np.ndarray) -> None:
@@ -156,7 +161,8 @@ class Band:
         if self.filled < self._capacity:
             return
         wasted = 3 * self._low > self._capacity  # most rows that reached so far back are gone: move up
-        self._relay(len(self._bias), self._capacity if wasted else int(_GROWTH * self._capacity) + 1, -self._low)
+        capacity = self._capacity if wasted else self._rounded(int(_GROWTH * self._capacity) + 1)
+        self._relay(len(self._bias), capacity, -self._low)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Write one layer's next column.
@@ -179,9 +185,16 @@ class Band:
     def mask(self, last: int | None = None) -> Tensor | None:
         """What is added to the scores of the window with the column about to be written, [rows, 1, 1, window].
 
-        None if every row sees all of it. `last` is that of `write`.
+        None if every row sees all of it. `last` is that of `write`. It lies as attention wants it; see `_ALIGNED`.
         """
-        return None if self._uniform else self._bias[: len(self), :, :, self._window(last)]
+        if self._uniform:
+            return None
+        window = self._window(last)
+        mask = self._bias[: len(self), :, :, window]
+        if window.start % self._align == 0:
+            return mask
+        columns = window.stop - window.start
+        return self._bias.new_empty((len(self), 1, 1, self._rounded(columns)))[..., :columns].copy_(mask)
 
     def real(self) -> Tensor | None:
         """Which columns of the window are a row's own, the one about to be written included, int64 [rows, window].
@@ -208,6 +221,11 @@ class Band:
         if len(starts):
             self._low = int(starts.min())
             self._uniform = bool((starts == self._low).all())
+            if not self._uniform:  # there is a mask, and it hides the columns in between
+                self._low -= self._low % self._align
+
+    def _rounded(self, columns: int) -> int:
+        return -(-columns // self._align) * self._align
 
     def _biases(self, starts: np.ndarray) -> Tensor:
         columns = torch.arange(self._capacity, device=self._bias.device)
@@ -235,6 +253,11 @@ class Band:
         self._capacity = capacity
         self._bias = self._bias.new_zeros((rows, 1, 1, capacity))
         self._bias[:count] = self._biases(self.starts)
+
+
+def _alignment(device: torch.device) -> int:
+    """To multiples of how many columns masks begin and rows end; on CPUs it would only change how sums round."""
+    return _ALIGNED if device.type == "cuda" else 1
 
 
 def _blank(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -302,7 +325,7 @@ class BandCache(Cache):
 
 
 def _layer(band: Band, number: int, like: Any) -> Any:
-    if type(like).__name__ == "DummyLayer":  # remembers nothing; transformers 5.17 has no such class yet
+    if type(like).__name__ == "DummyLayer":  # keeps nothing; transformers has it from 5.18 on
         return type(like)()
     if not isinstance(like, LinearAttentionCacheLayerMixin):
         return _Columns(band, number)

@@ -43,23 +43,23 @@ class LeanForward(ModelForward):
         images: Sequence[Sequence[ImageRef]] = (),
         past: Layers | None = None,
     ) -> tuple[Tensor, Layers]:
-        hidden = F.embedding(ids, self._embedding)
+        hidden = F.embedding(ids, self.embedding)
         biases = self._biases(ids, real)
-        cos, sin = self._angles(positions_of(ids, real), ids.shape[1] if real is None else real.shape[1])
+        cos, sin = self.angles(positions_of(ids, real), ids.shape[1] if real is None else real.shape[1])
         pairs = []
-        for number, block in enumerate(self._blocks):
+        for number, block in enumerate(self.blocks):
             before = None if past is None else past.pairs[number]
             hidden, pair = block.read(hidden, cos, sin, biases[block.window], before)
             pairs.append(pair)
-        return self._logits(hidden[:, -1]), Layers(pairs)
+        return self.logits(hidden[:, -1]), Layers(pairs)
 
     def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
-        hidden = F.embedding(ids, self._embedding)
-        cos, sin = self._angles(positions, max(band.filled for band in bands) + 1)
-        masks = {window: [band.mask(window) for band in bands] for window in self._windows}
-        for number, block in enumerate(self._blocks):
+        hidden = F.embedding(ids, self.embedding)
+        cos, sin = self.angles(positions, max(band.filled for band in bands) + 1)
+        masks = {window: [band.mask(window) for band in bands] for window in self.windows}
+        for number, block in enumerate(self.blocks):
             hidden = block.step(hidden, cos, sin, bands, masks[block.window], number)
-        return self._logits(hidden)
+        return self.logits(hidden)
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), self._cos, self._sin]
@@ -67,39 +67,49 @@ class LeanForward(ModelForward):
     def _join(self) -> None:
         trunk: Any = self._model.model
         windows = windows_of(self._model)
-        self._blocks = [_Block(layer, window) for layer, window in zip(trunk.layers, windows, strict=True)]
-        self._windows = set(windows)
-        self._embedding: Tensor = trunk.embed_tokens.weight
+        self.blocks = [Block(layer, window) for layer, window in zip(trunk.layers, windows, strict=True)]
+        self.windows = set(windows)
+        self.embedding: Tensor = trunk.embed_tokens.weight
         self._norm = trunk.norm
         self._head: nn.Linear = self._model.lm_head  # type: ignore[assignment]
         self._rotary = trunk.rotary_emb
-        self._cos = self._sin = self._embedding.new_empty(0, 0)
+        self._cos = self._sin = self.embedding.new_empty(0, 0)
 
     def _biases(self, ids: Tensor, real: Tensor | None) -> dict[int | None, Tensor | None]:
         """What is added to the scores of texts, by the layer's window; None where all that came before is seen."""
         columns = ids.shape[1] if real is None else real.shape[1]
         found: dict[int | None, Tensor | None] = {}
-        for window in self._windows:
+        for window in self.windows:
             whole = window is None or window >= columns
             every = torch.ones_like(ids, dtype=torch.bool) if real is None else real
             found[window] = None if real is None and whole else causal_bias(every, self.dtype, ids.shape[1], window)
         return found
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocabulary]."""
         return F.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
 
-    def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines for every head of these positions, all below `length`, [..., 1, head size]."""
-        if length > len(self._cos):
-            every = torch.arange(2 * length, device=self._embedding.device)[None]
-            cos, sin = self._rotary(self._embedding, every)
-            half = sin.shape[-1] // 2
-            self._cos = cos[0, :, None]
-            self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # see `_Block._turned`
+        self.reach(length)
         return self._cos[positions], self._sin[positions]
 
+    def reach(self, length: int) -> None:
+        """Have angles for all positions below `length`; they move only where they had not reached so far."""
+        if length > len(self._cos):
+            every = torch.arange(2 * length, device=self.embedding.device)[None]
+            cos, sin = self._rotary(self.embedding, every)
+            half = sin.shape[-1] // 2
+            self._cos = cos[0, :, None]
+            self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]  # see `Block.heads`
 
-class _Block:
+    def addresses(self) -> tuple[int, ...]:
+        """Where all that steps read lies: a recording of a step is of these addresses."""
+        joined = [part for block in self.blocks for part in (*block.qkv, *block.gate_up) if part is not None]
+        return tuple(tensor.data_ptr() for tensor in (*self._held(), *joined))
+
+
+class Block:
     """One transformer layer, which sees so many tokens at most, itself included; None for all."""
 
     def __init__(self, layer: Any, window: int | None):
@@ -121,7 +131,7 @@ class _Block:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """[rows, tokens, hidden] to the same, with the keys and values of these tokens and of those before them, each
         [rows, key-value heads, tokens, head size]."""
-        turned, values = self._heads(hidden, cos, sin)
+        turned, values = self.heads(hidden, cos, sin)
         query = turned[..., : self.queries, :].transpose(1, 2)
         keys, values = turned[..., self.queries :, :].transpose(1, 2), values.transpose(1, 2)
         if past is not None:
@@ -135,7 +145,7 @@ class _Block:
             is_causal=bias is None,
             scale=self.scale,
         )
-        return self._finish(hidden, attended.transpose(1, 2).flatten(2)), (keys, values)
+        return self.finish(hidden, attended.transpose(1, 2).flatten(2)), (keys, values)
 
     def step(
         self,
@@ -147,7 +157,7 @@ class _Block:
         number: int,
     ) -> Tensor:
         """[rows, hidden] to the same; `number` is the layer's, in the bands."""
-        turned, values = self._heads(hidden, cos, sin)
+        turned, values = self.heads(hidden, cos, sin)
         parts = []
         start = 0
         for band, mask in zip(bands, masks, strict=True):
@@ -158,10 +168,16 @@ class _Block:
             query = turned[rows, : self.queries].view(len(band), self.keys, -1, self.head)
             attended = F.scaled_dot_product_attention(query, keys, seen, attn_mask=mask, scale=self.scale)
             parts.append(attended.reshape(len(band), -1))
-        return self._finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return self.finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys, [..., heads, head size], and values."""
+        turning, values = self.unturned(hidden)
+        # The halves change places, and the sines carry the minus sign of the first.
+        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+
+    def unturned(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys before they are rotated, [..., heads, head size], and values."""
         heads = F.linear(_rms_norm(hidden, self.norms[0]), *self.qkv)
         heads = heads.view(*heads.shape[:-1], self.queries + 2 * self.keys, self.head)
         turning, values = heads.split([self.queries + self.keys, self.keys], dim=-2)
@@ -169,10 +185,9 @@ class _Block:
         if query_norm is not None and key_norm is not None:
             query, key = turning.split([self.queries, self.keys], dim=-2)
             turning = torch.cat([_rms_norm(query, query_norm), _rms_norm(key, key_norm)], dim=-2)
-        # The halves change places, and the sines carry the minus sign of the first.
-        return torch.addcmul(turning * cos, turning.roll(self.head // 2, dims=-1), sin), values
+        return turning, values
 
-    def _finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What follows attention."""
         hidden = hidden + F.linear(attended, self.output.weight, self.output.bias)
         gate, up = F.linear(_rms_norm(hidden, self.norms[1]), *self.gate_up).chunk(2, dim=-1)

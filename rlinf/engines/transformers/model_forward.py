@@ -61,7 +61,7 @@ class ModelForward:
         self.dtype: torch.dtype = model.dtype
         self.version = version
         self._model = model
-        self._parking: Parking | None = None
+        self._parking = Parking(self._held)  # kept, with its host memory
         self._arrived: Weights | None = None
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
@@ -195,10 +195,10 @@ class ModelForward:
         """
         self.check(weights)
         self.version = weights.version
-        if self._parking is None:
-            self._take(weights)
-        else:
+        if self._parking.parked:
             self._arrived = weights
+        else:
+            self._take(weights)
 
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
@@ -208,15 +208,11 @@ class ModelForward:
 
     def park(self) -> None:
         """Give the memory of all weights back; `read` and `step` need them again."""
-        if self._parking is None:
-            self._parking = Parking(self._held())
         self._parking.park()
 
     def unpark(self) -> None:
-        """Undo `park`, with the weights that have come meanwhile."""
-        if self._parking is not None:
-            self._parking.unpark()
-            self._parking = None
+        """Undo `park`, with the weights that have come meanwhile, in place of which the old ones are not copied."""
+        self._parking.unpark(without=() if self._arrived is None else self._model.parameters())
         if self._arrived is not None:
             self._take(self._arrived)
             self._arrived = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.data.rng import uniforms
@@ -60,7 +61,11 @@ class Rules:
         )
 
 
-def choose(logits: Tensor, rules: Rules, positions: Tensor) -> tuple[Tensor, Tensor]:
+_BLOCK = 128
+"""Tokens of a block whose weights are added up as one: vocabularies are usually multiples of it."""
+
+
+def choose(logits: Tensor, rules: Rules, positions: Tensor, *, blocks: bool | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row from softmax(logits / temperature), or take the likeliest where temperature is 0.
 
     Where `top_k`, `top_p` or `min_p` leave tokens out, the draw is among the others in proportion to their
@@ -70,6 +75,8 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor) -> tuple[Tensor, Ten
         logits: [rows, vocabulary].
         rules: of the rows.
         positions: which token of its answer each row draws, from 0, int64 [rows].
+        blocks: look for the token among blocks of the vocabulary first, then in its block, which spares a GPU a running
+            sum over everything, and gives the same token up to rounding in float64. Default: on GPUs.
 
     Returns:
         Tokens, int64 [rows], and their log-probs, nats, float32 [rows]: under softmax(logits / temperature), at
@@ -80,18 +87,62 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor) -> tuple[Tensor, Ten
         scaled = scaled / rules.temperatures
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = scaled.exp()
-    # float64: in a float32 running sum, tokens below about 6e-8 vanish, and together they can be likely.
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    if rules.top_k is not None:
-        cumulative = _limited(weights, rules).cumsum(dim=-1, dtype=torch.float64)
-    # right=True takes the first entry above the target, so never a token of weight 0. There is one: a number of at most
-    # 1 - 2^-53 times the last entry rounds to less than it. (The clamp is for weights that are NaN.)
-    target = uniforms(rules.seeds, positions)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
+    drawn = _Blocks if (logits.is_cuda if blocks is None else blocks) else _Running
+    whole = drawn(weights)
+    chosen = whole if rules.top_k is None else drawn(_limited(weights, rules))
+    tokens = chosen.draw(uniforms(rules.seeds, positions)[:, None])
     if rules.greedy is not None:
         tokens = torch.where(rules.greedy, scaled.argmax(dim=-1), tokens)
-    return tokens, (scaled.gather(1, tokens[:, None]) - total.log().float()).squeeze(1)
+    return tokens, (scaled.gather(1, tokens[:, None]) - whole.total.log().float()).squeeze(1)
+
+
+class _Running:
+    """Draws by a running sum over the vocabulary.
+
+    In float64: in a float32 sum, tokens below about 6e-8 vanish, and together they can be likely.
+    """
+
+    def __init__(self, weights: Tensor):
+        self._sums = weights.cumsum(dim=-1, dtype=torch.float64)
+        self.total = self._sums[:, -1:]
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        """The token of each row at which the running sum passes this share of the total, float64 [rows, 1]."""
+        # right=True takes the first entry above the target, so never a token of weight 0. There is one: a number of at
+        # most 1 - 2^-53 times the last entry rounds to less than it. (The clamp is for weights that are NaN.)
+        found = torch.searchsorted(self._sums, uniform * self.total, right=True)
+        return found.clamp(max=self._sums.shape[-1] - 1).squeeze(1)
+
+
+class _Blocks:
+    """The same by the running sum of blocks, and that within one of them."""
+
+    def __init__(self, weights: Tensor):
+        self._last = weights.shape[-1] - 1
+        if missing := -weights.shape[-1] % _BLOCK:
+            weights = F.pad(weights, (0, missing))
+        self._weights = weights.unflatten(-1, (-1, _BLOCK))
+        self._sums = self._weights.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        self.total = self._sums[:, -1:]
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        target = uniform * self.total
+        block = torch.searchsorted(self._sums, target, right=True).clamp(max=self._sums.shape[-1] - 1)
+        before = F.pad(self._sums, (1, 0)).gather(1, block)
+        inside = self._weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1)
+        sums = inside.cumsum(dim=-1, dtype=torch.float64)
+        found = torch.searchsorted(sums, target - before, right=True)
+        # Sums in another order may round to less than the target: then it is the last token that has a weight.
+        token = block * _BLOCK + torch.minimum(found, torch.searchsorted(sums, sums[:, -1:].contiguous()))
+        return token.clamp(max=self._last).squeeze(1)
+
+
+def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probs on the host, int64 and float32 [rows], by one transfer."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # in which either is exact
+    return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
 def _limited(weights: Tensor, rules: Rules) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,19 @@ from rlinf.engines.transformers.sampling import DRAWS
 
 Decode = Callable[[list[int]], Any]
 """The text of some tokens."""
+
+
+class Drawn(NamedTuple):
+    """One token more of some answers, on the host."""
+
+    slots: np.ndarray
+    """Of each row, -1 for rows that have ended, int64 [rows]."""
+    tokens: np.ndarray
+    """int64 [rows]"""
+    logprobs: np.ndarray
+    """float32 [rows]"""
+    version: int
+    """Of the weights that made them."""
 
 
 class Slots:
@@ -84,19 +97,13 @@ class Slots:
         arrays = (array[slot, :count].copy() for array in (self._tokens, self._logprobs, self._versions))
         return replace(self.requests[slot], partial=PartialAnswer(*arrays) if count else None)
 
-    def add(
-        self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
-    ) -> list[tuple[int, Finish]]:
+    def add(self, drawn: Drawn) -> list[tuple[int, Finish]]:
         """Take in a step's tokens.
 
-        Args:
-            slots: of each row, -1 for rows that have ended, int64 [rows].
-            tokens, logprobs: int64 and float32 [rows].
-            version: of the weights that made them.
-
         Returns:
-            Positions in `slots` of the answers that ended, in order, and why.
+            Positions in `drawn.slots` of the answers that ended, in order, and why.
         """
+        slots, tokens, logprobs, version = drawn
         places = self.lengths[slots]
         self._tokens[slots, places] = tokens
         self._logprobs[slots, places] = logprobs

@@ -21,6 +21,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.served.http import Http
 from rlinf.engines.served.server import Ask, Chunk
 from rlinf.runtime.base.tasks import in_thread
+from rlinf.runtime.gpu.own_device import seen_by_children
 
 _INSIDE = Path(__file__).parent / "inside"
 
@@ -55,6 +56,7 @@ class VllmServer:
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors are others than those of `inside/rlinf_draw.py`
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers on a machine would share the cores they are bound to
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            **seen_by_children(int(self._settings.get("tensor_parallel_size", 1))),  # it takes the first that it sees
         }
 
     async def greet(self, http: Http) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlinf.envs.base import CannotSimulate, Observation, Simulator, State, Transition, check_arguments
 from rlinf.envs.maniskill import tasks as maniskill_tasks
 from rlinf.envs.maniskill.tasks import Task
+from rlinf.runtime.gpu.own_device import enter_device
 
 
 class ManiSkillBatched(Simulator):
@@ -41,8 +42,8 @@ class ManiSkillBatched(Simulator):
         self._task = Task(**task)
         if not torch.cuda.is_available():
             raise CannotSimulate(f"{self._task.id}: ManiSkillBatched needs a CUDA device; on the CPU, take ManiSkill")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._env = maniskill_tasks.make(self._task, num_envs, f"physx_cuda:{self.device.index}")
+        self.device = enter_device()  # of this process or of whoever started it; PhysX itself would take GPU 0
+        self._env = maniskill_tasks.make(self._task, num_envs, "physx_cuda", self.device.index)
         self.num_envs = num_envs
         self.observation_spec = maniskill_tasks.observation_spec(self._env)
         self.action_spec = maniskill_tasks.action_spec(self._env, self._task.id)

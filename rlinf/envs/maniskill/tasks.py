@@ -77,13 +77,14 @@ class Task:
         return self.pictures or self.observe != "state"
 
 
-def make(task: Task, num_envs: int, simulation: str) -> Any:
+def make(task: Task, num_envs: int, simulation: str, gpu: int | None = None) -> Any:
     """ManiSkill's environment without wrappers, so that nothing but it resets or cuts off episodes.
 
     Args:
         task: what to make.
         num_envs: how many in it; more than one only on a GPU.
         simulation: "physx_cpu" or "physx_cuda".
+        gpu: number of the GPU that simulates and draws; None for the CPU.
 
     Raises:
         ValueError: no such task, or it has not what was asked for.
@@ -100,14 +101,15 @@ def make(task: Task, num_envs: int, simulation: str) -> Any:
     if simulation == "physx_cpu":
         maniskill_poses.quicken()
     _refuse_missing(task.id, spec)
-    drawing = ("gpu" if simulation == "physx_cuda" else "cpu") if task.draws else "none"
+    on = "" if gpu is None else f":{gpu}"
+    drawing = ("cpu" if gpu is None else f"sapien_cuda{on}") if task.draws else "none"
     arguments: dict[str, Any] = {
         **spec.default_kwargs,
         "num_envs": num_envs,
         "obs_mode": _MODES[task.observe],
         "reward_mode": task.reward,
         "control_mode": task.control,
-        "sim_backend": simulation,
+        "sim_backend": f"{simulation}{on}",
         "render_backend": drawing,
         "render_mode": "rgb_array" if task.pictures else None,
         "human_render_camera_configs": {"width": task.picture_size, "height": task.picture_size},

@@ -118,6 +118,8 @@ def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
         "lora": config.model.lora.settings,
         "reference": config.reference.inside if algorithm.needs_reference else None,
         "teacher": config.teacher.adapter if algorithm.needs_teacher else None,
+        # a moving mean that bfloat16 rounds at every step would not move
+        "publishes": "float32" if config.reference.kind == "ema" else config.rollout.dtype,
     }
 
 
@@ -162,6 +164,7 @@ def _reference(config: RunConfig, role: str) -> dict[str, Any]:
         "decay": config.reference.decay if moving else None,
         "micro_batch_tokens": config.trainer.micro_batch_tokens,
         "logprob_chunk": config.trainer.logprob_chunk,
+        "attention": config.trainer.attention,
         "order": config.trainer.order,
         "dtype": settings.dtype,
         **changed,

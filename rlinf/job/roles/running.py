@@ -7,7 +7,7 @@ takes it. Who wakes whom: nobody; the run waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,16 @@ class Role:
     """After so many items it offers devices that it shares, where the plan says nothing."""
 
 
-async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, Role]) -> Roles:
+async def spawn_roles(
+    system: ActorSystem, placed: Placed, roles: Mapping[str, Role], say: Callable[[str], None] | None = None
+) -> Roles:
     """Start roles, all or none of them.
 
     Args:
         system: where.
         placed: on which host and devices.
         roles: by name.
+        say: is told how roles compute that do so in an unusual way.
 
     Returns:
         Their handles, in the same order.
@@ -68,7 +71,9 @@ async def spawn_roles(system: ActorSystem, placed: Placed, roles: Mapping[str, R
                 where = placed.spawning(name, *role.held)
             if role.lease_items is not None and "devices" in where:
                 where.setdefault("lease_items", role.lease_items)
-            found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
+            group = found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
+            if say is not None and "computes" in group.endpoints and (words := await group[0].computes()):
+                say(f"{name}: {words}")
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
     # for each other for ever, one on each of two hosts.

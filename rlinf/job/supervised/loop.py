@@ -58,7 +58,11 @@ class SupervisedLoop(TrainingLoop[Numbers]):
         for line in (*((spread.words,) if spread.words is not None else ()), *self.data.notes):
             self.report.line(f"{self.config.name}: {line}")
         roles = roles_to_start(self.config, self.data, self.prepared, spread.sharding)
-        return await spawn_roles(self.system, placed, only(roles, names))
+
+        def say(words: str) -> None:
+            self.report.line(f"{self.config.name}: {words}")
+
+        return await spawn_roles(self.system, placed, only(roles, names), say)
 
     async def draw(self, index: int) -> SupervisedStep:
         return SupervisedStep(index, await self.data.train.draw(self.config.supervised.batch_size))
@@ -176,7 +180,7 @@ def roles_to_start(
     found = {TRAINER: Role(SupervisedTrainer, settings, prepared.held.get(TRAINER, (0, 0)))}
     if REFERENCE in prepared.roles:
         own = {} if config.reference.model is None else {"model": config.reference.model}
-        forward = {name: getattr(config.trainer, name) for name in ("micro_batch_tokens", "logprob_chunk")}
+        forward = {name: getattr(config.trainer, name) for name in ("micro_batch_tokens", "logprob_chunk", "attention")}
         how = {**forward, "order": "arrival", "column": REF, "dtype": config.reference.dtype}
         found[REFERENCE] = Role(Reference, {**shared, **how, **own}, prepared.held.get(REFERENCE, (0, 0)))
     return found

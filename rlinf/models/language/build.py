@@ -35,7 +35,7 @@ from rlinf.data.rng import mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
-from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.policy_model import Attention, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
 M = TypeVar("M", bound=PolicyModel)
@@ -63,6 +63,10 @@ class Build:
     """See `PolicyModel`."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Directories of further adapters, which do not learn, by name."""
+    attention: Attention = "any"
+    """See `PolicyModel`."""
+    ranks: DeviceMesh | None = None
+    """All that train it, who agree on how it is run; None for one."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -99,8 +103,6 @@ def _built(
     kind: type[Any] = AutoModelForCausalLM,
 ) -> M:
     with ONE_AT_A_TIME:
-        if build.device.type == "cuda":
-            torch.cuda.set_device(build.device)  # of this thread, in which all else is computed
         spread = build.mesh is not None and kind is AutoModelForCausalLM  # a new head is in no file
         files = (saved_files(build.source) if spread else None) or {}
         empty = empty_model(str(build.source), files) if files else None
@@ -117,7 +119,7 @@ def _built(
             module.to_empty(device=build.device)
             fill(module.model, files)
             _start(module, build)
-        module.settle()
+        module.settle(build.ranks)
         return module
 
 
@@ -126,17 +128,19 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, gradient_checkpointing=build.gradient_checkpointing)
+    return PolicyModel(
+        model, chunk=build.chunk, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention
+    )
 
 
 def _values(model: PreTrainedModel, build: Build) -> ValueModel:
-    return ValueModel(model, gradient_checkpointing=build.gradient_checkpointing)
+    return ValueModel(model, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention)
 
 
 def _scores(model: PreTrainedModel, build: Build) -> ScoreModel:
     if build.lora is not None:
         add_adapters(model, build.lora)
-    return ScoreModel(model, gradient_checkpointing=build.gradient_checkpointing)
+    return ScoreModel(model, gradient_checkpointing=build.gradient_checkpointing, attention=build.attention)
 
 
 def _start(module: PolicyModel, build: Build) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,8 @@ def plain_name(name: str) -> str:
 def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and weights as the plain Hugging Face model has them, adapters added in; tied weights once.
 
-    A model without adapters gives its own `named_parameters()`. Of a model that is spread over ranks, plain weights
-    come as the `DTensor`s they are and merged ones whole, so all ranks must go through this together.
+    A model without adapters gives its own `named_parameters()`. Of a model that is spread over ranks they come as the
+    `DTensor`s that they are, and merging communicates, so all ranks must go through this together.
 
     Args:
         model: the Hugging Face model, spread or not, with adapters or without.
@@ -277,27 +278,28 @@ def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Yields:
         Name without wrappers, and a tensor that must not be changed; merged weights are made one at a time.
     """
+    for name, _, make in plain_parameters(model):
+        yield name, make()
+
+
+def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]:
+    """The same before it is merged: name, the parameter without adapters, and what makes the merged weight."""
     deltas = {
         f"{path}{_WRAPPED}.weight": module
         for path, module in model.named_modules()
         if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
     }
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            continue
-        if name in deltas:
-            yield plain_name(name), _merged(parameter, deltas[name])
-        else:
-            yield plain_name(name), parameter
+        if not is_adapter(name):
+            yield plain_name(name), parameter, partial(_merged, parameter, deltas.get(name))
 
 
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
-    total = _whole(weight).clone()
-    if POLICY in layer.lora_A:  # adapters of others may be in more layers
-        total += _whole(layer.get_delta_weight(POLICY)).to(total.dtype)
-    return total
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if layer is None or POLICY not in layer.lora_A:  # adapters of others may be in more layers
+        return weight.detach()
+    delta: Tensor = layer.get_delta_weight(POLICY).to(weight.dtype)
+    if isinstance(weight, DTensor):
+        assert isinstance(delta, DTensor)
+        delta = delta.redistribute(weight.device_mesh, weight.placements)
+    return delta.add_(weight)  # it is nobody else's

@@ -3,8 +3,9 @@
 In: the layout of a packed micro-batch, once per micro-batch, and query, key and value of every layer. Out: what
 attention gives for each sequence alone. Everything else in a model works token by token and needs no layout.
 
-On CUDA the variable-length kernel of torch does it, in half precision. Elsewhere there is none, and a mask over
-[tokens, tokens] costs ten times what it saves: sequences of about equal length are gathered into a few rectangles.
+On CUDA a variable-length kernel does it, in half precision (`kernels/varlen.py`). Elsewhere there is none, and a mask
+over [tokens, tokens] costs ten times what it saves: sequences of about equal length are gathered into a few rectangles.
+A layout is made on the host and sent once, so that no layer and no micro-batch waits for a device.
 
 Who sees whom within a sequence is what the model says when it makes its mask: transformers hands us the rule, a
 function of two positions, in place of a tensor (`Rule`). So windows and chunks count positions of their own sequence.
@@ -13,8 +14,8 @@ function of two positions, in place of a tensor (`Rule`). So windows and chunks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from rlinf.data.packing import sent
+from rlinf.models.language.kernels.varlen import HALF, Kernel, device_at_fault, kernel_of
 
 NAME = "rlinf_packed"
 """Under which transformers knows it: `model.set_attn_implementation(NAME)`."""
@@ -97,6 +101,10 @@ class Rectangle:
     """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
 
 
+REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model, or a kernel, may raise that cannot be run in an unusual way."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Where the sequences of a packed micro-batch lie."""
@@ -105,21 +113,30 @@ class Layout:
     """Tokens of the longest sequence."""
     bounds: Tensor
     """Where each sequence begins, and the end of the last, int32 [sequences + 1]."""
-    rectangles: tuple[Rectangle, ...]
-    """All sequences, for attention without a variable-length kernel; empty where there is one."""
+    kernel: Kernel | None
+    """What computes attention; None for rectangles."""
     places: Tensor | None
     """Which token stands at each place of the sequences laid end to end, int64; None for the same one."""
     restore: Tensor | None
-    """Place of each token in what attention gives: in the rectangles laid end to end or, where there are none, in the
-    sequences, int64 [tokens]; None for the same place. A token that sequences share has the same value in each."""
+    """The first place of each token in the sequences laid end to end, int64 [tokens]; None for the same place, and
+    where there is no kernel. A token that sequences share has the same value in each."""
+    starts: np.ndarray
+    """`bounds` on the host, int64."""
+    stands: np.ndarray | None
+    """`places` on the host."""
+    refusals: list[str] | None = None
+    """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
+    come to the end; None: it raises."""
+    _boxes: list[tuple[tuple[Rectangle, ...], Tensor | None]] = field(default_factory=list)
+    """The rectangles, once they were asked for."""
 
     def boxes(self) -> tuple[tuple[Rectangle, ...], Tensor | None]:
-        """The rectangles and `restore`, made for a layer that the kernel cannot serve where there are none."""
-        if self.rectangles:
-            return self.rectangles, self.restore
-        bounds = self.bounds.cpu().numpy().astype(np.int64)
-        shared = None if self.places is None else self.places.cpu().numpy()
-        return _rectangles(np.diff(bounds), bounds, shared, self.bounds.device)
+        """All sequences as rectangles, for layers that no kernel serves; and the place of each token in these laid end
+        to end, int64 [tokens], None for the same place. Made once."""
+        if not self._boxes:
+            lengths = np.diff(self.starts)
+            self._boxes.append(_rectangles(lengths, self.starts, self.stands, self.bounds.device))
+        return self._boxes[0]
 
     @staticmethod
     def of(
@@ -127,6 +144,10 @@ class Layout:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         places: Tensor | None = None,
+        *,
+        stands: np.ndarray | None = None,
+        kernel: Kernel | Literal[False] | None = None,
+        refusals: list[str] | None = None,
     ) -> Layout:
         """The layout of sequences.
 
@@ -134,15 +155,21 @@ class Layout:
             lengths: tokens of each, at least one sequence and none empty.
             device, dtype: on which and in which attention is computed.
             places: which token stands at each place of the sequences laid end to end; None if they share none.
+            stands: the same on the host, int64; None reads `places`, for which a device must be waited.
+            kernel: what computes attention where it can; False for rectangles; None takes torch's own kernel off the
+                CPU in half precision, and rectangles elsewhere.
+            refusals: see there.
         """
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        on_device = torch.from_numpy(bounds.astype(np.int32)).to(device)
-        shared = None if places is None else places.cpu().numpy()
-        if device.type == "cuda" and dtype != torch.float32:
-            back = None if shared is None else torch.from_numpy(_first_place(shared)).to(device)
-            return Layout(max(lengths), on_device, (), places, back)
-        rectangles, restore = _rectangles(np.asarray(lengths), bounds, shared, device)
-        return Layout(max(lengths), on_device, rectangles, places, restore)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        if stands is None and places is not None:
+            stands = places.cpu().numpy()
+        if kernel is None and device.type != "cpu" and dtype in HALF:
+            kernel = kernel_of("varlen", device)
+        back = None if stands is None or not kernel else _first_place(stands)
+        on_host = [torch.from_numpy(starts.astype(np.int32)), None if back is None else torch.from_numpy(back)]
+        bounds, restore = sent(on_host, device)
+        assert bounds is not None
+        return Layout(max(lengths), bounds, kernel or None, places, restore, starts, stands, refusals)
 
 
 def _first_place(places: np.ndarray) -> np.ndarray:
@@ -156,11 +183,12 @@ def _rectangles(
     lengths: np.ndarray, bounds: np.ndarray, places: np.ndarray | None, device: torch.device
 ) -> tuple[tuple[Rectangle, ...], Tensor | None]:
     if (lengths == lengths[0]).all():
-        index = None if places is None else torch.from_numpy(places).to(device)
-        box = Rectangle(len(lengths), int(lengths[0]), index)
-        return (box,), None if places is None else torch.from_numpy(_first_place(places)).to(device)
+        shared = (None, None) if places is None else (torch.from_numpy(places), torch.from_numpy(_first_place(places)))
+        index, back = sent(shared, device)
+        return (Rectangle(len(lengths), int(lengths[0]), index),), back
     restore = np.empty(bounds[-1], dtype=np.int64)
-    made, used = [], 0
+    shapes: list[tuple[int, int]] = []
+    gathered, used = [], 0
     for members in _alike(lengths):
         longest = int(lengths[members].max())
         columns = np.arange(longest)
@@ -169,11 +197,13 @@ def _rectangles(
         real = columns < lengths[members, None]
         restore[index[real]] = (used + np.arange(index.size)).reshape(index.shape)[real]
         chosen = index.reshape(-1) if places is None else places[index.reshape(-1)]
-        made.append(Rectangle(len(members), longest, torch.from_numpy(chosen).to(device)))
+        shapes.append((len(members), longest))
+        gathered.append(torch.from_numpy(chosen))
         used += index.size
     if places is not None:
         restore = restore[_first_place(places)]
-    return tuple(made), torch.from_numpy(restore).to(device)
+    *indices, last = sent([*gathered, torch.from_numpy(restore)], device)
+    return tuple(Rectangle(*shape, index) for shape, index in zip(shapes, indices, strict=True)), last
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
@@ -231,12 +261,15 @@ def packed_attention(
     if rule is None:
         rule = _CAUSAL if sliding_window is None else Rule(sliding_window_causal_mask_function(sliding_window))
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]
-    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    window = rule.window(layout.longest)
-    plain = window is not None and scores.plain and key.shape == value.shape
-    if layout.rectangles or not plain:
-        return _by_rectangles(query, key, value, layout, scores, rule)[None], None
-    return _by_kernel(query, key, value, layout, scores.scale, window)[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    try:
+        attended = _attended(query, key, value, layout, _Scores(scale, softcap, s_aux), rule)
+    except REFUSALS as error:
+        if layout.refusals is None or device_at_fault(error):
+            raise
+        layout.refusals.append(f"{type(module).__name__}: {error}")
+        attended = query.new_zeros(*query.shape[:2], value.shape[2])
+    return attended[None], None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +307,16 @@ class _Scores:
         return torch.softmax(scores, dim=-1)[..., :length].to(value.dtype) @ value
 
 
+def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
+    kernel = layout.kernel
+    if kernel is not None and scores.plain and key.shape == value.shape:
+        window = rule.window(layout.longest)
+        if window is not None:
+            left = -1 if window >= layout.longest else window - 1
+            return _by_kernel(kernel, query, key, value, layout, scores.scale, left)
+    return _by_rectangles(query, key, value, layout, scores, rule)
+
+
 def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
     done = []
     rectangles, restore = layout.boxes()
@@ -295,24 +338,12 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return everything.tril() & everything.triu(1 - window)
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
-
+def _by_kernel(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, left: int
+) -> Tensor:
     if layout.places is not None:
         query, key, value = (part.index_select(0, layout.places) for part in (query, key, value))
-    attended = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        layout.bounds,
-        layout.bounds,
-        layout.longest,
-        layout.longest,
-        scale=scaling,
-        window_size=(-1 if window is None or window >= layout.longest else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(attended, Tensor)  # without the extras that were not asked for
+    attended = kernel.attend(query, key, value, layout.bounds, layout.longest, scale, left)
     return attended if layout.restore is None else attended.index_select(0, layout.restore)
 
 

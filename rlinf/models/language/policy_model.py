@@ -9,18 +9,23 @@ are whole. Whether a model can be run like this is not guessed from its name: it
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rlinf.data.packing import Packed, Row, pack
+from rlinf.data.packing import Packed, Row, pack, sent
+from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
-from rlinf.models.language.packed_attention import ARGUMENT, NAME, Layout
+from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 
-_REFUSALS = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model may raise that cannot be run in an unusual way."""
+Attention = Literal["auto", "packed", "padded", "flash", "any"]
+"""How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
 _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
@@ -38,9 +43,17 @@ class PolicyModel(nn.Module):
         model: the Hugging Face model; its parameters keep their names under `model`.
         chunk: response tokens whose logits exist at a time.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
+        attention: among which ways to compute attention `settle` chooses.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = 1024, gradient_checkpointing: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int = 1024,
+        gradient_checkpointing: bool = False,
+        attention: Attention = "any",
+    ):
         super().__init__()
         self.model = model.eval()
         self.packs = True
@@ -49,7 +62,12 @@ class PolicyModel(nn.Module):
         """Logits are hidden states times the output embedding; otherwise the model makes them, all at once."""
         self.computes_in = torch.float32
         """What its layers compute in; `shard` changes it."""
-        self._chunk = chunk
+        self.kernel: Kernel | Literal[False] | None = None
+        """What computes packed attention, see `Layout.of`; None until `settle`."""
+        self._chunk, self._attention = chunk, attention
+        self.refused: tuple[str, ...] = ()
+        """Why `settle` did not take ways that would be better."""
+        self._refusals: list[str] | None = None
         self._padded_attention: str = model.config._attn_implementation or "sdpa"
         self._use(packs=True, plain_head=_head_is_plain(model))
         if gradient_checkpointing:
@@ -92,7 +110,15 @@ class PolicyModel(nn.Module):
                 "data set, since their placeholders alone say nothing"
             )
         if self.packs:
-            layout = Layout.of(batch.lengths, batch.ids.device, self.computes_in, batch.places)
+            layout = Layout.of(
+                batch.lengths,
+                batch.ids.device,
+                self.computes_in,
+                batch.places,
+                stands=batch.stands,
+                kernel=self.kernel,
+                refusals=self._refusals,
+            )
             given = {
                 "input_ids": batch.ids[None],
                 "position_ids": batch.positions[None],
@@ -107,42 +133,116 @@ class PolicyModel(nn.Module):
         whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, places.index_select(0, batch.kept))
 
-    def settle(self) -> None:
-        """Find out how the model can be run; call it once, on all ranks together, when the weights are there."""
-        probe = pack([Row.made_up(prompt, answer) for prompt, answer in _PROBE])
-        probe = probe.to(next(self.parameters()).device)
+    def settle(self, ranks: DeviceMesh | None = None) -> None:
+        """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
+
+        A way is taken if it works on every rank: ranks that computed in two ways might wait for each other forever.
+
+        Args:
+            ranks: all that train the model, in one dimension; None for one, or for ranks that go each their own way.
+
+        Raises:
+            ValueError: it can be run in no way that `attention` permits.
+        """
+        parameter = next(self.parameters())
+        device = parameter.device
+        probe = pack([Row.made_up(prompt, answer) for prompt, answer in _PROBE]).to(device)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
+        refused: list[str] = []
         with torch.no_grad():
             self._use(packs=False, plain_head=False)
             expected = self(probe)
-            for packs, plain_head in ((True, True), (False, True), (True, False), (False, False)):
-                if plain_head and not _head_is_plain(self.model):
+            for kernel, packs, plain_head in self._ways(device):
+                found = self._at_hand(kernel, device, refused)
+                if not _agreed(found is not None, ranks, device):
                     continue
+                self.kernel = found
                 self._use(packs=packs, plain_head=plain_head)
-                if self._agrees(probe, expected) and (not packs or self._keeps_apart(probe)):
+                # each trial is a collective where the model lies in slices, so all ranks must go on to the next
+                if not _agreed(self._agrees(probe, expected, refused), ranks, device):
+                    continue
+                if not packs or _agreed(self._keeps_apart(probe, refused), ranks, device):
                     break
+            else:
+                raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
+
+    @property
+    def words(self) -> str:
+        """How it is run, for people."""
+        if not self.packs:
+            return "sequences padded to one length"
+        return "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
+
+    @property
+    def unusual(self) -> str:
+        """`words`, and why not otherwise; empty on a CPU that packs, as nearly all models let it."""
+        usual = self.packs and next(self.parameters()).device.type == "cpu"
+        return "" if usual else "; ".join([self.words, *self.refused])
+
+    def _ways(self, device: torch.device) -> Iterator[tuple[KernelName | None, bool, bool]]:
+        """Kernel, whether sequences are packed, whether the head is plain; the best first, the same on all ranks."""
+        wanted = self._attention
+        kernels: list[KernelName | None] = ["flash"] if wanted == "flash" else [None]
+        if wanted != "flash" and device.type != "cpu" and self.computes_in in HALF:
+            kernels = ["varlen", None] if wanted == "packed" else ["flash", "varlen", None]
+        pads = wanted in ("padded", "any") or (wanted == "auto" and device.type == "cpu")
+        heads = (True, False) if _head_is_plain(self.model) else (False,)
+        for plain_head in heads:
+            if wanted != "padded":
+                yield from ((kernel, True, plain_head) for kernel in kernels)
+            if pads:
+                yield None, False, plain_head
+
+    def _at_hand(
+        self, kernel: KernelName | None, device: torch.device, refused: list[str]
+    ) -> Kernel | Literal[False] | None:
+        """The kernel; False if none is meant, and None if its package is not at hand."""
+        if kernel is None:
+            return False
+        try:
+            return kernel_of(kernel, device)
+        except ImportError as error:
+            refused.append(f"no FlashAttention: {error}")
+            return None
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
         self.model.set_attn_implementation(NAME if packs else self._padded_attention)
 
-    def _agrees(self, probe: Packed, expected: tuple[Tensor, Tensor]) -> bool:
+    def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
+        """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
+        self._refusals = refusals = []
         try:
             found = self(probe)
-        except _REFUSALS:
+        except REFUSALS as error:
+            if device_at_fault(error):
+                raise
+            refusals.append(f"{type(self.model).__name__}: {error}")
+        finally:
+            self._refusals = None
+        refused += refusals[:1]
+        return None if refusals else found
+
+    def _agrees(self, probe: Packed, expected: tuple[Tensor, Tensor], refused: list[str]) -> bool:
+        found = self._tried(probe, refused)
+        if found is None:
             return False
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
-        return all(
+        same = all(
             bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
             for one, other in zip(found, expected, strict=True)
         )
+        if not same:
+            refused.append(f"{self.words}: other log-probs than by its own forward")
+        return same
 
-    def _keeps_apart(self, probe: Packed) -> bool:
+    def _keeps_apart(self, probe: Packed, refused: list[str]) -> bool:
         """Whether what one sequence holds, here NaN, reaches no other: a state that runs on over the end of a sequence
         may change the log-probs of a new model by less than rounding."""
         start = sum(probe.lengths[:_SPOILT])
@@ -155,12 +255,13 @@ class PolicyModel(nn.Module):
 
         hook = self.model.get_input_embeddings().register_forward_hook(spoil)
         try:
-            logprobs, _ = self(probe)
-        except _REFUSALS:
-            return False
+            found = self._tried(probe, refused)
         finally:
             hook.remove()
-        return bool(logprobs[probe.sequences != _SPOILT].isfinite().all())
+        apart = found is not None and bool(found[0][probe.sequences != _SPOILT].isfinite().all())
+        if found is not None and not apart:
+            refused.append(f"{type(self.model).__name__}: a sequence changes others that lie behind it")
+        return apart
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -182,11 +283,31 @@ def _padded(batch: Packed) -> tuple[Tensor, Tensor]:
     Returns:
         Token ids [rows, longest], and where each place of the sequences laid end to end is in it, flattened, int64.
     """
-    lengths = torch.tensor(batch.lengths, device=batch.ids.device)
+    lengths = np.array(batch.lengths)
     longest = max(batch.lengths)
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    starts = lengths.cumsum(0) - lengths
-    places = rows * longest + torch.arange(len(rows), device=rows.device) - starts[rows]
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    (places,) = sent([torch.from_numpy(rows * longest + np.arange(len(rows)) - starts[rows])], batch.ids.device)
     ids = batch.ids.new_zeros(len(lengths) * longest)
     ids[places] = batch.ids if batch.places is None else batch.ids[batch.places]
     return ids.view(len(lengths), longest), places
+
+
+def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:
+    """Whether this holds on every rank; a collective."""
+    if ranks is None or ranks.size() == 1:
+        return mine
+    least = torch.tensor(float(mine), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=ranks.get_group())
+    return bool(least)
+
+
+def _no_way(model: str, wanted: Attention, device: torch.device, refused: list[str]) -> str:
+    reasons = "; ".join(dict.fromkeys(refused)) or "another rank could not"
+    other = (
+        "auto takes torch's own kernel"
+        if wanted == "flash"
+        else "padded pads sequences to one length, which computes more and needs more memory"
+    )
+    said = f"trainer.attention={wanted}: {model} cannot be run so on {device.type}: {reasons}"
+    return f"{said}. {other[0].upper()}{other[1:]}"

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed
-from rlinf.models.language.policy_model import PolicyModel
+from rlinf.models.language.policy_model import Attention, PolicyModel
 
 HEAD = "score."
 """How the names of the unit's parameters begin; a policy has all the others too."""
@@ -31,13 +31,14 @@ class ValueModel(PolicyModel):
     Args:
         model: the Hugging Face model, changed in place; what it keeps has the names that it has in the policy.
         gradient_checkpointing: keep only the input of each layer, and compute the rest again for the gradient.
+        attention: see `PolicyModel`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False):
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, attention: Attention = "any"):
         without_head(model)
         width, device = model.config.get_text_config().hidden_size, model.get_input_embeddings().weight.device
         model.add_module("score", nn.Linear(width, 1, device=device, dtype=torch.float32))
-        super().__init__(model, gradient_checkpointing=gradient_checkpointing)
+        super().__init__(model, gradient_checkpointing=gradient_checkpointing, attention=attention)
         self.start_head()
 
     @property
@@ -75,16 +76,16 @@ class ScoreModel(ValueModel):
 
     Args:
         model: the classifier, changed in place; its head, `score`, is trained also where adapters train the rest.
-        gradient_checkpointing: see `ValueModel`.
+        gradient_checkpointing, attention: see `ValueModel`.
 
     Raises:
         ValueError: the classifier has no such head.
     """
 
-    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False):
+    def __init__(self, model: PreTrainedModel, *, gradient_checkpointing: bool = False, attention: Attention = "any"):
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head `score`: take a decoder's classifier")
-        PolicyModel.__init__(self, model, gradient_checkpointing=gradient_checkpointing)
+        PolicyModel.__init__(self, model, gradient_checkpointing=gradient_checkpointing, attention=attention)
         self.head.requires_grad_(True)
 
     def start_head(self) -> None:

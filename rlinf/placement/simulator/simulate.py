@@ -254,7 +254,7 @@ async def _perform(
     loop = asyncio.get_running_loop()
     items = next(iter(models.values())).items
     crowded = seats.crowded(models, memory)
-    async with ActorSystem.local(hosts=seats.count, trace=False, device_memory=memory or None) as system:
+    async with ActorSystem.local(seats.count, trace=False, device_memory=memory or None, computes=False) as system:
         roles = {
             name: await _spawn(system, model, seats, actors, parks=name in crowded, company=staleness > 0)
             for name, model in models.items()

@@ -165,6 +165,17 @@ class Actor:
         """
         return await self._cell.compute(fn, *args, **kwargs)
 
+    def note(self, what: str, seconds: float = 0.0, bytes: int = 0) -> None:
+        """Tell the trace of a part of what this actor has just done; a step's metrics have its sum.
+
+        Args:
+            what: the metric: `..._seconds`, of which that of the slowest actor counts, or `..._bytes`, which add up.
+            seconds: that it took, up to now.
+            bytes: that it moved.
+        """
+        now = self._cell.host.now()
+        self._cell.host.tracer.span("part", self._cell.name, "", what, now - seconds, now, bytes)
+
 
 class Cell:
     """An actor and what its host keeps about it."""

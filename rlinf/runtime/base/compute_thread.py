@@ -49,8 +49,8 @@ class _Work:
 class ComputeThread:
     """Runs blocking functions one at a time, in order, in a thread of its own.
 
-    It begins on the CUDA device of the thread that first calls `run`. It is a daemon: a function that never returns
-    cannot keep the process from ending.
+    It works on the GPU of its process, if that has one. It is a daemon: a function that never returns cannot keep the
+    process from ending.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlinf.runtime.gpu.own_device import device_of_threads, work_on
+
 S = TypeVar("S")
 T = TypeVar("T")
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -83,16 +85,11 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
 
 
 def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
-    """Start a daemon thread on the CUDA device of the calling one: torch would have it begin on device 0.
-
-    Not while CUDA is unused: to ask for its device would take memory of it.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    """Start a daemon thread on this process's GPU, if it has one: torch would have it begin on device 0."""
+    device = device_of_threads()
 
     def run() -> None:
-        if device is not None:
-            with contextlib.suppress(RuntimeError):  # of a broken device: what is run on it says so itself
-                torch.cuda.set_device(device)
+        work_on(device)
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -142,7 +139,8 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class InThreads:
-    """`await InThreads()(fn, *args)` runs blocking work in a thread of the event loop's, one function at a time.
+    """`await InThreads()(fn, *args)` runs blocking work in a thread of the event loop's, one function at a time, on
+    this process's GPU if it has one.
 
     Cancelled while a function runs, it waits for the thread.
     """
@@ -152,13 +150,18 @@ class InThreads:
 
     async def __call__(self, fn: Callable[..., T], *args: Any) -> T:
         async with self._turn:
-            work = asyncio.ensure_future(asyncio.to_thread(fn, *args))
+            work = asyncio.ensure_future(asyncio.to_thread(_on, device_of_threads(), fn, *args))
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
                 with contextlib.suppress(asyncio.CancelledError):
                     await finish(work)
                 raise
+
+
+def _on(device: torch.device | None, fn: Callable[..., T], *args: Any) -> T:
+    work_on(device)
+    return fn(*args)
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, endpoint
@@ -162,6 +162,7 @@ class LeaseService(Actor):
         Raises:
             UserError: one of them, or all of them together, could never be loaded.
         """
+        tenants = [(replace(tenant, devices=self._gpus(tenant.devices)), h, i) for tenant, h, i in tenants]
         for device, capacity in self._memory.items():  # the ranks of a group are set up, and called, together
             here = [tenant for tenant, _, _ in tenants if device in tenant.devices]
             needed = sum(tenant.resident_bytes for tenant in here)
@@ -179,6 +180,16 @@ class LeaseService(Actor):
                 raise UserError(f"{error}: give it other devices, or see that it needs less") from None
             self.tenants[tenant.name] = (host, actor)
             done.append((tenant.name, actor))
+
+    def _gpus(self, devices: frozenset[int]) -> frozenset[int]:
+        """Devices, each GPU that several hosts share by the number of the first of them: a device is that of the host
+        of its number, and a GPU is known by its id."""
+        places = self._cell.host.places
+        first: dict[str, int] = {}
+        for number, place in sorted(places.items()):
+            if place.device != "cpu":
+                first.setdefault(place.device, number)
+        return frozenset(first.get(places[each].device, each) if each in places else each for each in devices)
 
     def lease_unregister(self, tenants: list[tuple[str, ActorId]]) -> None:
         """Forget actors, unless others have taken their names meanwhile."""

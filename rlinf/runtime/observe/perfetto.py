@@ -126,6 +126,8 @@ def _arguments(span: Span) -> str:
     if span.kind == "payload":
         return f'"bytes": {span.bytes}'
     told = f'"actor": {_quoted(span.actor)}, "endpoint": {_quoted(span.endpoint)}'
+    if span.kind == "part":
+        return f'{told}, "bytes": {span.bytes}'
     key = _WHAT.get(span.kind)
     return told if key is None else f'{told}, "{key}": {_quoted(span.what)}'
 
@@ -156,8 +158,8 @@ def track_of(span: Span) -> str:
     """The track that it lies on in a picture: an actor's own, or one beside it."""
     if span.kind == "payload":
         return "payload"
-    if span.kind == "compute":
-        return f"{span.actor} compute"
+    if span.kind in ("compute", "part"):
+        return f"{span.actor} {span.kind}"
     if span.kind == "lease" or (span.kind == "wait" and span.what == DEVICES):
         return f"{span.actor} lease"
     return span.actor

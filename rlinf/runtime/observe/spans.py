@@ -18,7 +18,7 @@ DEVICES = "lease"
 """What a call waits for that waits for its actor's devices."""
 
 
-Kind = Literal["call", "item", "move", "compute", "wait", "lease", "payload", "flow"]
+Kind = Literal["call", "item", "move", "compute", "wait", "lease", "payload", "part", "flow"]
 """What a span is about, and so what `Span.what` says.
 
 call: a call of an endpoint; `what` is the caller.
@@ -28,10 +28,11 @@ compute: a function on an actor's compute thread; `what` is its name.
 wait: nothing goes on before a queue, a value or (`DEVICES`) a device is there; `what` is its name.
 lease: a call holds its actor's devices; `what` is the call.
 payload: a value is sent to another host, at an instant; `what` is its route.
+part: a part of an actor's work that it tells of (`Actor.note`); `what` is its metric.
 flow: a part of the flow function, such as a step; `what` is its name.
 """
 KINDS: frozenset[str] = frozenset(get_args(Kind))
-OF_ACTORS: frozenset[Kind] = frozenset({"call", "item", "move", "compute", "lease"})
+OF_ACTORS: frozenset[Kind] = frozenset({"call", "item", "move", "compute", "lease", "part"})
 """Kinds of spans that only actors have."""
 
 
@@ -50,7 +51,7 @@ class Span(NamedTuple):
     end: float
     """Seconds of the host's clock."""
     bytes: int = 0
-    """That were sent, of a payload."""
+    """That were sent, of a payload; that were moved, of a part."""
 
 
 def _drop(span: tuple[Any, ...]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rlinf.runtime.base.tensor_bytes import flat_bytes
+from rlinf.runtime.gpu.own_device import device_of_threads, work_on
 
 THREADS = 4
 """Of them a process has at most so many, and no more than cores: that many fill the memory bus of most machines."""
@@ -133,4 +134,5 @@ def _from_device(to: torch.Tensor, source: torch.Tensor, event: Any) -> None:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(THREADS, cores), "rlinf-copy")
+    device = device_of_threads()
+    return ThreadPoolExecutor(min(THREADS, cores), "rlinf-copy", initializer=work_on, initargs=(device,))

@@ -22,12 +22,14 @@ from rlinf.runtime.devices.lease_server import LeaseService, Move
 from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Extract, Outline
+from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.observe.tracing import Exports
 from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
 from rlinf.runtime.system.introspection import ActorState, QueueState, look_at, report_host
 from rlinf.runtime.values.codec import Place
+from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.relay import Answer
 
 from .handles import ActorGroup
@@ -100,6 +102,16 @@ class Service(QueueService, StageService, LeaseService):
         """The controller leaves, and so should this host."""
         if not self.farewell.done():
             self.farewell.set_result(graceful)
+
+    def group_failed(self, name: str, why: str) -> None:
+        """Another member of a process group or mesh has failed."""
+        self._cell.host.system.collectives.failed(name, why, tell=False)
+
+    def bulk_begun(self, source: int, tag: int) -> None:
+        """The other host of a transfer between two GPUs holds its own (see `values/p2p.py`)."""
+        bulk = self._cell.host.codec.bulk
+        if isinstance(bulk, GroupBulk):
+            bulk.begun(source, tag)
 
     # Actors ------------------------------------------------------------------------------------------------------
 
@@ -250,9 +262,9 @@ class Service(QueueService, StageService, LeaseService):
         return self._cell.host.now()
 
     @endpoint
-    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move]]:
+    async def between(self, start: float, end: float) -> tuple[list[Busy], Passages, list[Move], list[Span]]:
         """What happened between two times of this host's clock, seconds: who was busy, also beyond these times; what
-        went from whom to whom; and, on the controller, who was moved."""
+        went from whom to whom; on the controller, who was moved; and of what parts of their work actors told."""
         host = self._cell.host
         moves = [move for move in getattr(self, "moved", ()) if move[3] >= start and move[2] <= end]
         spans = host.tracer.ended_since(start)
@@ -260,7 +272,8 @@ class Service(QueueService, StageService, LeaseService):
             parts = await asyncio.get_running_loop().run_in_executor(None, busy, spans)
         else:
             parts = busy(spans)
-        return parts, host.flows.between(start, end), moves
+        told = [span for span in reversed(spans) if span.kind == "part" and span.end <= end]
+        return parts, host.flows.between(start, end), moves, told
 
     @endpoint
     async def look(self) -> tuple[list[ActorState], list[QueueState]]:

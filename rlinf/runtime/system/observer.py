@@ -20,6 +20,7 @@ from rlinf.runtime.base.calls import FLOW
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.dataflow import edges
 from rlinf.runtime.observe.intervals import clip
+from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.tracing import ask, offsets
 
 from .introspection import ActorState, QueueState
@@ -73,6 +74,8 @@ class Lap:
     """What went from whom to whom; empty where tracing is switched off."""
     moves: tuple[Moved, ...] = ()
     """Who was loaded and parked, as far as within the step; in order of their ends."""
+    parts: tuple[Span, ...] = ()
+    """What actors told of parts of their work (`Actor.note`); seconds of the controller's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +118,25 @@ class Watch:
         found = list(zip(self._ahead.values(), told, strict=True))
         parts = [
             Busy(part.actor, part.endpoint, clipped)
-            for ahead, (parts, _, _) in found
+            for ahead, (parts, *_) in found
             for part in parts
             if (clipped := clip(part.intervals, start, end, ahead))
         ]
         flows = [
             Flow(*ends, edge.items, tuple(time - start for time in edge.released))
-            for ends, edge in edges((ahead, passages) for ahead, (_, passages, _) in found).items()
+            for ends, edge in edges((ahead, passages) for ahead, (_, passages, *_) in found).items()
         ]
         moves = [
             Moved(actor, what, max(begin + ahead, start), min(finish + ahead, end))
-            for ahead, (_, _, moves) in found
+            for ahead, (_, _, moves, _) in found
             for actor, what, begin, finish in moves
         ]
-        return Lap(start, end, tuple(parts), tuple(flows), tuple(moves))
+        noted = [
+            span._replace(start=span.start + ahead, end=span.end + ahead)
+            for ahead, (*_, told) in found
+            for span in told
+        ]
+        return Lap(start, end, tuple(parts), tuple(flows), tuple(moves), tuple(noted))
 
     async def look(self) -> Moment:
         """What everybody does now."""

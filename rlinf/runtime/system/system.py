@@ -22,6 +22,7 @@ from rlinf.runtime.base.lease_policy import Granularity
 from rlinf.runtime.base.tasks import all_or_none, few_at_once, finish
 from rlinf.runtime.devices.lease_client import LeaseClient
 from rlinf.runtime.devices.memory import DeviceMemory, Tenant
+from rlinf.runtime.gpu.own_device import enter_device
 from rlinf.runtime.observe.perfetto import MOST_SPANS
 from rlinf.runtime.observe.stalls import HostReport, Progress, render
 from rlinf.runtime.observe.tracing import SMALL, ask, write_trace
@@ -91,6 +92,7 @@ class ActorSystem:
         trace: bool = True,
         device_memory: Mapping[int, int] | None = None,
         stall_after: float | None = None,
+        computes: bool = True,
     ) -> AsyncIterator[ActorSystem]:
         """A system in this process and event loop.
 
@@ -101,7 +103,10 @@ class ActorSystem:
             trace: record spans.
             device_memory: bytes per device, for leases.
             stall_after: seconds a wait may last before the stall report fails the system; None: for ever.
+            computes: on this process's GPU, if it has one; False for actors that only pretend to.
         """
+        if computes:
+            enter_device()
         network = LocalNetwork(ActorSystem, hosts, serialize=serialize, trace=trace)
         system = network.system(CONTROLLER)
         host = system._host
@@ -145,9 +150,15 @@ class ActorSystem:
     def collectives(self) -> Collectives:
         """Named process groups and device meshes over hosts; see `registry.py`."""
         if self._collectives is None:
-            store = job_store() if self._network is None else None
-            self._collectives = Collectives(store, self.host, self.hosts)
-            self._host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
+            host, store = self._host, job_store() if self._network is None else None
+            self._collectives = Collectives(
+                store,
+                self.host,
+                self.hosts,
+                gpu=lambda rank: host.places[rank].device if rank in host.places else "cpu",
+                tell=lambda rank, name, why: host.cast(rank, SERVICE, "group_failed", name, why),
+            )
+            host.on_close.append(self._collectives.close)  # torch's record of groups would outlive the system
         return self._collectives
 
     def places_known(self) -> None:

@@ -21,6 +21,7 @@ from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_h
 from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
 from rlinf.runtime.base.shutdown import ends_process
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.gpu.own_device import device_id, enter_device
 from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
 from rlinf.runtime.transport.interfaces import bind_interface
 from rlinf.runtime.values.promise import Promise
@@ -175,22 +176,13 @@ def _die_with_torchrun() -> None:
 
 
 def _open(transport: Transport, trace: bool) -> ActorSystem:
-    place = here(transport.host, device=_device())
+    enter_device()
+    place = here(transport.host, device=device_id())
     host = Host(transport, {transport.host: place}, trace=trace)
     system = ActorSystem(host)
     enter_host(host)
     current_scope.set(system.root)
     return system
-
-
-def _device() -> str:
-    """The unique id of this process's GPU, or "cpu"."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Messages are tuples whose first entry is their kind:
     (CAST, actor, method, args)                                          no reply; the runtime's own, plain data only
     (CANCEL, number)
     (DROP, key)                                                          a value that was kept is needed no more
-    (FREE, slots)                                                        of shared memory
+    (FREE, slots)                                                        of shared memory; below 0: CUDA handles
 """
 
 from __future__ import annotations

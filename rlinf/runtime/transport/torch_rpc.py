@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection
@@ -210,6 +211,12 @@ process, idle or not: it answers sooner on an idle machine, but on shared cores 
 a training run, and to answer later than sockets do."""
 
 
+CHANNELS = ("cma", "mpt_uv", "basic") if sys.platform == "linux" else ("mpt_uv", "basic")
+"""TensorPipe's channels for memory of the CPU, best first. Where there is a GPU it would also start those for CUDA
+(cuda_ipc, cuda_gdr, cuda_xth, cuda_basic), each with threads, and streams on every GPU, for tensors that never enter
+it: CUDA tensors go by other routes, or as copies."""
+
+
 def _transport_options() -> dict[str, Any]:
     """Which of TensorPipe's transports to use; `RLINF_RPC_TRANSPORT=shm` or `=uv` (sockets) overrides the choice."""
     asked = os.environ.get("RLINF_RPC_TRANSPORT")
@@ -218,9 +225,7 @@ def _transport_options() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_host = cores / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if asked == "shm" or (asked is None and per_host >= SPINNING_CORES):
-        return {}
-    if torch.cuda.is_available():
-        return {"_transports": ["uv"]}  # with TensorPipe's own choice of channels for CUDA tensors
+        return {"_channels": list(CHANNELS)} if torch.cuda.is_available() else {}
     return {"_transports": ["uv"], "_channels": ["basic"]}
 
 

@@ -38,6 +38,7 @@ from rlinf.runtime.shm.arena import Arena, ArenaFull
 from rlinf.runtime.shm.views import ArenaReader, SlotRef
 
 from .dereference import holds_promise, resolve
+from .ipc import Handles, unshareable
 from .parts import Bulk, GroupRef, IpcRef, Payload, Place, Staged, Unsent, ValueRef
 from .pickle_errors import unpicklable
 from .pickler import (
@@ -69,6 +70,7 @@ class Codec:
         place: where this host lives.
         places: where every host lives, filled as hosts become known.
         arena, reader: shared memory of this host, and its view of others'; None where the platform has none.
+        handles: of CUDA memory, this host's and others'.
         lend: registers a promise whose value a peer will fetch, and says where from.
         hold: keeps a stream alive as long as the receiver of what is being encoded may use it.
         fetch: brings a promised value from another host.
@@ -81,6 +83,7 @@ class Codec:
         places: dict[int, Place],
         arena: Arena | None,
         reader: ArenaReader | None,
+        handles: Handles,
         lend: Callable[[Promise[Any]], ValueRef],
         hold: Callable[[Any], bool],
         fetch: Callable[[ValueRef], Awaitable[Any]],
@@ -92,6 +95,9 @@ class Codec:
         self.places = places
         self.arena = arena
         self.reader = reader
+        self.handles = handles
+        self._unshareable = unshareable()
+        self._complained = False
         self.bulk = bulk
         self.lend = lend
         self.hold = hold
@@ -104,15 +110,25 @@ class Codec:
         there = self.places[host]
         size = tensor.nbytes
         same_machine = there.machine == self.place.machine
-        if tensor.is_cuda and same_machine and there.device == self.place.device != "cpu":
-            return "ipc"
         if size < INLINE_BYTES:
             return "inline"
+        if tensor.is_cuda and same_machine and there.device == self.place.device != "cpu" and self._shares():
+            return "ipc"
         if not tensor.is_cuda and same_machine and self.arena is not None:
             return "arena"
         if self.bulk is not None and size >= BULK_BYTES:
             return "group"
         return "rpc"
+
+    def _shares(self) -> bool:
+        """Whether CUDA memory of this process can be opened by others; it says why not, once."""
+        if self._unshareable is not None and not self._complained:
+            self._complained = True
+            self.host.complain(
+                f"{self._unshareable} keeps CUDA tensors from being shared by the processes of one GPU: here they are "
+                "copied through host memory. Take it out, or give each process a GPU of its own"
+            )
+        return self._unshareable is None
 
     def by_reference(self, host: int) -> bool:
         """Whether `host` lives in this process, so that values need not be encoded at all."""
@@ -173,10 +189,12 @@ class Codec:
             parts[:] = [part if type(part) is GroupRef else Unsent(repr(failed)) for part in parts]
 
     def _take_back(self, parts: Iterable[Any], host: int) -> None:
-        """Nobody will open these slots."""
+        """Nobody will open these slots and handles."""
         for part in parts:
             if type(part) is SlotRef and self.arena is not None:
                 self.arena.release(host, [part.slot])
+            elif type(part) is IpcRef:
+                self.handles.take_back(host, [part.number])
 
     def seal(self, value: Any) -> bytes | None:
         """`value` as bytes that any host can read and nobody on the way needs to; None if it is too big for that.
@@ -273,13 +291,15 @@ class Codec:
         for part in payload[2]:
             if type(part) is GroupRef:
                 self._coming.pop(part, None)
-            elif type(part) is SlotRef or type(part) is IpcRef:
+            elif type(part) is SlotRef:
                 self.open_part(part)
+            elif type(part) is IpcRef:
+                self.handles.refuse(part)
 
     def open_part(self, part: Any) -> Any:
         """What a part of a payload stands for; a tensor, unless reading it must wait."""
         if type(part) is IpcRef:
-            return part.rebuild(*part.args)
+            return self.handles.open(part)
         if type(part) is SlotRef:
             assert self.reader is not None
             return self.reader.open(part)

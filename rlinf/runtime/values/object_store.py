@@ -19,6 +19,7 @@ from rlinf.runtime.shm.arena import Arena
 from rlinf.runtime.shm.views import ArenaReader
 
 from .codec import Codec
+from .ipc import Handles
 from .parts import Place, ValueRef
 from .promise import KEPT, QUEUED, Promise
 from .relay import Relay
@@ -49,8 +50,17 @@ class Values:
         use_arena = share_memory and Arena.available()
         self.arena = Arena(host.rank) if use_arena else None
         self.reader = ArenaReader(self._slot_free) if use_arena else None
+        self.handles = Handles(host.rank, self._slot_free)
         self.codec = Codec(
-            places[host.rank], places, self.arena, self.reader, self._lend, self._hold, self.fetch, self._record_route
+            places[host.rank],
+            places,
+            self.arena,
+            self.reader,
+            self.handles,
+            self._lend,
+            self._hold,
+            self.fetch,
+            self._record_route,
         )
         self.codec.host = host
         self.relay = Relay(host, self.codec)
@@ -107,8 +117,8 @@ class Values:
         """Awaitable for a value that some host keeps."""
         if ref.owner == self._rank:
             return self.kept_value(ref.key)
-        places = self._host.places
-        if places[ref.owner].machine != places[self._rank].machine:
+        here, there = self._host.places[self._rank], self._host.places[ref.owner]
+        if there.machine != here.machine or "cpu" != here.device != there.device:
             return self.relay.fetch(ref)
         return self._host.call(ref.owner, SERVICE, "fetch", "value", (ref.key,), {})
 
@@ -157,7 +167,8 @@ class Values:
         return lambda: self.awaited.pop(wait, None)
 
     def _slot_free(self, owner: int, slot: int) -> None:
-        """The last tensor over a peer's arena slot is gone; the garbage collector calls this on any thread."""
+        """The last tensor over a peer's arena slot or CUDA handle is gone; the garbage collector calls this on any
+        thread."""
         self._frees.append((owner, slot))
         if len(self._frees) == 1:
             self._host.soon(self.send_frees)
@@ -179,9 +190,10 @@ class Values:
         self._host.tracer.span("payload", "", "", route, now, now, size)
 
     def freed(self, holder: int, slots: list[int]) -> None:
-        """A peer is done with these slots of this host's arena."""
+        """A peer is done with these slots of this host's arena, and these handles of its CUDA memory."""
         if self.arena is not None:
-            self.arena.release(holder, slots)
+            self.arena.release(holder, [slot for slot in slots if slot >= 0])
+        self.handles.returned(holder, [number for number in slots if number < 0])
 
     def forget(self, host: int) -> None:
         """A peer is gone: drop what was kept for it, take back the memory it held."""
@@ -190,6 +202,7 @@ class Values:
         self.relay.forget(host)
         if self.arena is not None:
             self.arena.forget(host)
+        self.handles.forget(host)
         if self.reader is not None:
             self.reader.forget(host)
 
@@ -197,6 +210,7 @@ class Values:
         """Let go of everything."""
         self.kept.clear()
         self.relay.copies.clear()
+        self.handles.close()
         if self.reader is not None:
             self.reader.close()
         if self.arena is not None:

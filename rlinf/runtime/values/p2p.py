@@ -6,6 +6,11 @@ wakes the decoding call.
 
 Each direction of a pair of hosts has a group of its own, so that two hosts that send to each other never wait for each
 other; within it both ends follow the order of the messages, which NCCL, having no tags, needs.
+
+NCCL's kernels occupy a GPU, and the stream that they are on, until the other end's kernel runs; and a GPU has few
+streams and room for few such kernels. So a GPU takes part in one transfer at a time. The lower of the two hosts takes
+its GPU first, posts its end and tells the other one, which then does the same: whoever waits for a GPU holds none of a
+higher host, so that no ring of waits can close, however many transfers there are between however many hosts.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rlinf.runtime.base.calls import SERVICE
 from rlinf.runtime.shm.arena import ArenaFull
 from rlinf.runtime.transport.groups.process_group import Group
-from rlinf.runtime.transport.groups.registry import Collectives, backend_for
+from rlinf.runtime.transport.groups.registry import Collectives
 
 from .parts import GroupRef
 
@@ -43,6 +49,9 @@ class GroupBulk:
         self._collectives = collectives
         self._tags = itertools.count()
         self._turns: dict[tuple[int, int, str], asyncio.Lock] = {}
+        self._gpu = asyncio.Lock()  # fair
+        self._begun: dict[tuple[int, int], asyncio.Future[None]] = {}
+        """By source and tag of a transfer: whether the other host has its GPU."""
 
     def announce(self, tensor: torch.Tensor) -> GroupRef:
         """What the receiver needs to know of a tensor that will be sent."""
@@ -58,7 +67,7 @@ class GroupBulk:
         def post(group: Group) -> Coroutine[Any, Any, None]:
             return group.send(tensor, host, ref.tag)
 
-        await (await self._in_turn((self._host.rank, host, ref.device), post, after))
+        await (await self._in_turn(ref, host, post, after))
         if _version(tensor) != version:
             self._host.complain(
                 f"a {ref.device} tensor of shape {list(ref.shape)} was written to while it was sent to host {host}, so "
@@ -71,12 +80,16 @@ class GroupBulk:
         return self._host.own(self._receive(ref))
 
     async def _receive(self, ref: GroupRef) -> torch.Tensor:
-        tensor = self._empty(ref)
+        async def post(group: Group) -> torch.Tensor:
+            try:
+                tensor = self._empty(ref)  # not before its turn: what waits takes no memory
+            except RuntimeError as error:  # without a receive, all that follows it would be taken for something else
+                why = f"host {self._host.rank} has no room for a tensor of shape {list(ref.shape)}: {error}"
+                self._collectives.failed(group.name, why)
+                raise
+            return await group.recv(tensor, ref.source, ref.tag)
 
-        def post(group: Group) -> Coroutine[Any, Any, torch.Tensor]:
-            return group.recv(tensor, ref.source, ref.tag)
-
-        return await (await self._in_turn((ref.source, self._host.rank, ref.device), post, None))
+        return await (await self._in_turn(ref, self._host.rank, post, None))
 
     def _empty(self, ref: GroupRef) -> torch.Tensor:
         """Room for a tensor; in shared memory if that has room, for other hosts of this machine may want it too."""
@@ -89,18 +102,47 @@ class GroupBulk:
 
     async def _in_turn(
         self,
-        way: tuple[int, int, str],
+        ref: GroupRef,
+        target: int,
         post: Callable[[Group], Coroutine[Any, Any, T]],
         after: asyncio.Future[None] | None,
     ) -> asyncio.Task[T]:
         """Begin an operation when all before it, in the same direction, have begun; its end."""
-        source, target, kind = way
+        way = (ref.source, target, ref.device)
         async with self._turns.setdefault(way, asyncio.Lock()):  # which is fair
             if after is not None:
                 await asyncio.shield(after)
-            name = f"bulk {kind} {source} to {target}"
-            group = await self._collectives.group(name, [source, target], backend_for(kind))
-            return self._host.own(post(group))
+            name = f"bulk {ref.device} {ref.source} to {target}"
+            backend = self._collectives.backend(ref.device, [ref.source, target])
+            group = await self._collectives.group(name, [ref.source, target], backend)
+            if ref.device == "cpu":
+                return self._host.own(post(group))
+            return await self._with_gpu(ref, target, lambda: post(group))
+
+    async def _with_gpu(
+        self, ref: GroupRef, target: int, post: Callable[[], Coroutine[Any, Any, T]]
+    ) -> asyncio.Task[T]:
+        """Begin an operation when this host's GPU, and if it is the higher one the other's, is free for it."""
+        here = self._host.rank
+        there = target if here == ref.source else ref.source
+        if here > there:
+            await self._other_begun(ref.source, ref.tag)
+            del self._begun[ref.source, ref.tag]
+        await self._gpu.acquire()
+        operating = self._host.own(post())
+        operating.add_done_callback(lambda _: self._gpu.release())
+        if here < there:
+            self._host.cast(there, SERVICE, "bulk_begun", ref.source, ref.tag)
+        return operating
+
+    def begun(self, source: int, tag: int) -> None:
+        """The other host of this transfer has taken its GPU and posted its end."""
+        self._other_begun(source, tag).set_result(None)
+
+    def _other_begun(self, source: int, tag: int) -> asyncio.Future[None]:
+        if (source, tag) not in self._begun:
+            self._begun[source, tag] = self._host.loop.create_future()
+        return self._begun[source, tag]
 
 
 def _version(tensor: torch.Tensor) -> int | None:

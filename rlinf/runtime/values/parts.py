@@ -40,8 +40,12 @@ class GroupRef:
 
 @dataclass(frozen=True, slots=True)
 class IpcRef:
-    """A CUDA tensor of this GPU: what opens it. It must be opened once, or its owner keeps the memory for ever."""
+    """A CUDA tensor of this GPU: what opens it. It must be opened or refused once, or its owner keeps the memory."""
 
+    owner: int
+    """Rank of the host whose memory it is."""
+    number: int
+    """Below 0; unique over the owner's life."""
     rebuild: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
 

@@ -21,14 +21,16 @@ from rlinf.runtime.shm import copies
 from rlinf.runtime.shm.arena import ArenaFull
 from rlinf.runtime.shm.views import SlotRef
 
-from .parts import GroupRef, IpcRef, Staged, ValueRef
+from .parts import GroupRef, Staged, ValueRef
 
 if TYPE_CHECKING:
     from .codec import Codec
     from .promise import Promise
 
 INLINE_BYTES = 64 << 10
-"""Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much."""
+"""Below this a tensor rides in the pickled message: a slot's bookkeeping costs about as much as copying that much. So
+does a CUDA handle: it takes events and a counter here, mapping memory there, and keeps a block of the allocator's, 2 MB
+or more, from being used again until the receiver has let go."""
 BULK_BYTES = 1 << 20
 """From this size on a process group's start-up cost per transfer is repaid by its bandwidth."""
 COPY_BYTES = 1 << 20
@@ -177,9 +179,7 @@ class Pickler(pickle.Pickler):
     def export_devices(self) -> None:
         """Make the handles of CUDA tensors."""
         for index in self.exports:
-            from torch.multiprocessing.reductions import reduce_tensor
-
-            self.parts[index] = IpcRef(*reduce_tensor(self.parts[index]))
+            self.parts[index] = self._codec.handles.export(self.parts[index], self._host)
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if type(array) is not np.ndarray or array.nbytes < INLINE_BYTES or array.dtype.kind not in "biufc":

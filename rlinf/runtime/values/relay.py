@@ -1,19 +1,22 @@
-"""Big values that hosts on other machines want: each machine gets one copy, and hands it on to others, in a tree.
+"""Big values that hosts elsewhere want: each machine gets one copy, and hands it on to others, in a tree.
 
-Flows in: fetches of a value that is kept on another machine. Flows out: from the owner the value, or the name of a host
-that has it or is getting it; from there the same value, through shared memory to hosts of its machine. Who wakes whom:
-a copy's arrival wakes all who wait for it on its host, and those who have asked that host for it.
+Flows in: fetches of a value that is kept on another machine, or by a host with another GPU. Flows out: from the owner
+the value, or the name of a host that has it or is getting it; from there the same value, through shared memory to hosts
+of its machine. Who wakes whom: a copy's arrival wakes all who wait for it on its host, and those who have asked that
+host for it.
 
 The owner decides. The first host of a machine to ask becomes the keeper there; the first `FAN_OUT` machines get the
-value from the owner, the next ones from the keepers before them. A keeper keeps its copy until the owner drops the
-value. Who is sent to a keeper that has nothing (its fetch failed, it died) asks the owner again.
+value from the owner, the next ones from the keepers before them. Of a value that lies on a GPU each GPU gets one copy:
+the first of a machine as above, the others from those of their own machine, in a tree as well, so that no GPU sends
+more than a few. A keeper keeps its copy until the owner drops the value. Who is sent to a keeper that has nothing (its
+fetch failed, it died) asks the owner again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,7 @@ import torch
 from rlinf.runtime.base.calls import SERVICE, Key
 
 from .codec import Codec
-from .parts import ValueRef
+from .parts import Place, ValueRef
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import Host
@@ -31,7 +34,11 @@ if TYPE_CHECKING:
 RELAY_BYTES = 1 << 20
 """A value with fewer bytes in tensors goes straight from its owner to all: one more question costs about as much."""
 FAN_OUT = 2
-"""Machines that a machine sends a value to. Each waits until it has all of it, so more would take longer."""
+"""Machines that a machine sends a value to, and GPUs of its own that a GPU does. Each waits until it has all of it, so
+more would take longer."""
+
+Site = tuple[str, str]
+"""Where one copy is enough: a machine and, for what lies on GPUs, a device of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,17 @@ class Missing:
 class _Tree:
     """Who has a value, as its owner knows it."""
 
+    on_gpu: bool
+    """Each GPU wants a copy."""
     machines: list[str] = field(default_factory=list)
     """In the order in which they first asked."""
-    keepers: dict[str, int] = field(default_factory=dict)
+    sites: dict[str, list[Site]] = field(default_factory=dict)
+    """Of each machine, in that order."""
+    keepers: dict[Site, int] = field(default_factory=dict)
+
+    def site(self, place: Place) -> Site:
+        """Where a host's copy would be."""
+        return place.machine, place.device if self.on_gpu else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,30 +98,48 @@ class Relay:
     # At the owner ------------------------------------------------------------------------------------------------
 
     def answer(self, key: Key, value: Any, asker: int, without: int | None) -> Answer:
-        """Who gives a kept value to `asker`, which is on another machine.
+        """Who gives a kept value to `asker`, which is on another machine or has another GPU.
 
         Args:
             without: the host that was named before, and had nothing.
         """
         places = self._host.places
-        machine = places[asker].machine
-        tree = self._trees.get(key)
-        if tree is None:
-            mine = places[self._host.rank].machine
-            abroad = sum(place.machine != mine for place in places.values())
-            if abroad < 2 or key not in self._host.values.kept or not is_big(value):
-                return Answer(value)
-            tree = self._trees[key] = _Tree()
-        if without is not None and tree.keepers.get(places[without].machine) == without:
-            del tree.keepers[places[without].machine]
-        keeper = tree.keepers.setdefault(machine, asker)
+        tree = self._trees.get(key) or self._tree(key, value)
+        if tree is None or tree.site(places[asker]) == tree.site(places[self._host.rank]):
+            return Answer(value)
+        if without is not None and tree.keepers.get(tree.site(places[without])) == without:
+            del tree.keepers[tree.site(places[without])]
+        site = tree.site(places[asker])
+        keeper = tree.keepers.setdefault(site, asker)
         if keeper != asker:
             return Answer(host=keeper)
+        giver = self._giver(tree, site)
+        return Answer(value, keep=True) if giver is None else Answer(host=giver, keep=True)
+
+    def _tree(self, key: Key, value: Any) -> _Tree | None:
+        """A new tree for a value; None if its owner gives it to all."""
+        if key not in self._host.values.kept or not is_big(value):
+            return None
+        tree = _Tree(any(isinstance(each, torch.Tensor) and on_gpu(each) for each in arrays(value)))
+        mine = tree.site(self._host.places[self._host.rank])
+        if sum(tree.site(place) != mine for place in self._host.places.values()) < 2:
+            return None
+        tree.sites[mine[0]] = [mine]
+        self._trees[key] = tree
+        return tree
+
+    def _giver(self, tree: _Tree, site: Site) -> int | None:
+        """The keeper that is to give a site its copy; None for the owner."""
+        machine = site[0]
+        row = tree.sites.setdefault(machine, [])
+        if site not in row:
+            row.append(site)
+        if place := row.index(site):
+            return tree.keepers.get(row[(place - 1) // FAN_OUT])
         if machine not in tree.machines:
             tree.machines.append(machine)
         above = tree.machines.index(machine) // FAN_OUT - 1
-        giver = tree.keepers.get(tree.machines[above]) if above >= 0 else None
-        return Answer(value, keep=True) if giver is None else Answer(host=giver, keep=True)
+        return tree.keepers.get(tree.sites[tree.machines[above]][0]) if above >= 0 else None
 
     def drop(self, key: Key) -> None:
         """A value is not wanted any more; here is its owner, or a copy."""
@@ -118,15 +151,15 @@ class Relay:
     def forget(self, host: int) -> None:
         """A host is lost: it keeps nothing, and what it owned will not be dropped by it."""
         for tree in self._trees.values():
-            for machine in [machine for machine, keeper in tree.keepers.items() if keeper == host]:
-                del tree.keepers[machine]
+            for site in [site for site, keeper in tree.keepers.items() if keeper == host]:
+                del tree.keepers[site]
         for key in [key for key, copy in self.copies.items() if copy.owner == host]:
             del self.copies[key]
 
     # At who asks -------------------------------------------------------------------------------------------------
 
     async def fetch(self, ref: ValueRef) -> Any:
-        """A value that is kept on another machine. Its tensors may be shared with other calls on this machine."""
+        """A value that is kept elsewhere. Its tensors may be shared with other calls on this machine."""
         copy = self.copies.get(ref.key)
         if copy is None:
             copy = self.copies[ref.key] = _Copy(ref.owner)
@@ -196,15 +229,29 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 def is_big(value: Any) -> bool:
     """Whether there are `RELAY_BYTES` in the tensors and arrays of plain containers and dataclasses."""
-    found, rest = 0, [value]
-    while rest and found < RELAY_BYTES:
+    found = 0
+    for each in arrays(value):
+        found += each.nbytes
+        if found >= RELAY_BYTES:
+            return True
+    return False
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether it lies in the memory of a GPU."""
+    return tensor.is_cuda
+
+
+def arrays(value: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:
+    """The tensors and arrays in plain containers and dataclasses."""
+    rest = [value]
+    while rest:
         each = rest.pop()
         if isinstance(each, (torch.Tensor, np.ndarray)):
-            found += each.nbytes
+            yield each
         elif isinstance(each, Mapping):
             rest.extend(each.values())
         elif isinstance(each, (list, tuple, set, frozenset)):
             rest.extend(each)
         elif dataclasses.is_dataclass(each):
             rest.extend(getattr(each, name, None) for name in each.__dataclass_fields__)
-    return found >= RELAY_BYTES

@@ -14,6 +14,7 @@ from rlinf.algos.apply import loss_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.sequences import counted
 from rlinf.data.packing import Packed
 from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS
@@ -56,7 +57,7 @@ def policy_loss(
             batch.mask,
             old_logprobs=batch.old_logprobs if spec.correction is None else columns.get(PROXIMAL),
             advantages=batch.advantages,
-            sequences=batch.sequences,
+            sequences=counted(batch.sequences, len(batch.lengths)),
             entropy=entropy,
             ref_logprobs=columns.get(REFERENCE),
             behavior_logprobs=batch.old_logprobs,

@@ -197,7 +197,7 @@ async def test_asleep_keys_and_values_are_gone_and_come_back(stepwise, paused):
     if paused:
         await engine.pause()
     await engine.sleep()
-    assert engine._batch._bands == []
+    assert engine._batch._rows.bands == []
     steps, reads = len(forward.steps), len(forward.reads)
     await ticks(50)
     assert len(forward.steps) == steps

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlinf.data.sample import ImageRef
 from rlinf.engines.base import Sampling
+from rlinf.engines.transformers import banded_rows
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.engines.transformers import kv_cache as cache
 from rlinf.engines.transformers import model_forward as rectangles
@@ -21,7 +22,7 @@ from tests.engines.scripted import VOCABULARY, Scripted, answers, ragged, reques
 @pytest.fixture
 def tight(monkeypatch):
     """Constants so small that a few rows make bands differ, merge, grow and move up."""
-    monkeypatch.setattr(batch, "_ALIKE", 4)
+    monkeypatch.setattr(banded_rows, "_ALIKE", 4)
     monkeypatch.setattr(cache, "_AHEAD", 3)
     monkeypatch.setattr(rectangles, "_PADDING", 3)
     monkeypatch.setattr(rectangles, "_TOKENS", 40)
@@ -52,7 +53,7 @@ def test_every_answer_is_that_of_its_own_text(constants, request_constants):
         found = asyncio.run(answers(engine, requests))
         right(requests, found)
         assert all(len(step) <= max_rows for step in forward.steps)
-        assert engine._batch._bands == []  # nothing is held when nothing is asked
+        assert engine._batch._rows.bands == []  # nothing is held when nothing is asked
         assert engine._batch.tokens == 0
 
     check()

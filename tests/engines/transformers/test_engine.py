@@ -1,6 +1,7 @@
 """The engine around a Hugging Face model: right tokens, right log-probs, whatever shares the batch."""
 
 import asyncio
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlinf.data.offload import bytes_of
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
+from rlinf.engines.transformers import engine as engines
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.engines.transformers.llama_forward import LeanForward, fastest
 from rlinf.engines.transformers.model_forward import ModelForward
@@ -149,9 +151,9 @@ class Watching(ModelForward):
 
 
 def watched(model, **settings):
-    engine = TransformersEngine(model, **settings)
-    engine._forward = engine._batch.forward = Watching(model)
-    return engine, engine._forward
+    forward = Watching(model)
+    with mock.patch.object(engines, "fastest", return_value=forward):
+        return TransformersEngine(model, **settings), forward
 
 
 async def test_finished_answers_come_out_while_others_go_on():
@@ -377,7 +379,7 @@ def test_nothing_is_held_twice():
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     forward = fastest(model, 0)
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for block in forward._blocks:
+    for block in forward.blocks:
         assert block.qkv[0].untyped_storage().data_ptr() in held
         assert block.gate_up[0].untyped_storage().data_ptr() in held
     for name, parameter in model.named_parameters():

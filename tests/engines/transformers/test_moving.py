@@ -50,7 +50,7 @@ def test_wherever_an_answer_is_cut_it_goes_on_alike(stepwise):
         found, _ = asyncio.run(moved(engine, other, requests, ids, wait))
         right(requests, found)
         for one in (engine, other):
-            assert one._batch._bands == []
+            assert one._batch._rows.bands == []
             assert one._batch.tokens == one._batch.live == 0
 
     check()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from rlinf.engines.transformers import sampling
 from rlinf.engines.transformers.sampling import DRAWS, Rules, choose, uniforms
 
 WORD = (1 << 64) - 1
@@ -130,3 +131,41 @@ def test_limits_of_a_row_do_not_change_what_another_draws():
     together, _ = drawn(logits, np.arange(30), top_k=[0, 3] * 15)
     assert torch.equal(alone[::2], together[::2])
     assert not torch.equal(alone[1::2], together[1::2])
+
+
+@pytest.mark.parametrize("vocabulary", [5, 128, 300, 1280])
+@given(st.integers(0, 2**31), st.sampled_from([1.0, 12.0, 60.0]), st.booleans())
+@settings(max_examples=25)
+def test_looking_among_blocks_first_gives_the_same_tokens(vocabulary, seed, spread, limited):
+    torch.manual_seed(seed)
+    logits = torch.randn(40, vocabulary) * spread
+    logits[:, torch.rand(vocabulary) < 0.3] = -math.inf
+    logits[:, seed % vocabulary] = 0.0  # of every row something is left
+    draws = np.zeros(40, dtype=DRAWS)
+    draws["seed"], draws["temperature"], draws["top_p"] = np.arange(40) + seed, 1, 0.9 if limited else 1
+    draws["temperature"][:4] = 0
+    rules, positions = Rules.of(draws, torch.device("cpu")), torch.arange(40)
+    tokens, logprobs = choose(logits, rules, positions)
+    among, told = choose(logits, rules, positions, blocks=True)
+    assert among.tolist() == tokens.tolist()
+    torch.testing.assert_close(told, logprobs)
+    assert torch.isfinite(told).all()
+
+
+def test_among_blocks_a_token_without_weight_is_never_taken():
+    weights = torch.zeros(300, 1024)
+    kept = torch.randint(0, 1024, (300, 3), generator=torch.Generator().manual_seed(1))
+    weights.scatter_(1, kept, torch.tensor([1.0, 1e-7, 3e-20]).expand(300, 3).contiguous())
+    largest = torch.full((300, 1), 1 - 2.0**-53, dtype=torch.float64)
+    for uniform in (largest, torch.zeros_like(largest)):
+        tokens = sampling._Blocks(weights).draw(uniform)
+        assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_tokens_drawn_from_what_is_not_finite_are_tokens():
+    tokens, logprobs = choose(
+        torch.full((3, 300), math.nan), Rules.of(np.zeros(3, dtype=DRAWS), torch.device("cpu")), torch.zeros(3).long(),
+        blocks=True,
+    )  # fmt: skip
+    assert ((tokens >= 0) & (tokens < 300)).all()
+    assert torch.isnan(logprobs).all()

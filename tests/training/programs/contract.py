@@ -23,6 +23,7 @@ from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import POLICY
 from rlinf.training.backend import ModelSettings, back_end_of
 from rlinf.training.text.policy_loss import learn_policy
+from rlinf.weights.publish import gathered
 from rlinf.weights.train_state import STATE, StateCopy, write_checkpoint
 from tests.actors import toys
 from tests.actors.watched import Precise, precisely
@@ -103,7 +104,7 @@ class Examined(JointActor):
             "began": self._exported(back),
             "steps": [self._step(back, optimization, seed) for seed in (0, 1)],
             "exported": self._exported(back),
-            "rounded": {name: tensor.clone() for name, tensor in back.export(torch.bfloat16)},
+            "rounded": self._exported(back, torch.bfloat16),
         }
 
     def _went_on(self) -> dict[str, Any]:
@@ -144,8 +145,8 @@ class Examined(JointActor):
         gathered, numbers = optimization.step()
         return {**numbers, "tokens": float(gathered.weight), **gathered.values()}
 
-    def _exported(self, back: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in back.export()}
+    def _exported(self, back: Any, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in gathered(back.export(dtype), dtype=dtype)}
 
     def _parked(self, back: Any, optimization: Any) -> tuple[int, int]:
         """Bytes that were here, and that were left when all had gone to host memory and back."""

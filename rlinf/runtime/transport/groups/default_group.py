@@ -9,6 +9,7 @@ collectives. `DeviceMesh` and `get_rank()` only ask it who this process is.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -72,3 +73,16 @@ def leave_world() -> None:
     _World.users -= 1
     if _World.users == 0 and isinstance(dist.group.WORLD, _World):
         dist.destroy_process_group()
+
+
+def destroy(groups: list[Any]) -> None:
+    """In a thread: have torch forget groups that it knows; the last reference to one waits for its operations."""
+    while groups:
+        dist.destroy_process_group(groups.pop())
+
+
+def abort(groups: list[Any]) -> None:
+    """In a thread: have what is under way in groups that torch knows end at once. Gloo's goes on to its deadline."""
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # of a backend that cannot, or was told before
+            group.abort()

@@ -19,6 +19,7 @@ Hosts are named everywhere by their rank in the job, never by their position in 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,7 +35,9 @@ from rlinf.runtime.base.calls import current_scope
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
 
-from .default_group import enter_world, leave_world
+from . import nccl
+from .default_group import abort, destroy, enter_world, leave_world
+from .lines import GlooLines, Lines, NcclLines
 from .process_group import LEAVE_SECONDS, CollectiveError, CollectiveTimeout, Group
 from .waiting_threads import WaitingThreads
 
@@ -58,6 +61,8 @@ class Collectives:
         world_size: number of hosts.
         backend_for: backend for a device type, for meshes.
         deadline: seconds until a group must be complete and each of its operations done.
+        gpu: the unique id of a host's GPU, or "cpu".
+        tell: calls `failed` of another host with the name of a group or mesh, and why it cannot go on.
     """
 
     def __init__(
@@ -68,12 +73,16 @@ class Collectives:
         *,
         backend_for: Callable[[str], str] = backend_for,
         deadline: float = 300.0,
+        gpu: Callable[[int], str] = lambda rank: "cpu",
+        tell: Callable[[int, str, str], None] = lambda rank, name, why: None,
     ):
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._backend_for = backend_for
         self._deadline = deadline
+        self._gpu = gpu
+        self._tell = tell
         self._made: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
         """What stands for a name, and its making; None once it was released."""
         self._lines: dict[str, list[Any]] = {}
@@ -81,6 +90,14 @@ class Collectives:
         self._leaving: set[asyncio.Future[None]] = set()
         self._threads = WaitingThreads(f"group operations of host {rank}")
         self._in_world = False
+
+    def backend(self, device_type: str, ranks: Sequence[int]) -> str:
+        """The backend for tensors on this type of device between these hosts; the same on all of them.
+
+        NCCL refuses two members on one GPU. Gloo takes their tensors through host memory.
+        """
+        gpus = [gpu for gpu in map(self._gpu, ranks) if gpu != "cpu"]
+        return self._backend_for("cpu" if len(set(gpus)) < len(gpus) else device_type)
 
     async def group(
         self, name: str, ranks: Sequence[int], backend: str = "gloo", *, deadline: float | None = None
@@ -90,7 +107,7 @@ class Collectives:
         Args:
             name: the same on every member; never used for anything else, not even after the group was closed.
             ranks: its hosts, in the same order on every member. One host alone needs no store and no network.
-            backend: "gloo", or "nccl" for CUDA tensors.
+            backend: "gloo", or "nccl" for CUDA tensors; `backend` chooses.
             deadline: seconds for its completion and for each operation; None for the default.
 
         Raises:
@@ -102,10 +119,11 @@ class Collectives:
         limit = self._deadline if deadline is None else deadline
 
         async def make() -> Group:
-            pg = None
+            lines = None
             if len(members) > 1:
-                pg = await in_thread(lambda: self._connect(f"group {name!r}", name, members, backend, limit))
-            return Group(name, members, self.rank, pg, limit, self._threads)
+                lines = await in_thread(lambda: self._connect(f"group {name!r}", name, members, backend, limit))
+            tell = functools.partial(self._tell_others, name, members)
+            return Group(name, members, self.rank, lines, limit, self._threads, tell)
 
         made: Group = await self._once(name, f"hosts {list(members)} over {backend}", make)
         return made
@@ -185,18 +203,50 @@ class Collectives:
             made._pg_registry.clear()  # torch's caches may hold the mesh for ever
         self._leave(name)
 
+    def failed(self, name: str, why: str, *, tell: bool = True) -> None:
+        """The group or mesh of this name cannot go on: end what its members wait for in it, on all their hosts.
+
+        Args:
+            why: the first cause, as its members are to see it.
+            tell: the other members do not know yet.
+        """
+        _, task = self._made.get(name, ("", None))
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return
+        made = task.result()
+        if tell:
+            self._tell_others(name, made.ranks if isinstance(made, Group) else made.mesh.flatten().tolist(), why)
+        if isinstance(made, Group):
+            made.fail(why)
+        else:
+            groups = list(self._lines.get(name, ()))
+            self._take_leave(lambda: abort(groups))
+
+    def _tell_others(self, name: str, ranks: Sequence[int], why: str) -> None:
+        for rank in ranks:
+            if rank != self.rank:
+                self._tell(rank, name, why)
+
     def _leave(self, mesh: str) -> None:
         """Have torch forget the groups of a mesh. What runs in one, in any thread, has it until it fails or ends."""
-        if lines := self._lines.pop(mesh, None):
-            leaving = in_thread(lambda: _destroy(lines))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
+        if groups := self._lines.pop(mesh, None):
+            self._take_leave(lambda: destroy(groups))
+
+    def _take_leave(self, how: Callable[[], None]) -> asyncio.Future[None]:
+        leaving = in_thread(how)
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        return leaving
 
     async def close(self) -> None:
         """Release all groups and meshes of this host; who waits for one to be made is cancelled."""
+        meshes = [group for groups in self._lines.values() for group in groups]
         await asyncio.gather(*(self.release(name) for name in self._made))
         if self._leaving:
-            await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS)
+            late = (await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS))[1]
+            if late:  # a member is gone, and NCCL waits for it to leave in order
+                await asyncio.wait([self._take_leave(lambda: abort(meshes))], timeout=LEAVE_SECONDS)
+        meshes.clear()
         self._threads.close()
         if self._in_world:
             self._in_world = False
@@ -258,21 +308,31 @@ class Collectives:
         if outcome != "complete":
             raise UserError(outcome)
 
-    def _connect(self, what: str, name: str, members: tuple[int, ...], backend: str, limit: float) -> Any:
+    def _connect(self, what: str, name: str, members: tuple[int, ...], backend: str, limit: float) -> Lines:
         """In a thread: a group that torch knows nothing of."""
-        store = PrefixStore(f"group/{name}", self._own_store())
+        full = f"group/{name}"
+        store = PrefixStore(full, self._own_store())
         self._meet(what, store, members, backend, limit)
         position = members.index(self.rank)
         try:
             if backend == "gloo":
-                return dist.ProcessGroupGloo(store, position, len(members), timedelta(seconds=limit))
+                pg = dist.ProcessGroupGloo(store, position, len(members), timedelta(seconds=limit))
+                return GlooLines(pg, limit)
             if backend == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=limit)
-                return dist.ProcessGroupNCCL(store, position, len(members), options)
+                return self._nccl_lines(full, position, len(members), limit)
         except (RuntimeError, AttributeError) as error:
             raise CollectiveError(f"{what} of hosts {list(members)} over {backend} cannot be made: {error}") from error
         raise UserError(f"{what}: there is no backend {backend!r}; take 'gloo' or 'nccl'")
+
+    def _nccl_lines(self, full: str, position: int, size: int, limit: float) -> Lines:
+        """In a thread on this host's device."""
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def connect(kind: str, positions: tuple[int, ...]) -> Any:
+            store = PrefixStore(f"{full}/{kind}/{'-'.join(map(str, positions))}", self._own_store())
+            return nccl.communicator(store, positions.index(position), len(positions), limit)
+
+        return NcclLines(connect, position, size, device, limit)
 
     def _register_lines(self, name: str, grid: torch.Tensor, dims: Sequence[str], device_type: str) -> list[Any]:
         """In a thread: one registered group per dimension of `grid`, of the hosts in line with this one."""
@@ -298,7 +358,9 @@ class Collectives:
         store = PrefixStore(full, self._own_store())
         if len(line) > 1:
             self._meet(f"mesh {name!r}", store, tuple(line), device_type, self._deadline)
-        backend = self._backend_for(device_type)
+        backend = self.backend(device_type, line)
+        if backend == "nccl":
+            nccl.prepare(self._deadline)
         if device_type != "cpu":
             backend = f"cpu:{self._backend_for('cpu')},{device_type}:{backend}"
         pg, _ = c10d._new_process_group_helper(
@@ -335,9 +397,3 @@ class _Held:
 
     async def close(self) -> None:
         await self._collectives.release(self._name)
-
-
-def _destroy(groups: list[Any]) -> None:
-    """In a thread: the last reference to a group waits for its operations."""
-    while groups:
-        dist.destroy_process_group(groups.pop())

@@ -1,0 +1,292 @@
+"""`make test-gpu`, rehearsed: every check passes here, and none passes once a figure breaks its bound."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from benchmarks.gpu.checks import (
+    decode,
+    device,
+    failing,
+    flow,
+    memory,
+    parts,
+    publishing,
+    runs,
+    sends,
+    simulators,
+    training,
+)
+from benchmarks.gpu.checks.__main__ import CHECKS
+from benchmarks.gpu.checks.judging import Bound, judge
+from benchmarks.gpu.harness import Check, main
+from benchmarks.gpu.scale import NotRun, Outcome, Scale
+from rlinf.actors.rollout import Rollout
+from rlinf.actors.trainer import Trainer
+from rlinf.data.offload import Parking
+
+pytestmark = pytest.mark.torchrun  # some start processes
+
+BOUNDS: dict[str, tuple[Bound, ...]] = {
+    "decode-steps": decode.STEPS,
+    "packed-training": training.PACKED,
+    "generate": decode.GENERATE,
+    "recorded-steps": decode.ALIKE,
+    "engine-and-trainer": training.ENGINE,
+    "quickstart": runs.RUN,
+    "collocated": flow.COLLOCATED,
+    "parking": memory.PARKED,
+    "peaks": memory.PEAKS,
+    "checkpoint": flow.RESTORED,
+    "sends": sends.SENDS,
+    "publish": publishing.PUBLISHED,
+    "out-of-memory": failing.MEMORY,
+    "two-ranks": failing.PAIR,
+    "maniskill": simulators.SIMULATED,
+}
+ALONE = ("out-of-memory",)
+"""Takes the memory of its process away: by the harness, in a process of its own."""
+
+
+@pytest.fixture(scope="module")
+def scale(tmp_path_factory: pytest.TempPathFactory) -> Scale:
+    return Scale(True, tmp_path_factory.mktemp("gpu"), 100.0)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    """Of the checks that were made here."""
+    return {}
+
+
+def made(check: Check, scale: Scale) -> Outcome:
+    module, function = check.run.split(":")
+    found: Outcome = getattr(importlib.import_module(f"benchmarks.gpu.checks.{module}"), function)(scale)
+    return found
+
+
+def broken(bound: Bound) -> list[float | str]:
+    """Values that it must not take."""
+    if bound.equals is not None:
+        return ["something else"]
+    below = [] if bound.least is None else [bound.least - 0.01]
+    return below if bound.most is None else [*below, bound.most + 0.01]
+
+
+def good(bound: Bound) -> float | str:
+    return next(value for value in (bound.equals, bound.least, bound.most) if value is not None)
+
+
+def test_every_check_has_bounds_and_all_fit_into_the_time() -> None:
+    assert {check.name for check in CHECKS} == BOUNDS.keys()
+    assert all(BOUNDS.values())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_check_passes_in_rehearsal_and_says_what_it_left_out(
+    check: Check, scale: Scale, outcomes: dict[str, Outcome], tmp_path: Path
+) -> None:
+    if check.name in ALONE:
+        out = tmp_path / "out.json"
+        code = main("checks", "benchmarks.gpu.checks", [check], ["--rehearse", "--out", str(out)])
+        found = json.loads(out.read_text())["outcomes"][check.name]
+        assert code == 0, found
+        outcomes[check.name] = outcome = Outcome(found["state"] == "passed", found["figures"], found["why"])
+    else:
+        try:
+            outcomes[check.name] = outcome = made(check, scale)
+        except NotRun as missing:
+            pytest.skip(str(missing))
+    assert outcome.passed, outcome
+    for bound in BOUNDS[check.name]:
+        assert bound.figure in outcome.figures
+        assert not bound.needs or bound.needs in outcome.why
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_on_a_card_any_figure_beyond_its_bound_fails_the_check(check: Check, tmp_path: Path) -> None:
+    card, bounds = Scale(False, tmp_path), BOUNDS[check.name]
+    figures: dict[str, Any] = {bound.figure: good(bound) for bound in bounds}
+    assert judge(card, figures, bounds).passed
+    for bound in bounds:
+        for value in broken(bound):
+            failed = judge(card, {**figures, bound.figure: value}, bounds)
+            assert failed.passed is False
+            assert bound.figure in failed.why
+        missing = {name: value for name, value in figures.items() if name != bound.figure}
+        assert judge(card, missing, bounds).passed is False
+        if bound.equals is None:
+            assert judge(card, {**figures, bound.figure: float("nan")}, bounds).passed is False
+
+
+# What a CPU would not run -------------------------------------------------------------------------------------------
+
+
+class Half(Scale):
+    """A rehearsal in the precision of the card."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "run", ["training:beside_float32", "training:beside_engine", "memory:parking", "flow:collocated"]
+)
+def test_checks_of_computing_pass_in_bfloat16_too(run: str, tmp_path: Path) -> None:
+    module, function = run.split(":")
+    outcome = getattr(importlib.import_module(f"benchmarks.gpu.checks.{module}"), function)(Half(True, tmp_path, 100.0))
+    assert outcome.passed, outcome
+
+
+def test_what_is_asked_of_cuda_is_asked_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    names = ("synchronize", "ipc_collect", "empty_cache", "memory_allocated", "memory_reserved", "mem_get_info")
+    names += ("reset_peak_memory_stats", "max_memory_allocated", "set_per_process_memory_fraction")
+    asked = {name: create_autospec(getattr(torch.cuda, name)) for name in names}
+    for name, stand_in in asked.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    asked["mem_get_info"].return_value = (60 << 30, 80 << 30)
+    asked["memory_reserved"].return_value = 8 << 30
+    asked["memory_allocated"].return_value = 7
+    asked["max_memory_allocated"].return_value = 9
+    device.synchronize(card)
+    device.emptied(card)
+    device.peak_begun(card)
+    assert (device.held_bytes(card), device.peak_bytes(card), device.whole_bytes(card)) == (7, 9, 80 << 30)
+    with pytest.raises(torch.OutOfMemoryError), device.short_of_memory(card):
+        raise torch.OutOfMemoryError
+    shares = [call.args[0] for call in asked["set_per_process_memory_fraction"].call_args_list]
+    assert shares == [pytest.approx((8 * 2**30 + 2e9) / (80 << 30)), 1.0]
+    assert all(stand_in.called for stand_in in asked.values())
+
+
+@pytest.mark.parametrize(("fits", "passes"), [(1.0, True), (0.5, False)])
+def test_a_case_that_runs_out_of_memory_must_have_been_estimated_so(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, fits: float, passes: bool
+) -> None:
+    """On a card that has so much of the least estimate of a case that does not fit."""
+    least = memory.estimated(scale, 128, False)
+    monkeypatch.setattr(memory, "whole_bytes", lambda _: least / 1.01 if passes else least / fits)
+
+    def taken(scale: Scale, back: Any, tokens: int) -> float:
+        if not back.checkpointed:
+            raise torch.OutOfMemoryError
+        return memory.estimated(scale, tokens, True) / 1.1
+
+    @contextmanager
+    def trainer(scale: Scale, gradient_checkpointing: bool) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(checkpointed=gradient_checkpointing)
+
+    monkeypatch.setattr(memory, "_peak", taken)
+    monkeypatch.setattr(memory, "trainer", trainer)
+    found = memory.peaks(scale).figures
+    outcome = judge(Scale(False, scale.work), found, memory.PEAKS)
+    assert outcome.passed is passes, outcome
+    assert found["128_kept_peak_gb"] == "did not fit"
+
+
+# What is wrong is found -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's model is another one than that of the files."""
+    build = parts.build_model
+
+    def other(*args: Any, **settings: Any) -> Any:
+        model = build(*args, **settings)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        return model
+
+    monkeypatch.setattr(parts, "build_model", other)
+
+
+@pytest.mark.usefixtures("other_weights")
+def test_an_engine_with_other_weights_is_found_by_transformers_and_by_the_trainer(scale: Scale) -> None:
+    assert decode.beside_generate(scale).passed is False
+    assert training.beside_engine(scale).passed is False
+
+
+def test_a_gradient_of_one_wrong_sequence_is_found(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = training.pack
+
+    def wrong(rows: Any) -> Any:
+        return pack([*rows[:-1], replace(rows[-1], advantage=-rows[-1].advantage)])
+
+    monkeypatch.setattr(training, "pack", wrong)
+    failed = training.beside_float32(scale)
+    assert "gradient_cosine" in failed.why
+    assert failed.passed is False
+
+
+def test_a_tensor_that_comes_back_changed_is_found(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpark = Parking.unpark
+
+    def spoilt(self: Parking, *args: Any, **kwargs: Any) -> None:
+        unpark(self, *args, **kwargs)
+        next(iter(self._there())).view(-1)[0] += 1.0
+
+    monkeypatch.setattr(Parking, "unpark", torch.no_grad()(spoilt))
+    failed = memory.parking(scale)
+    assert failed.passed is False
+    assert "tensors_that_changed" in failed.why
+
+
+def test_a_restore_that_forgets_is_found(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Trainer._take
+
+    def forgetful(self: Trainer, source: Any) -> Any:
+        found = take(self, source)
+        state = next(iter(self._learner.optimizer.state.values()))
+        state["exp_avg"].zero_()
+        return found
+
+    monkeypatch.setattr(Trainer, "_take", forgetful)
+    failed = flow.checkpoint(scale)
+    assert failed.passed is False
+    assert "tensors_that_changed" in failed.why
+
+
+def test_weights_that_do_not_arrive_are_found(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Rollout, weights: Any) -> None:
+        return None
+
+    monkeypatch.setattr(Rollout, "switch_weights", nothing)
+    found = asyncio.run(publishing.direct(scale))
+    assert found["answers_unlike_the_masters"]
+    assert not found["answers_that_training_changed"]
+
+
+def test_without_omegaconf_all_can_be_made_but_what_starts_a_run_or_estimates_one(tmp_path: Path) -> None:
+    """The machine with the card may lack it."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "sys.modules['omegaconf'] = None\n"
+        "from benchmarks.gpu.checks import decode, device, failing, flow, memory, publishing, runs, sends, training\n"
+        "from benchmarks.gpu.scale import NotRun, Scale\n"
+        f"scale = Scale(True, Path({str(tmp_path)!r}))\n"
+        "assert training.beside_engine(scale).passed and flow.checkpoint(scale).passed\n"
+        "try: runs.quickstart(scale)\n"
+        "except NotRun as missing: print(missing)\n"
+        "try: memory.peaks(scale)\n"
+        "except ModuleNotFoundError as missing: print(missing.name)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=runs.ROOT, check=False)
+    assert said.stdout.splitlines() == ["omegaconf is not installed, which reads configurations", "omegaconf"], said

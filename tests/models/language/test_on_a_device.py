@@ -1,0 +1,26 @@
+"""A micro-batch on an accelerator: nothing of it is read back, and what it needs is sent in few copies."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.actors import toys
+
+pytestmark = [pytest.mark.torchrun]  # it starts a process, in which torch has one device more
+PROGRAM = Path(__file__).parent / "programs" / "on_a_device.py"
+
+
+def test_no_micro_batch_of_any_algorithm_waits_for_its_device_or_mixes_devices(zygote):
+    ranks = zygote.run(PROGRAM, 0)
+    assert ranks.codes() == [0], ranks.everything()[-4000:]
+    found = [json.loads(line) for line in ranks.printed(0).splitlines()]
+    assert {case for case, *_ in found} == {
+        f"{name} in torch.{dtype}" for dtype in ("bfloat16", "float32") for name in (*toys.ALGORITHMS, "values")
+    }
+    for case, reads, sends, added in found:
+        assert reads == 0, case
+        assert sends <= (2 if "bfloat16" in case else 3), (
+            case
+        )  # the batch, its layout, and rectangles where no kernel is
+        assert added is None or added <= (140 if "bfloat16" in case else 240), case

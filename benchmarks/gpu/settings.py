@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.settings        prints the table; tests/docs/test_gpu_page.py compares the page with it
 
-In: `configs/gpu/qwen2.5.yaml`, Qwen2.5's shapes, and what is changed for each case. Out: a row per case: what was chosen,
-and GB at the peak of trainer and rollout; or that the run is refused. No model is read and no GPU needed.
+In: `configs/gpu/qwen2.5.yaml`, Qwen2.5's shapes, and what is changed for each case. Out: a row per case: what was
+chosen, and GB at the peak of trainer and rollout; or that the run is refused. No model is read and no GPU needed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ def settings() -> Iterator[Setting]:
 
 def table(rows: Sequence[Setting]) -> str:
     """In Markdown."""
-    lines = ["| model | cards | changed keys | what `--dry-run` chooses | GB: trainer, rollout |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | cards | changed keys | what `--dry-run` chooses | GB: trainer, rollout |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         keys = "<br>".join(f"`{each}`" for each in row.changes) or "none"
         lines.append(f"| {row.size} | {row.cards} x {row.card} | {keys} | {row.told} | {row.memory or '-'} |")

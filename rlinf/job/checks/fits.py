@@ -84,9 +84,10 @@ def _tight(found: Mapping[str, Footprint], memory: int | None) -> Iterator[str]:
     for role, each in found.items():
         if memory is not None and each.spare and each.active_bytes > memory:
             key = "rollout.max_tokens" if role == "rollout" else "trainer.micro_batch_tokens"
+            most = each.active_bytes / GB
             yield (
-                f"the {role} may take {each.active_bytes / GB:.3g} GB at its peak, of {memory / GB:.3g}: it may run out of "
-                f"memory; a smaller {key} gives it room"
+                f"the {role} may take {most:.3g} GB at its peak, of {memory / GB:.3g}: it may run out "
+                f"of memory; a smaller {key} gives it room"
             )
 
 

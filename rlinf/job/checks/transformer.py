@@ -86,14 +86,13 @@ class Shape:
         return self.vocabulary * self.hidden
 
     def kept_bytes(self, width: int) -> float:
-        """Bytes that a layer keeps of each token, at most: `kept`, the float32 copies that both norms make, and keys
-        and values repeated for every head that reads them, where a kernel asks for that.
+        """Bytes that a layer keeps of each token, at most: `kept`, keys once more as they are before rotation, and the
+        float32 copies that both norms make.
 
         Args:
             width: bytes of a number that it computes in.
         """
-        repeated = 2 * (self.queries - self.keys) + self.keys
-        return float((self.kept + repeated) * width + 2 * self.hidden * 4)
+        return float((self.kept + self.keys) * width + 2 * self.hidden * 4)
 
     def passing_bytes(self, width: int) -> float:
         """Bytes of each token that are there at once in a layer without gradient, at most: the same copies counted."""

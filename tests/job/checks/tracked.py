@@ -100,9 +100,7 @@ attend.register_autograd(
 )
 
 
-def _by_kernel(query, key, value, *more):
-    repeats = query.shape[1] // key.shape[1]  # as torch 2.11 needs it, which lacks grouped heads
-    key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+def _attend(query, key, value, bounds, longest, scale, left):
     return attend(query.contiguous(), key.contiguous(), value.contiguous())[0]
 
 
@@ -131,7 +129,7 @@ def peak_of(case: Case) -> int:
             model = AutoModelForCausalLM.from_config(qwen2(case.size), dtype=torch.float32)
             module = PolicyModel(model, gradient_checkpointing=case.checkpointed)
             shard(module, mesh, torch.bfloat16)
-            module.kernel = Kernel("a variable-length kernel that has only shapes", _by_kernel)
+            module.kernel = Kernel("a variable-length kernel that has only shapes", _attend)
             learner = Learner(module, layout=Layout(mesh if case.ranks > 1 else None, mesh), lr=1e-3)
             named = {name: getattr(packed, name) for name in packed.__slots__}
             fakes = {n: mode.from_tensor(one) for n, one in named.items() if isinstance(one, torch.Tensor)}

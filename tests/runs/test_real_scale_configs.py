@@ -4,13 +4,17 @@ place."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
-from rlinf.job.checks.footprint import complaints, parameters_of
+from rlinf.job.checks.fits import fit
+from rlinf.job.checks.footprint import complaints
+from rlinf.job.checks.transformer import parameters_of
 from rlinf.job.validate import load_config
+from rlinf.placement.seats import TEXT, place
 from tests.launching import launch, metrics_of
 from tests.stand_in import save_model, save_problems
 
@@ -49,6 +53,17 @@ def test_a_real_scale_configuration_loads_for_one_node_and_fits_its_devices(path
     config.placement.device_memory_gb = 4
     said = list(complaints(config, model, hosts=8))
     assert any("for the trainer" in line and "more hosts in placement.trainer" in line for line in said)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=names)
+def test_every_process_that_its_first_lines_start_has_a_role(path):
+    (started,) = re.findall(r"torchrun --nproc-per-node (\d+)", path.read_text())
+    config = load_config(path, hosts=int(started))
+    (size,) = [size for size in SHAPES if f"-{size}" in path.stem]
+    model = AutoConfig.for_model(**{"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[size]})
+    roles = [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")]
+    found, problems = fit(config, model, place(config.placement, roles, int(started)), ())
+    assert (problems, found.warnings) == ([], ())
 
 
 @pytest.mark.slow

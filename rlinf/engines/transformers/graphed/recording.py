@@ -35,8 +35,9 @@ class Recorder(Protocol):
         """Record some work.
 
         Args:
-            name: of the kind of work; the first of a name is done twice before, so its own effects must not matter.
-            work: runs no operation that waits for the device, and returns a tensor.
+            name: of the kind of work.
+            work: runs no operation that waits for the device, and returns a tensor. It is done once before, so its own
+                effects must not matter.
         """
         ...
 
@@ -57,7 +58,8 @@ class _CudaRecording:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory.
+    """Records CUDA graphs that share one pool of memory, all on one stream: the allocator gives what one recording no
+    longer uses to another of the same stream alone, and cuBLAS keeps a workspace for each stream.
 
     Args:
         device: on which.
@@ -66,17 +68,18 @@ class CudaRecorder:
     def __init__(self, device: torch.device):
         self._device = device
         self._pool: Any = None
-        self._warm: set[Hashable] = set()
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, name: Hashable, work: Callable[[], Tensor]) -> Recording:
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            if name not in self._warm:  # compiles kernels and makes workspaces, which must not happen in a recording
-                with torch.cuda.stream(stream):
-                    work()
-                    work()
-                self._warm.add(name)
+        current = torch.cuda.current_stream(self._device)
+        # the second leaves the thread on its stream where a recording fails: torch then stays on that of the recording
+        with torch.cuda.device(self._device), torch.cuda.stream(current):
+            stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+            stream.wait_stream(current)
+            # Compiles kernels, and makes this thread's cuBLAS handle and its workspace, which must not happen in a
+            # recording. Before each: another thread has another handle, and other numbers have other kernels.
+            with torch.cuda.stream(stream):
+                work()
             stream.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -84,7 +87,7 @@ class CudaRecorder:
             # thread_local: what other threads of this process do meanwhile, such as a trainer, is none of its business
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 output = work()
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            current.wait_stream(stream)
         return _CudaRecording(graph, output)
 
     def clear(self) -> None:

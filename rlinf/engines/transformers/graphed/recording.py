@@ -7,7 +7,9 @@ lies in tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,6 +59,18 @@ class _CudaRecording:
         self._graph.replay()
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Torch records one graph at a time in a process: it waits for the device before, which a recording cannot bear."""
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The thread's stream, on which it is again afterwards: where a recording fails, torch stays on that one's."""
+    current = torch.cuda.current_stream(device)
+    with torch.cuda.stream(current):
+        yield current
+
+
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory, all on one stream: the allocator gives what one recording no
     longer uses to another of the same stream alone, and cuBLAS keeps a workspace for each stream.
@@ -71,9 +85,7 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, name: Hashable, work: Callable[[], Tensor]) -> Recording:
-        current = torch.cuda.current_stream(self._device)
-        # the second leaves the thread on its stream where a recording fails: torch then stays on that of the recording
-        with torch.cuda.device(self._device), torch.cuda.stream(current):
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device), _own_stream(self._device) as current:
             stream = self._stream = self._stream or torch.cuda.Stream(self._device)
             stream.wait_stream(current)
             # Compiles kernels, and makes this thread's cuBLAS handle and its workspace, which must not happen in a

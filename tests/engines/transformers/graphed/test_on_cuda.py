@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -176,6 +177,22 @@ def test_the_thread_is_on_its_own_stream_again_when_recording_fails(monkeypatch)
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaRecorder(torch.device("cuda", 0)).record("eight", lambda: None)
     assert device.current is device.default
+
+
+def test_a_graph_is_recorded_when_no_other_thread_records_one(monkeypatch):
+    device = Device(monkeypatch)
+    begun, other = [], CudaRecorder(torch.device("cuda", 0))
+    thread = threading.Thread(target=lambda: other.record("other", lambda: begun.append(len(device.captures))))
+
+    def work():
+        if device.captures:  # while it is recorded
+            thread.start()
+            thread.join(0.1)
+            assert begun == []
+
+    CudaRecorder(torch.device("cuda", 0)).record("one", work)
+    thread.join(10)
+    assert begun == [1, 2]
 
 
 def test_torch_has_the_calls_that_graphs_need():

@@ -103,6 +103,7 @@ def main(
         return 2
     with _interruptible(), tempfile.TemporaryDirectory(prefix="rlinf-gpu-") as temporary:
         work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
         machine = _child(f"{__name__}:machine", options.rehearse, work, 120.0)
         about = machine.get("figures", {})
         if machine["state"] != "measured":

@@ -176,7 +176,7 @@ def checksums(buckets: Iterable[Tensor]) -> tuple[int, ...]:
     the hashes are added up. One changed word is always found; lost, doubled, zeroed or moved blocks are, but for a
     chance of 2^-64; words that change places within one block are not.
     """
-    found = [_hash(bucket.detach().reshape(-1).view(torch.uint8)) for bucket in buckets]
+    found = [_hash(bucket.detach()) for bucket in buckets]
     by_device: dict[torch.device, list[int]] = {}
     for number, each in enumerate(found):
         if isinstance(each, Tensor):
@@ -193,8 +193,9 @@ def _read(numbers: Tensor) -> list[int]:
     return numbers.tolist()  # type: ignore[no-any-return]
 
 
-def _hash(data: Tensor) -> Tensor | int:
-    """The checksum of bytes, uint8 [bytes], modulo 2^64; not yet read from a device."""
+def _hash(bucket: Tensor) -> Tensor | int:
+    """The checksum of a tensor's bytes, modulo 2^64; not yet read from a device."""
+    data = (bucket if bucket.dim() == 1 else bucket.reshape(-1)).view(torch.uint8)
     here = type(data) is Tensor and data.device.type == "cpu"  # a fake tensor has no memory
     return _hashed_here(data) if here else _hashed(data)
 

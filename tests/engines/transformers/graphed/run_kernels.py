@@ -28,10 +28,12 @@ SHARED = 227 * 1024
 
 
 def compiled(kernel, dtype, **constants):
-    """A kernel for sm_90."""
+    """A kernel for sm_90, of pointers and strides that are multiples of 16, as those of torch's are."""
     kinds = {name: TYPES.get(name, f"*{dtype}") for name in kernel.arg_names} | {"width": "i32"}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith("_row")]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
 
 
@@ -61,6 +63,9 @@ def compiles():
         made = compiled(kernels._attend, dtype, SIZE=size, SHARES=shares, SIZES=sizes, PRECISION=precision, **more)
         assert "cubin" in made.asm
         assert made.metadata.shared < SHARED
+        assert made.asm["ptx"].count("cp.async.cg.shared.global") >= 4, (
+            "keys and values are not read ahead, 16 bytes each"
+        )
         assert "st.local" not in made.asm["ptx"], "registers are spilled"
         assert "cubin" in compiled(kernels._turn, dtype, QUERIES=group * heads, HEADS=heads, SIZE=size, SIZES=sizes).asm
         if shares > 1:

@@ -21,6 +21,7 @@ from benchmarks.gpu.measuring import clock, limits, profiled
 from benchmarks.gpu.measuring.bars import BARS, Bar, compared, judged, table
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.scale import NotRun, Scale
+from rlinf.runtime.gpu import own_device
 
 TINY = Qwen2Config(
     hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -262,6 +263,7 @@ class Card:
         }  # fmt: skip
         for name, fake in faked.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(own_device, "enter_device", lambda: torch.device("cuda", 0))
 
     def work(self) -> None:
         self.time += 1.0

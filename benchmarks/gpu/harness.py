@@ -16,17 +16,20 @@ import contextlib
 import datetime
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ from typing import Any
 from benchmarks.gpu.measuring.bars import compared
 
 ROOT = Path(__file__).parents[2]
+BEGAN = time.monotonic()
+"""Of this process, but for Python itself."""
 BUDGET = 540.0
 """Seconds after which no more checks are begun."""
 LEAST = 5.0
@@ -43,6 +48,15 @@ TAIL = 3000
 PACKAGES = ("torch", "transformers", "triton", "numpy", "flash-attn")
 PASSED = ("passed", "measured")
 ANSWERED = (*PASSED, "failed", "not run")
+NEEDED = ("torch", "transformers")
+"""Packages without which no check is begun."""
+MARK = "RLINF_GPU_CHECK"
+"""In the environment of all that a check starts, with a value of its own."""
+INDENT = " " * 24
+WIDTH = 120
+"""Columns of what is printed."""
+SOLID = "\N{NO-BREAK SPACE}"
+"""Between a figure's name and its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +92,16 @@ def main(
 
     Returns:
         0 when all that was run passed or has no criterion, 1 when something failed, 2 when it could not begin, 3 when
-        time ran out before all were made.
+        time ran out before all were made, 130 when it was interrupted.
     """
     options = _options(kind, arguments)
-    out, before = options.out, None if options.against is None else _read(options.against)
-    with tempfile.TemporaryDirectory(prefix="rlinf-gpu-") as temporary:
+    asked = _named(checks, options.only)
+    out, before = options.out, None if options.against is None else _read(options.against, "--against")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"{sys.executable} has no {' and no '.join(missing)}: name a Python that has, as PYTHON=/path/to/python3",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    with _interruptible(), tempfile.TemporaryDirectory(prefix="rlinf-gpu-") as temporary:
         work = options.work or Path(temporary)
         machine = _child(f"{__name__}:machine", options.rehearse, work, 120.0)
         about = machine.get("figures", {})
@@ -95,7 +114,7 @@ def main(
         out = out or _file(kind, about, options.rehearse)
         record = _before(out, kind, about, options.rehearse)
         print(f"{kind} on {about.get('card', about['processor'])}, torch {about.get('torch')} -> {out}", flush=True)
-        chosen = _chosen(checks, record["outcomes"], options)
+        chosen = _chosen(asked, record["outcomes"], options)
         began = time.monotonic()
         for check in chosen:
             left = options.budget - (time.monotonic() - began)
@@ -108,7 +127,7 @@ def main(
             record["outcomes"][check.name] = {"criterion": check.criterion, **found}
             _write(out, record)
             print(f"{found['state']}, {found['seconds']:.1f} s", flush=True)
-    status = _told(checks, record["outcomes"])
+    status = _told(checks, asked, record["outcomes"])
     if ends is not None:
         print(f"\n{ends(record)}")
     if before is not None:
@@ -134,13 +153,39 @@ def _file(kind: str, about: Mapping[str, Any], rehearse: bool) -> Path:
     return folder / f"{datetime.date.today().isoformat()}-gpu-{kind}-{card}.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _named(checks: Sequence[Check], only: str) -> Sequence[Check]:
+    """Those that `--only` names; all, where it names none."""
+    names = [name.strip() for name in only.split(",")] if only else [check.name for check in checks]
+    if unknown := [name for name in names if name not in {check.name for check in checks}]:
+        known = ", ".join(check.name for check in checks)
+        sys.exit(f"no check is called {', '.join(unknown)}; there are {known}")
+    return [check for check in checks if check.name in names]
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """End in good order when told to: the check that is being made must not stay on the card."""
+
+    def interrupt(number: int, frame: object) -> None:
+        print("\ninterrupted; the same command goes on with what was not reached", flush=True)
+        raise SystemExit(130)
+
+    told_by = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in told_by}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read(path: Path, option: str) -> dict[str, Any]:
     """An earlier record."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         found["date"], found["outcomes"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        sys.exit(f"--against {path}: no file that this command wrote ({type(error).__name__}: {error})")
+        sys.exit(f"{option} {path}: no file that this command wrote ({type(error).__name__}: {error})")
     return found
 
 
@@ -149,24 +194,21 @@ def _before(out: Path, kind: str, about: Mapping[str, Any], rehearse: bool) -> d
     fresh = {"kind": kind, "rehearsal": rehearse, "date": datetime.date.today().isoformat(), "commit": _commit()}
     fresh |= {"code": _code(), "machine": dict(about), "outcomes": {}}
     if out.exists():
-        found: dict[str, Any] = json.loads(out.read_text())
+        found = _read(out, "--out")
         if all(found.get(key) == fresh[key] for key in ("kind", "rehearsal", "code", "machine")):
             return found
         print(f"{out} is of other code or another machine: all is made anew")
     return fresh
 
 
-def _chosen(checks: Sequence[Check], done: Mapping[str, Any], options: argparse.Namespace) -> list[Check]:
+def _chosen(asked: Sequence[Check], done: Mapping[str, Any], options: argparse.Namespace) -> list[Check]:
+    """Of those that were asked for, the ones to make now."""
     if options.only:
-        names = [name.strip() for name in options.only.split(",")]
-        if unknown := [name for name in names if name not in {check.name for check in checks}]:
-            known = ", ".join(check.name for check in checks)
-            sys.exit(f"no check is called {', '.join(unknown)}; there are {known}")
-        return [check for check in checks if check.name in names]
+        return [*asked]
     states = {name: found["state"] for name, found in done.items()}
     if options.failed:
-        return [check for check in checks if states.get(check.name) not in PASSED]
-    return [check for check in checks if states.get(check.name) not in ANSWERED]
+        return [check for check in asked if states.get(check.name) not in PASSED]
+    return [check for check in asked if states.get(check.name) not in ANSWERED]
 
 
 def _write(out: Path, record: Mapping[str, Any]) -> None:
@@ -176,31 +218,31 @@ def _write(out: Path, record: Mapping[str, Any]) -> None:
     part.replace(out)
 
 
-def _told(checks: Sequence[Check], done: Mapping[str, Any]) -> int:
+def _told(checks: Sequence[Check], asked: Sequence[Check], done: Mapping[str, Any]) -> int:
+    """Print what was found by those that were asked for, and count the states of all; returns the exit status."""
     print()
-    for check in checks:
+    for check in asked:
         found = done.get(check.name, {"state": "not reached", "seconds": 0.0})
         print(f"{found['state']:>11}  {found['seconds']:6.1f} s  {check.name}: {check.criterion}")
         for line in (found.get("why"), _figures(found.get("figures", {}))):
             if line:
-                print(f"{'':24}{line}")
+                lines = textwrap.wrap(line, WIDTH - len(INDENT), break_long_words=False, break_on_hyphens=False)
+                print("".join(f"{INDENT}{each}\n" for each in lines).replace(SOLID, " "), end="")
         if found.get("output") and found["state"] != "passed":
-            print("".join(f"{'':24}| {line}\n" for line in found["output"].splitlines()[-12:]), end="")
+            print("".join(f"{INDENT}| {line}\n" for line in found["output"].splitlines()[-12:]), end="")
     states = [done.get(check.name, {"state": "not reached"})["state"] for check in checks]
     print("\n" + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     if any(state in ("failed", "crashed", "timed out") for state in states):
         return 1
-    if "not reached" in states:
+    if "not reached" in states and len(asked) == len(checks):
         print("the same command once more makes those that were not reached")
         return 3
     return 0
 
 
 def _figures(figures: Mapping[str, Any]) -> str:
-    shown = (
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
-    )
-    return ", ".join(shown)
+    shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in figures.values())
+    return ", ".join(f"{name}{SOLID}{value}" for name, value in zip(figures, shown, strict=True))
 
 
 # One check, in a process of its own -----------------------------------------------------------------------------------
@@ -210,9 +252,9 @@ def _child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, A
     """Have `target` answered by a new process, which is killed with all it started when its time is over."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rlinf-check-") as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        command = [sys.executable, "-m", __name__, target, str(result), str(work), f"{limit:.1f}"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        result, log, so_far = (Path(folder) / name for name in ("result.json", "log", "so_far.json"))
+        command = [sys.executable, "-m", __name__, target, str(result), str(so_far), str(work), f"{limit:.1f}"]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", MARK: folder}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         if rehearse:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -229,14 +271,35 @@ def _child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, A
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it started too
                 process.wait()
+                _end_all(f"{MARK}={folder}")
         seconds = time.monotonic() - began
         tail = log.read_text(errors="replace")[-TAIL:]
         if result.exists():
             found = json.loads(result.read_text())
             return {**found, "seconds": seconds, **({} if found["state"] in PASSED else {"output": tail})}
+        known = {
+            "seconds": seconds,
+            "figures": json.loads(so_far.read_text()) if so_far.exists() else {},
+            "output": tail,
+        }
         if process.returncode == -signal.SIGKILL and seconds >= limit:
-            return {"state": "timed out", "seconds": seconds, "why": f"longer than {limit:.0f} s", "output": tail}
-        return {"state": "crashed", "seconds": seconds, "why": f"exit status {process.returncode}", "output": tail}
+            return {"state": "timed out", "why": f"longer than {limit:.0f} s", **known}
+        return {"state": "crashed", "why": f"exit status {process.returncode}", **known}
+
+
+def _end_all(mark: str) -> None:
+    """Kill what a check left in sessions of its own, as torchrun's workers are, and wait until they are gone: they
+    have memory of the card."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone, or of somebody else
+            if mark.encode() not in path.read_bytes().split(b"\0"):
+                continue
+            handle = os.pidfd_open(int(path.parent.name))
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [], 10.0)
+            finally:
+                os.close(handle)
 
 
 def machine(scale: Any) -> Any:
@@ -288,12 +351,12 @@ def _answer(arguments: Sequence[str]) -> None:
     """The child: make one check and write what it found."""
     from benchmarks.gpu.scale import NotRun, Outcome, Scale
 
-    target, result, work, limit, *rest = arguments
+    target, result, so_far, work, limit, *rest = arguments
     module, function = target.split(":")
     try:
-        outcome = getattr(importlib.import_module(module), function)(
-            Scale("--rehearse" in rest, Path(work), float(limit))
-        )
+        check = getattr(importlib.import_module(module), function)
+        left = float(limit) - (time.monotonic() - BEGAN)
+        outcome = check(Scale("--rehearse" in rest, Path(work), left, Path(so_far)))
         state = {True: "passed", False: "failed", None: "measured"}[outcome.passed]
     except NotRun as missing:
         state, outcome = "not run", Outcome(None, why=str(missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +65,9 @@ class Scale:
     work: Path
     """A directory that all checks of one call share."""
     limit: float = 60.0
-    """Seconds that this check has."""
+    """Seconds that this check has from now on."""
+    so_far: Path | None = None
+    """A file for figures that are known before the check ends."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -81,6 +84,13 @@ class Scale:
     def of(self, full: Any, tiny: Any) -> Any:
         """`full`, or `tiny` in a rehearsal."""
         return tiny if self.rehearse else full
+
+    def keep(self, figures: Mapping[str, Any]) -> None:
+        """Write down what is known so far, to be told if the check takes too long and is killed."""
+        if self.so_far is not None:
+            part = self.so_far.with_suffix(".part")
+            part.write_text(json.dumps(dict(figures)))
+            part.replace(self.so_far)
 
     def config(self, size: str) -> Any:
         """The transformers configuration of a model of this size, "1.5B" or "7B"."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.harness import Check, main
+from benchmarks.gpu.harness import ROOT, Check, main
 
 MODULE = """
 import os, subprocess, sys, time
@@ -23,8 +28,10 @@ def bad(scale):
     return Outcome(False, {"error": 0.5}, "0.5 > 0.01")
 
 def hangs(scale):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (scale.work / "child").write_text(str(child.pid))
+    for name in ("child", "child-of-another-session"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session="of" in name)
+        (scale.work / name).write_text(str(child.pid))
+    scale.keep({"first_s": 0.5})
     time.sleep(600)
 
 def breaks(scale):
@@ -70,16 +77,20 @@ def test_each_has_its_own_process_limit_and_state(
     assert "0.5 > 0.01" in told
     assert "RuntimeError: the kernel is gone" in told
     assert "a_package_of_nobody is not installed" in told
-    child = int((work / "child").read_text())
-    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    for name in ("child", "child-of-another-session"):
+        child = int((work / name).read_text())
+        assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    assert json.loads(out.read_text())["outcomes"]["hangs"]["figures"] == {"first_s": 0.5}
 
     # good and bad were answered, so nothing asks them again, but when told to
     assert (work / "good").read_text() == "x"
     assert main("checks", "made", checks[:2], [*common, "--failed"]) == 1
     assert (work / "good").read_text() == "x"
     assert (work / "bad").read_text() == "xx"
+    capsys.readouterr()
     assert main("checks", "made", checks, [*common, "--only", "good"]) == 1
     assert (work / "good").read_text() == "xx"
+    assert "criterion of bad" not in capsys.readouterr().out
 
     # a file of other code is not gone on with
     record = json.loads(out.read_text())
@@ -90,3 +101,48 @@ def test_each_has_its_own_process_limit_and_state(
     assert main("checks", "made", checks[:1], [*common[:1], "--out", str(tmp_path / "new.json"), "--budget", "1"]) == 3
     with pytest.raises(SystemExit, match="no check is called nobody; there are good"):
         main("checks", "made", checks[:1], [*common, "--only", "nobody"])
+
+
+def test_a_wrong_name_is_told_before_anything_is_begun(tmp_path: Path, checks: list[Check]) -> None:
+    with pytest.raises(SystemExit, match="no check is called nobody; there are good"):
+        main("checks", "made", checks, ["--only", "nobody"])
+    out = tmp_path / "other.json"
+    out.write_text("{")
+    with pytest.raises(SystemExit, match="no file that this command wrote"):
+        main("checks", "made", checks[:1], ["--rehearse", "--out", str(out)])
+
+
+def test_a_python_without_torch_is_told_of(
+    checks: list[Check], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.harness.NEEDED", ("a_package_of_nobody",))
+    assert main("checks", "made", checks, ["--rehearse"]) == 2
+    assert "has no a_package_of_nobody" in capsys.readouterr().err
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing_and_is_gone_on_with(tmp_path: Path, checks: list[Check]) -> None:
+    out, work = tmp_path / "out.json", tmp_path / "work"
+    work.mkdir()
+    common = ["--rehearse", "--out", str(out), "--work", str(work)]
+    two = [checks[0], dataclasses.replace(checks[2], limit=60.0)]
+    program = f"from benchmarks.gpu.harness import *; sys.exit(main('checks', 'made', {two!r}, {common!r}))"
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    running = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if "good" in line:
+            break
+    last = work / "child-of-another-session"
+    while not (last.exists() and last.read_text()):  # the check has begun
+        time.sleep(0.05)
+    running.terminate()
+    assert "interrupted" in running.stdout.read()
+    assert running.wait(30) == 130
+    for name in ("child", "child-of-another-session"):
+        pid = (work / name).read_text()
+        assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert states(out) == {"good": "passed"}
+    assert main("checks", "made", checks[:1], common) == 0
+    assert (work / "good").read_text() == "x"

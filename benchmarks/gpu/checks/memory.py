@@ -27,6 +27,8 @@ from rlinf.data.offload import Parking, bytes_of, shard_of
 from rlinf.data.packing import pack
 from rlinf.data.weights import checksum
 
+FILLED = 0.92
+"""Share of a card that roles may fill, as `--dry-run` has it."""
 SLACK = 64 << 20
 """Bytes of host memory that a process may come to need for anything else meanwhile."""
 PARKED = (
@@ -97,10 +99,10 @@ def _clocked(scale: Scale, work: Any) -> float:
 
 def peaks(scale: Scale) -> Outcome:
     """Peak of a training step at 16k and 32k tokens, with and without checkpointing, beside the estimate for it. A case
-    that runs out of memory must have been estimated at more than there is."""
+    that runs out of memory must have been estimated at more than roles may fill."""
     figures: dict[str, float | int | str] = {}
     ratios, steps = [], 0
-    room = whole_bytes(scale.device)
+    room = FILLED * whole_bytes(scale.device)
     for checkpointed in (True, False):
         with trainer(scale, gradient_checkpointing=checkpointed) as back:
             for tokens in scale.of((16_384, 32_768), (128, 256)):
@@ -133,12 +135,14 @@ def estimated(scale: Scale, tokens: int, checkpointed: bool) -> int:
 
 
 def _peak(scale: Scale, back: Any, tokens: int) -> float:
-    """Bytes at the most in the second of two optimizer steps, which has the state of the first."""
+    """Bytes at the most in the second of two optimizer steps, which has the state of the first. Each has two
+    micro-batches: the summed gradients of one are there while the other is computed."""
+    emptied(scale.device)  # of the optimizer of the size before
     each = min(tokens, scale.of(2048, 64))
     packed = pack(rows(scale, [(each // 4, each - each // 4)] * (tokens // each)))
     optimization = back.optimization(lr=1e-6)
     for _ in range(2):
         peak_begun(scale.device)
-        optimization.accumulate([packed], policy_gradient)
+        optimization.accumulate([packed, packed], policy_gradient)
         optimization.step()
     return peak_bytes(scale.device)

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any
 from unittest import mock
 
@@ -18,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.checks.device import cudnn_attention, emptied, kernels
 from benchmarks.gpu.checks.judging import Bound, judge
 from benchmarks.gpu.checks.parts import engine, policy_gradient, prompts, requests, rows, trainer
-from benchmarks.gpu.scale import NotRun, Outcome, Scale
+from benchmarks.gpu.scale import Outcome, Scale
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.backend import ModelSettings
 
 GIVEN = 0.01
 """Nats by which log-probs may differ on average, whatever rounding explains."""
@@ -102,8 +100,6 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 def compiled(scale: Scale) -> Outcome:
     """Blocks and head compiled, beside the same uncompiled; micro-batches of further lengths compile nothing more."""
-    if "compiled" not in {field.name for field in fields(ModelSettings)}:
-        raise NotRun("trainers of this version are not compiled")
     shapes = [[(scale.of(96, 9) + n, scale.of(400, 12) + 3 * n) for n in range(count)] for count in (8, 5, 6)]
     batches = [pack(rows(scale, lengths)) for lengths in shapes]
 

@@ -80,10 +80,12 @@ async def measured(system: ActorSystem, scale: Scale) -> dict[str, Figures]:
     for dtype in DTYPES:
         freed(scale.device)
         trainer = await system.spawn(
-            Trainer, hosts=[0], name=f"trainer_{dtype}", lr=1e-6, dtype=computes, publishes=dtype, **made
+            Trainer, hosts=[0], name=f"trainer_{dtype}", lr=1e-6, dtype=computes, publishes=dtype, compile=False, **made
         )
         rollout = await system.spawn(Rollout, hosts=[system.hosts - 1], name=f"rollout_{dtype}", dtype=dtype, **made)
         found[dtype] = await published(system, trainer, rollout, scale, dtype)
+        await system.kill(rollout)
+        await system.kill(trainer)
     return found
 
 

@@ -56,6 +56,8 @@ class Work:
     """Answers to each."""
     answer: int
     """Tokens of each answer."""
+    left: Callable[[], float]
+    """Seconds that are left for all steps."""
     again: bool = False
     """Activations are computed again, for lack of memory."""
 
@@ -80,7 +82,7 @@ def step(scale: Scale) -> Outcome:
     """Of the 1.5B model. On a machine that cannot read configurations the roles are started by hand; a rehearsal does
     it either way. Where memory does not last, once more with activations that are computed again."""
     parts, limits, shape = Parts("step", scale), limits_of(scale), Shape.of(scale.config("1.5B"))
-    work = Work(scale, *scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8)))
+    work = Work(scale, *scale.of((PROMPTS, GROUP, ANSWER), (4, 4, 8)), left=lambda: parts.left)
     whole = importlib.util.find_spec("omegaconf") is not None
 
     def made(way: Way, name: str, *, again: bool = False) -> bool:
@@ -102,14 +104,14 @@ def step(scale: Scale) -> Outcome:
 
 async def run(work: Work) -> list[Mapping[str, Any]]:
     """A run as a user starts it; its metrics, step by step. The first step warms up. It is ended before its last step,
-    which would write a checkpoint."""
+    which would write a checkpoint, and earlier if there is no time for one more like the last."""
     import rlinf  # with what reads configurations
 
     seen: list[Mapping[str, Any]] = []
 
     def on_step(step: int, metrics: Mapping[str, Any]) -> None:
         seen.append(metrics)
-        if step == STEPS:
+        if step == STEPS or (len(seen) > 1 and work.left() < metrics["timing/step"]):
             running.cancel()
 
     turns = itertools.count()
@@ -152,6 +154,8 @@ async def by_hand(work: Work) -> list[Mapping[str, Any]]:
             )
             lap = await watch.ends(f"step {number}")
             seen.append({**returned, **timing(lap), **parts_of(lap), "timing/step": lap.end - lap.start})
+            if len(seen) > 1 and work.left() < lap.end - lap.start:
+                break
     return seen
 
 

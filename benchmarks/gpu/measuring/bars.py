@@ -50,7 +50,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
         for context in (512, 4096)
         for rows in (8, 64, 256, 512)
     ),
-    "training": (Bar("trainer 1.5B, 16k tokens: MFU", "t16384_compiled_kept_mfu_share", least=0.40),),
+    "training": (Bar("trainer 1.5B, 16k tokens: MFU, the best way that fits", "best_mfu_share", least=0.40),),
     "publishing": (
         Bar("publish 1.5B, one process: seconds", "direct_bfloat16_s", most=0.2, limit="direct_bfloat16_limit_s"),
         Bar("publish 1.5B, one process: bytes through the host", "direct_bfloat16_host_bytes", most=0),
@@ -122,14 +122,17 @@ def table(outcomes: Mapping[str, Any], *, rehearsal: bool) -> str:
         found = outcomes.get(measure, {"state": "not reached"})
         figures = found.get("figures", {})
         for bar in bars:
-            said = bar.verdict(figures) if found["state"] in ("passed", "failed", "measured") else found["state"]
+            known = found["state"] in ("passed", "failed", "measured") or bar.figure in figures
+            said = bar.verdict(figures) if known else found["state"]
+            if rehearsal and known:
+                said = "rehearsed" if bar.figure in figures else "other sizes"
             rows.append(
                 (
                     bar.words,
                     bar.target,
                     _number(figures.get(bar.figure)),
                     "" if bar.limit is None else _number(figures.get(bar.limit)),
-                    "rehearsed" if rehearsal and bar.figure in figures else said,
+                    said,
                 )
             )
     return _aligned(rows)

@@ -18,8 +18,8 @@ from benchmarks.gpu.measuring.bars import judged
 from benchmarks.gpu.scale import NotRun, Outcome, Scale
 
 Figures = dict[str, float | int | str]
-_SHARE = 0.8
-"""Of a measure's limit that its parts may use: some take longer than expected, and a killed measure tells nothing."""
+_SHARE = 0.9
+"""Of a measure's limit that its parts may use: some take longer than expected."""
 
 
 def settled(device: torch.device) -> None:
@@ -137,6 +137,7 @@ class Parts:
         self.figures |= {f"{lead}{key}": value for key, value in found.items()}
         if name:
             self.figures.setdefault(f"{lead}peak_gb", peak_gb(self._scale.device))
+        self._scale.keep(self.figures)
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:

@@ -197,7 +197,8 @@ class PolicyModel(nn.Module):
         with torch.set_grad_enabled(learns):
             found = self(probe)
             if learns:
-                found[0].sum().backward()  # type: ignore[no-untyped-call]  # its code is compiled, too
+                # Compiled, too; squared, for slopes that lie as those of a loss do: others are compiled for anew.
+                found[0].square().sum().backward()  # type: ignore[no-untyped-call]
         for parameter in self.parameters():
             parameter.grad = None
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1

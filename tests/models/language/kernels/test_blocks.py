@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from rlinf.data.packing import Row, pack
+from rlinf.models.language.kernels.head import scores, slopes_alone
 from rlinf.models.language.kernels.varlen import Kernel
 from rlinf.models.language.lora import add_adapters, start_adapters
 from rlinf.models.language.policy_model import PolicyModel
@@ -136,6 +138,20 @@ def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(mon
     assert 0 < graphs <= most
     learned(policy, [pack(rows(seed, 10 + seed, 2 + seed % 7)) for seed in range(6, 12)])
     assert policy.numbers["compile/graphs"] == graphs  # other lengths compile nothing anew
+
+
+def test_the_head_of_the_first_step_is_what_the_probe_had_compiled():
+    def forms():
+        return [len(_debug_get_cache_entry_list(function.__code__)) for function in (scores, slopes_alone)]
+
+    policy = PolicyModel(model(num_hidden_layers=1), compiled=True, compiler="eager")
+    policy.settle()
+    before = forms()
+    for batch in BATCHES[:2]:
+        logprobs = policy(batch)[0]
+        (logprobs * torch.rand(len(logprobs))).sum().backward()
+    assert forms() == before
+    assert all(before)
 
 
 def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(monkeypatch):

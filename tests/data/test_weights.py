@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.weights import BLOCK, Weights, WeightsDamaged, checksum
+from rlinf.data.weights import BLOCK, Weights, WeightsDamaged, _hashed, checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -127,6 +127,13 @@ def test_blocks_that_change_places_are_found(count, data):
     moved = packed.clone()
     moved[first], moved[second] = packed[second], packed[first]
     assert checksum(moved.reshape(-1)) != checksum(packed.reshape(-1))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 12_288, 33 * 1024, 70_001, (1 << 23) - 1, (1 << 23) + 5000, 17 << 20])
+@pytest.mark.parametrize("begin", [0, 3, 8])
+def test_a_checksum_is_the_same_number_in_host_memory_as_on_a_device(size, begin):
+    data = torch.randint(0, 256, (begin + size,), dtype=torch.uint8)[begin:]
+    assert checksum(data) == int(_hashed(data)) % (1 << 64)
 
 
 def test_a_shorter_or_zeroed_bucket_is_found():

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from torch._subclasses import FakeTensorMode
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.shm import copies
-from rlinf.runtime.values.ipc import unshareable
-from rlinf.runtime.values.pickler import INLINE_BYTES, reading_codec
+from rlinf.runtime.values.ipc import Handles, unshareable
+from rlinf.runtime.values.parts import IpcRef
+from rlinf.runtime.values.pickler import BULK_BYTES, INLINE_BYTES, reading_codec
 from tests.runtime.worlds import until
 
 SIZE = INLINE_BYTES // 4
@@ -252,3 +254,28 @@ async def test_the_route_of_a_cuda_tensor_of_one_gpu(setting: str, monkeypatch: 
                 assert host.codec.route(small, 1) == "inline"
                 assert host.codec.route(big, 1) == ("rpc" if setting else "ipc")
         assert [text.split()[0] for text in said] == ([f"PYTORCH_CUDA_ALLOC_CONF={setting}"] if setting else [])
+
+
+async def test_a_handle_is_opened_on_the_receivers_own_gpu_whatever_number_the_sender_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf.runtime.values.ipc.own_device", lambda: torch.device("cuda", 3))
+    opened: list[tuple[Any, ...]] = []
+
+    def rebuild(*args: Any) -> torch.Tensor:
+        opened.append(args)
+        return torch.ones(1)
+
+    Handles(0, lambda owner, number: None).open(IpcRef(1, -1, rebuild, tuple("abcdefghijklmno")))
+    assert opened == [(*"abcdef", 3, *"hijklmno")]
+
+
+@pytest.mark.parametrize(("device", "route"), [("GPU-2", "group"), ("cpu", "rpc")])
+async def test_the_route_of_a_cuda_tensor_to_another_device(device: str, route: str) -> None:
+    async with ActorSystem.local(2, serialize=True) as system:
+        host = system._host
+        for number, where in ((0, "GPU-1"), (1, device)):
+            host.places[number] = dataclasses.replace(host.places[number], device=where)
+        host.codec.place, host.codec.bulk = host.places[0], mock.Mock()
+        with FakeTensorMode():
+            assert host.codec.route(torch.empty(BULK_BYTES, device="cuda"), 1) == route

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from rlinf.runtime.transport.groups.waiting_threads import WaitingThreads
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.parts import GroupRef
 from tests.runtime.nccl_model import Communicator, Event, Machine, Network, Ticket
+from tests.weights.device_watch import pretended
 
 HOSTS = (0, 1, 2)
 PATIENCE = 20.0
@@ -319,6 +321,16 @@ async def test_a_mesh_that_cannot_be_left_in_order_is_aborted(monkeypatch: pytes
     monkeypatch.setattr("rlinf.runtime.transport.groups.registry.destroy", destroy)
     await collectives.close()
     assert left == [group]
+
+
+@pytest.mark.parametrize(("writes", "copied"), [(True, ("cpu", "cuda")), (False, ("cuda", "cpu"))])
+def test_what_gloo_moves_between_two_hosts_of_a_gpu_crosses_the_bus_once_at_each(
+    writes: bool, copied: tuple[str, str]
+) -> None:
+    with pretended() as watch:
+        tensor = torch.empty(1000, device="cuda")
+        GlooLine(None, 1.0).post(tensor, lambda backend, data: mock.Mock(), writes, None)()
+    assert {way: size for way, size in watch.copied.items() if size} == {copied: tensor.nbytes}
 
 
 @pytest.mark.parametrize(

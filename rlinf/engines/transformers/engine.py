@@ -116,7 +116,7 @@ class TransformersEngine(Engine):
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
         decode = None if tokenizer is None else tokenizer.decode
-        rows, self.decoding = rows_for(self._forward, max_rows, graphs)
+        rows, self.decoding = rows_for(self._forward, max_rows, graphs, max_tokens)
         kept = keep_tokens if self._forward.continues else 0
         self._batch = Batch(self._forward, rows, max_rows, decode, max_tokens, kept)
         self._admission = Admission(max_rows, max_tokens, self.check_request)

@@ -27,6 +27,7 @@ from rlinf.job.roles.named import kinds_of
 from rlinf.models.language.fsdp import Sharding, copies_of
 from rlinf.models.policy.base import Policy
 from rlinf.placement.seats import Placed, cluster_of, place
+from rlinf.weights.publish import publishing_bytes
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 GB = 1e9
@@ -62,7 +63,8 @@ class Footprint:
     cache: float = 0.0
     """Keys and values of the answers that are decoded together."""
     spare: float = 0.0
-    """By how much it may exceed the other parts at its peak, on CUDA; 0 where that is not known."""
+    """By how much it may exceed the other parts at its peak, on CUDA; 0 where that is not known. The rollout's has new
+    weights beside the old ones, where they come from another GPU."""
 
     @property
     def active_bytes(self) -> int:
@@ -108,6 +110,9 @@ def footprints(
     }
     if "critic" in roles:
         found["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
+    learns, answers = (frozenset[int]().union(*seats.get(role, ())) for role in ("trainer", "rollout"))
+    if cuda and not learns & answers:
+        found["rollout"] = replace(found["rollout"], spare=found["rollout"].spare + found["rollout"].weights)
     for role, settings in config.frozen.items():
         if role in roles:
             width = _BYTES[settings.dtype]
@@ -145,7 +150,9 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         T (layers x kept) b + L, or with checkpointing T (layers x hidden) b + max(T (kept - hidden) b, L)
 
     with L = 2 x logprob_chunk x vocabulary x 4, since layers are computed again when the logits are gone; and at most,
-    on CUDA, see `peak_bytes`. A critic, without `head`, has a number where a policy has a vocabulary.
+    on CUDA, see `peak_bytes`, or what publishing takes between steps, if that is more: without the buckets, which lie
+    on the device only where they fit (`weights.publish.has_room`). A critic, without `head`, is not published and has
+    a number where a policy has a vocabulary.
     """
     checkpointed = config.trainer.gradient_checkpointing is True
     width, (tokens, chunk) = _BYTES[config.trainer.dtype], _micro_batch(config)
@@ -166,9 +173,13 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     if device_kind(config.placement) != "cuda":
         return made
     how = Training(width, tokens, chunk, checkpointed, spread, learns_weights=not adapters, head=head)
-    # adapters: at rank r, on all linear layers, with gradients and means
-    lora = 16.0 * config.model.lora.r * shape.layers * (6 * shape.hidden + 2 * shape.queries + 3 * shape.inner) / ranks
-    return _with_spare(made, peak_bytes(shape, how) + (lora if adapters else 0.0))
+    most, publishing = peak_bytes(shape, how), publishing_bytes(0, on_device=False, ranks=ranks) if head else 0.0
+    if adapters:  # at rank r, on all linear layers, with gradients and means; the largest is merged to be published
+        wide = 6 * shape.hidden + 2 * shape.queries + 3 * shape.inner
+        lora = 16.0 * config.model.lora.r * shape.layers * wide / ranks
+        merged = 2 * 4.0 * shape.hidden * max(shape.inner, shape.queries) / ranks
+        most, publishing = most + lora, publishing + lora + merged
+    return _with_spare(made, max(most, publishing))
 
 
 def _with_spare(made: Footprint, most: float) -> Footprint:

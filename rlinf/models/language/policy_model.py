@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed, Row, pack, sent
-from rlinf.models.language.kernels.blocks import CompiledBlocks
+from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
@@ -77,16 +77,14 @@ class PolicyModel(nn.Module):
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
-        self._compile, self._compiler = compiled, compiler
+        self._compile, self._compiler, self._checkpointed = compiled, compiler, gradient_checkpointing
+        self._layers = blocks(model)  # found by their classes' names, which FSDP2 changes
         self._blocks: CompiledBlocks | None = None
         self._fused: FusedHead | None = None
         self._padded_attention: str = model.config._attn_implementation or "sdpa"
         self._use(packs=True, plain_head=_head_is_plain(model))
         if gradient_checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})  # its name in later and in earlier releases of transformers 5
-            for module in blocks(model):
-                module.training = True  # asked for by checkpointing; its parts stay in evaluation mode
+            checkpoint_blocks(self._layers)
 
     def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
@@ -190,9 +188,9 @@ class PolicyModel(nn.Module):
     def _compile_it(
         self, probe: Packed, expected: tuple[Tensor, Tensor], ranks: DeviceMesh | None, refused: list[str]
     ) -> None:
-        """Have the blocks and the head compiled on all ranks, or on none."""
+        """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
-        self._blocks = CompiledBlocks(blocks(self.model), self._compiler)
+        self._blocks = CompiledBlocks(self._layers, self._compiler, checkpointed=self._checkpointed)
         self._fused = FusedHead.make(self._compiler)
         self._blocks.prepare()
         learns = any(parameter.requires_grad for parameter in self.parameters())
@@ -204,16 +202,19 @@ class PolicyModel(nn.Module):
             parameter.grad = None
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
         same = torch.allclose(found[0], expected[0], atol=tolerance, rtol=tolerance)
-        empty = None if self._blocks.graphs else "the compiler found nothing in the blocks that it can compile"
         odd = None if same else "other log-probs than uncompiled"
-        why = self._blocks.refused or self._fused.refused or empty or odd
-        if _agreed(why is None, ranks, device):
-            self._blocks.required = self._compile is True
-            return
-        self._blocks.on, self._fused = False, None
-        refused.append(f"not compiled: {why or 'another rank could not'}")
-        if self._compile is True:
-            raise ValueError(f"trainer.compile=true: {refused[-1]}; auto goes on uncompiled")
+        empty = None if self._blocks.graphs else "the compiler found nothing in them that it can compile"
+        reasons = {"blocks": self._blocks.refused or empty or odd, "head": self._fused.refused or odd}
+        for part, why in reasons.items():
+            if not _agreed(why is None, ranks, device):
+                refused.append(f"{part} not compiled: {why or 'another rank could not'}")
+                if self._compile is True:
+                    raise ValueError(f"trainer.compile=true: {refused[-1]}; auto goes on uncompiled")
+                if part == "blocks":
+                    self._blocks.on = False
+                else:
+                    self._fused = None
+        self._blocks.required = self._compile is True
 
     @property
     def words(self) -> str:
@@ -222,7 +223,9 @@ class PolicyModel(nn.Module):
             said = "sequences padded to one length"
         else:
             said = "sequences packed, attention by " + (self.kernel.words if self.kernel else "rectangles")
-        return said + (", blocks and head compiled" if self._blocks is not None and self._blocks.on else "")
+        parts = {"blocks": self._blocks is not None and self._blocks.on, "head": self._fused is not None}
+        compiled = " and ".join(part for part, on in parts.items() if on)
+        return said + (f", {compiled} compiled" if compiled else "")
 
     @property
     def numbers(self) -> dict[str, float]:

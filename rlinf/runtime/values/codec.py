@@ -11,7 +11,7 @@ fetched before it can be read, and the tensors that travel beside it. `Codec.rou
 | arena | same machine, CPU memory | one copy into shared memory, none if it already lies there |
 | ipc | same machine and GPU | a CUDA IPC handle |
 | group | other device or machine, `BULK_BYTES` and more | a process group's send and receive |
-| rpc | the rest, and what does not fit in the arena | a copy, beside the message |
+| rpc | the rest, what does not fit in the arena, and from a GPU to a host without one | a copy, beside the message |
 
 What arrives is what a tensor was at the moment of the call, even if it is written to before it has left. Two kinds are
 shared instead: tensors in the arena (`Actor.empty_shared`), and CUDA tensors that go by ipc or group, of which there
@@ -116,7 +116,7 @@ class Codec:
             return "ipc"
         if not tensor.is_cuda and same_machine and self.arena is not None:
             return "arena"
-        if self.bulk is not None and size >= BULK_BYTES:
+        if self.bulk is not None and size >= BULK_BYTES and not (tensor.is_cuda and there.device == "cpu"):
             return "group"
         return "rpc"
 

@@ -21,10 +21,13 @@ from typing import Any
 
 import torch
 
+from rlinf.runtime.gpu.own_device import own_device
+
 from .parts import IpcRef
 
-_COUNTER = slice(11, 13)
-"""Where a handle's counter is among what `torch.multiprocessing.reductions.reduce_tensor` returns for a CUDA tensor."""
+_DEVICE, _COUNTER = 6, slice(11, 13)
+"""Where the number of the GPU, by the sender's count, and a handle's counter are among what
+`torch.multiprocessing.reductions.reduce_tensor` returns for a CUDA tensor."""
 
 
 def unshareable(environment: dict[str, str] | None = None) -> str | None:
@@ -111,7 +114,8 @@ class Handles:
 
     def open(self, ref: IpcRef) -> torch.Tensor:
         """The tensor, over the sender's memory."""
-        tensor = ref.rebuild(*ref.args)
+        here = own_device().index  # who sees other GPUs, or in another order, counts them otherwise
+        tensor = ref.rebuild(*ref.args[:_DEVICE], here, *ref.args[_DEVICE + 1 :])
         storage = tensor.untyped_storage()
         if (known := self._open.get(storage._cdata)) is not None and known() is storage:
             self._on_free(ref.owner, ref.number)  # torch has this memory open, and lowered the count of this handle

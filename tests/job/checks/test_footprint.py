@@ -9,10 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from rlinf.data.offload import bytes_of
 from rlinf.data.packing import Row, pack
 from rlinf.job.checks.footprint import complaints, control_footprints, footprints, spread_of
+from rlinf.job.checks.transformer import Shape
 from rlinf.job.validate import load_config
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.policy.build import build_policy_model
 from rlinf.placement.seats import TEXT, place
+from rlinf.weights.publish import publishing_bytes
 from tests.actors.programs.control import MLP
 
 SHAPE = {
@@ -21,6 +23,8 @@ SHAPE = {
 }  # fmt: skip
 MODEL = AutoConfig.for_model(**SHAPE)
 ALL = ("critic", "reference", "teacher")
+MODEL_BYTES = 2 * Shape.of(MODEL).parameters
+"""In bfloat16."""
 TOKENS = 96
 
 
@@ -115,6 +119,31 @@ def test_settings_that_save_memory_are_seen_to():
     )
     head = 4 * MODEL.vocab_size * MODEL.hidden_size
     assert plain["critic"].weights == plain["trainer"].weights - head  # it predicts one number, not a token
+
+
+def test_on_gpus_new_weights_lie_beside_the_old_ones_where_they_come_from_another():
+    cuda = ("placement.device_kind=cuda", "rollout.dtype=bfloat16")
+    roles = {"trainer": [frozenset({0})], "rollout": [frozenset({0}), frozenset({1})]}
+    config = configured(*cuda)
+    here = footprints(config, MODEL, roles)["rollout"]
+    apart = footprints(config, MODEL, {**roles, "rollout": roles["rollout"][1:]})["rollout"]
+    assert apart.active_bytes - here.active_bytes == here.weights == MODEL_BYTES
+    assert apart.least_bytes == here.least_bytes  # through host memory it goes without
+    on_cpus = {**roles, "rollout": roles["rollout"][1:]}
+    assert footprints(configured(), MODEL, on_cpus)["rollout"] == footprints(configured(), MODEL, roles)["rollout"]
+
+
+def test_what_publishing_takes_counts_where_it_is_more_than_a_step_takes():
+    def most(*overrides, ranks):
+        trainer = taken("placement.device_kind=cuda", *overrides, ranks=ranks)["trainer"]
+        return trainer.active_bytes - trainer.weights - trainer.gradients - trainer.optimizer
+
+    for ranks in (1, 4):
+        pieces = publishing_bytes(0, on_device=False, ranks=ranks)
+        assert most(ranks=ranks) == pieces  # a step of so small a model takes less
+        shape = Shape.of(MODEL)
+        lora = most("model.lora.r=4", ranks=ranks) - pieces
+        assert lora > 2 * 4 * shape.hidden * shape.inner / ranks  # a merged weight, and what merges it
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------

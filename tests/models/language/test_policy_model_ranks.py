@@ -18,3 +18,16 @@ def test_one_rank_of_three_that_cannot_pack_makes_all_pad(zygote, lies):
         assert padded == "sequences padded to one length"
         assert refused.startswith("trainer.attention=packed: ")
         assert ("this card has no such kernel" if rank == 1 else "another rank could not") in refused
+
+
+def test_blocks_in_slices_are_compiled_on_both_ranks_or_on_none(zygote):
+    ranks = zygote.run(PROGRAMS / "agreement.py", 2, "compiled")
+    assert ranks.codes(110) == [0, 0], ranks.everything()
+    for rank in range(2):
+        told = [line for line in ranks.printed(rank).splitlines() if line[0] in '"[']  # beside it stands gloo's
+        assert len(told) == 2, ranks.everything()
+        refused, (words, apart) = map(json.loads, told)
+        assert refused.startswith("trainer.compile=true: blocks not compiled: ")
+        assert ("there is no C++ compiler" if rank == 1 else "another rank could not") in refused
+        assert words.endswith("blocks and head compiled")
+        assert apart < 1e-5

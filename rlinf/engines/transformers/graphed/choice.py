@@ -16,6 +16,7 @@ from rlinf.engines.transformers.banded_rows import BandedRows
 from rlinf.engines.transformers.conversations import Reader
 from rlinf.engines.transformers.decode_batch import Rows
 from rlinf.engines.transformers.graphed.graphed_rows import GraphedRows
+from rlinf.engines.transformers.graphed.paged_cache import PAGE
 from rlinf.engines.transformers.graphed.recording import CudaRecorder, Recorder
 from rlinf.engines.transformers.graphed.rehearsed import RehearsedRecorder
 from rlinf.engines.transformers.llama_forward import LeanForward
@@ -35,40 +36,44 @@ def unknown(graphs: Any) -> str | None:
     return None if graphs in words else f"graphs={graphs!r} must be one of {', '.join(filter(None, words))}"
 
 
-def rows_for(forward: ModelForward, max_rows: int, graphs: Graphs = "auto") -> tuple[Rows, str]:
+def rows_for(
+    forward: ModelForward, max_rows: int, graphs: Graphs = "auto", max_tokens: int | None = None
+) -> tuple[Rows, str]:
     """The rows of a decode batch, and which they are.
 
     Args:
         forward: the model.
         max_rows: answers in flight at a time.
         graphs: what the user wants.
+        max_tokens: of keys and values that answers in flight may come to; None for no bound.
 
     Raises:
         ValueError: `graphs` is no such word, or the model cannot be rehearsed.
     """
     if (problem := unknown(graphs)) is not None:
         raise ValueError(f"rollout.engine_args: {problem}")
-    lean = isinstance(forward, LeanForward)
     if graphs == "rehearse":
-        if not lean or forward.device.type != "cpu":
+        if not isinstance(forward, LeanForward) or forward.device.type != "cpu":
             raise ValueError("rollout.engine_args: graphs=rehearse needs a Llama-like model on the CPU")
-        return _graphed(forward, RehearsedRecorder(), max_rows, _REHEARSED_PAGE, "recorded steps, rehearsed on the CPU")
+        name = "recorded steps, rehearsed on the CPU"
+        return _graphed(forward, RehearsedRecorder(), max_rows, _REHEARSED_PAGE, max_tokens, name)
     if graphs in ("off", False) or forward.device.type != "cuda":
         return BandedRows(forward), f"step by step on {forward.device.type}"
-    if not lean:
+    if not isinstance(forward, LeanForward):
         return BandedRows(forward), "step by step: the model is not of the kind that is recorded"
     if importlib.util.find_spec("triton") is None:
         return BandedRows(forward), "step by step: Triton, whose kernels recorded steps need, is not installed"
-    return _graphed(forward, CudaRecorder(forward.device), max_rows, None, "recorded steps (CUDA graphs)")
+    recorder = CudaRecorder(forward.device)
+    return _graphed(forward, recorder, max_rows, PAGE, max_tokens, "recorded steps (CUDA graphs)")
 
 
-def _graphed(forward: ModelForward, recorder: Recorder, max_rows: int, page: int | None, name: str) -> tuple[Rows, str]:
-    assert isinstance(forward, LeanForward)
-    more = {} if page is None else {"page": page}
-    tried = GraphedRows(forward, recorder, 2, **more)
+def _graphed(
+    forward: LeanForward, recorder: Recorder, max_rows: int, page: int, max_tokens: int | None, name: str
+) -> tuple[Rows, str]:
+    tried = GraphedRows(forward, recorder, 2, page)
     if (far := difference(forward, tried)) > 2 * tolerance(forward.dtype):  # of log-probs, which differ by two logits
         return BandedRows(forward), f"step by step: recorded steps are off by {far:.1%} of the largest logit"
-    return GraphedRows(forward, recorder, max_rows, **more), name
+    return GraphedRows(forward, recorder, max_rows, page, max_tokens), name
 
 
 @torch.inference_mode()

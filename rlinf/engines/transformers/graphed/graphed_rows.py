@@ -51,14 +51,22 @@ class GraphedRows:
         recorder: makes the graphs.
         max_rows: answers in flight at a time.
         page: tokens of a page of keys and values.
+        max_tokens: of keys and values that answers in flight may come to; None for no bound.
     """
 
-    def __init__(self, forward: LeanForward, recorder: Recorder, max_rows: int, page: int = PAGE):
+    def __init__(
+        self,
+        forward: LeanForward,
+        recorder: Recorder,
+        max_rows: int,
+        page: int = PAGE,
+        max_tokens: int | None = None,
+    ):
         self._forward, self._recorder, self._max_rows = forward, recorder, max_rows
         self._sizes = row_sizes(max_rows)
         block = forward.blocks[0]
         shape = len(forward.blocks), block.keys, block.head
-        self.cache = PagedCache(*shape, max_rows, forward.dtype, forward.device, page)
+        self.cache = PagedCache(*shape, max_rows, forward.dtype, forward.device, page, max_tokens)
         """Keys and values."""
         self._step: Step | None = None
         self._recordings: dict[tuple[int, ...], Recording] = {}

@@ -16,7 +16,7 @@ _MOST = 32
 """Shares of a row at most: joining them costs more than it brings."""
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator,unused-ignore]  # it grows with the texts
 def _attend(
     query, keys, values, table, lengths, sums, peaks, totals, out, scale, width,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,

@@ -7,6 +7,7 @@ belongs to nobody: rows that have ended write there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,10 +30,19 @@ class PagedCache:
         slots: answers there may be; slot -1 is nobody's.
         dtype, device: of keys and values.
         page: tokens of a page.
+        max_tokens: of all answers together, beyond which the pool grows only by what is needed; None for no bound.
     """
 
     def __init__(
-        self, layers: int, heads: int, size: int, slots: int, dtype: torch.dtype, device: torch.device, page: int = PAGE
+        self,
+        layers: int,
+        heads: int,
+        size: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page: int = PAGE,
+        max_tokens: int | None = None,
     ):
         self.page = page
         self.table = np.zeros((slots + 1, 1), dtype=np.int32)
@@ -46,6 +56,7 @@ class PagedCache:
         self._shape = (heads, size)
         self._layers, self._dtype, self._device = layers, dtype, device
         self._pages = 0
+        self._enough = math.inf if max_tokens is None else -(-max_tokens // page) + 2 * slots  # with begun pages
         self._free: list[int] = []
 
     @property
@@ -67,7 +78,8 @@ class PagedCache:
             table[:, : self.width] = self.table
             self.table, moved = table, True
         if (short := self._missing(needed, slots) - len(self._free)) > 0:
-            self._grow(max(self._pages + short, _GROWTH * self._pages, len(self.table)))
+            ahead = int(min(_GROWTH * self._pages, self._enough))
+            self._grow(max(self._pages + short, ahead, len(self.table)))
             moved = True
         for slot, pages in zip(slots.tolist(), needed.tolist(), strict=True):
             for number in range(int(self.owned[slot]), pages):

@@ -7,7 +7,9 @@ lies in tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,8 +37,9 @@ class Recorder(Protocol):
         """Record some work.
 
         Args:
-            name: of the kind of work; the first of a name is done twice before, so its own effects must not matter.
-            work: runs no operation that waits for the device, and returns a tensor.
+            name: of the kind of work.
+            work: runs no operation that waits for the device, and returns a tensor. It is done once before, so its own
+                effects must not matter.
         """
         ...
 
@@ -56,8 +59,21 @@ class _CudaRecording:
         self._graph.replay()
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Torch records one graph at a time in a process: it waits for the device before, which a recording cannot bear."""
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The thread's stream, on which it is again afterwards: where a recording fails, torch stays on that one's."""
+    current = torch.cuda.current_stream(device)
+    with torch.cuda.stream(current):
+        yield current
+
+
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory.
+    """Records CUDA graphs that share one pool of memory, all on one stream: the allocator gives what one recording no
+    longer uses to another of the same stream alone, and cuBLAS keeps a workspace for each stream.
 
     Args:
         device: on which.
@@ -66,17 +82,16 @@ class CudaRecorder:
     def __init__(self, device: torch.device):
         self._device = device
         self._pool: Any = None
-        self._warm: set[Hashable] = set()
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, name: Hashable, work: Callable[[], Tensor]) -> Recording:
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            if name not in self._warm:  # compiles kernels and makes workspaces, which must not happen in a recording
-                with torch.cuda.stream(stream):
-                    work()
-                    work()
-                self._warm.add(name)
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device), _own_stream(self._device) as current:
+            stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+            stream.wait_stream(current)
+            # Compiles kernels, and makes this thread's cuBLAS handle and its workspace, which must not happen in a
+            # recording. Before each: another thread has another handle, and other numbers have other kernels.
+            with torch.cuda.stream(stream):
+                work()
             stream.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -84,7 +99,7 @@ class CudaRecorder:
             # thread_local: what other threads of this process do meanwhile, such as a trainer, is none of its business
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 output = work()
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            current.wait_stream(stream)
         return _CudaRecording(graph, output)
 
     def clear(self) -> None:

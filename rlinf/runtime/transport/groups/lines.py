@@ -39,7 +39,7 @@ class Line(Protocol):
         """Begin an operation; what waits for its end. Both may block, and raise what the backend raises.
 
         Args:
-            writes: the operation changes the tensor.
+            writes: the operation overwrites the tensor, and does not read it.
             after: the mark of its call.
         """
 
@@ -155,7 +155,9 @@ class GlooLine:
         return None
 
     def post(self, tensor: torch.Tensor, operation: Operation, writes: bool, after: Any) -> Wait:
-        data = tensor if _in_host_memory(tensor) else tensor.to("cpu", copy=True)
+        data = tensor
+        if not _in_host_memory(tensor):  # of one that is only written to, nothing is copied there
+            data = torch.empty_like(tensor, device="cpu") if writes else tensor.to("cpu", copy=True)
         work = operation(self._backend, data)
 
         def wait() -> None:

@@ -190,7 +190,7 @@ class Group:
             if isinstance(error, CollectiveError):
                 raise
             if self._broken is not None:  # aborted, whatever the backend calls that
-                raise self._broken from error
+                raise CollectiveError(f"{operation}: {self._broken}") from error
             where = f"{operation} in {self}, on host {self._rank}"
             if time.monotonic() - begun >= self._deadline or "timed out" in str(error).lower():
                 failure: CollectiveError = CollectiveTimeout(

@@ -5,7 +5,8 @@ import sys
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
@@ -34,7 +35,20 @@ def compiled(kernel, dtype, **constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
 
 
+def forms(kernel, name, values):
+    """In how many forms a kernel would be compiled for these values of an argument."""
+    (argument,) = [each for each in kernel.params if each.name == name]
+    return len(
+        {
+            str(native_specialize_impl(BaseBackend, value, False, not argument.do_not_specialize, True))
+            for value in values
+        }
+    )
+
+
 def compiles():
+    assert forms(kernels._attend, "width", [1, 9, 16, 144]) == 1  # the table grows, and no other kernel has to be made
+    assert forms(kernels._turn, "turning_row", [1, 9, 16, 144]) == 3
     for dtype, group, size, heads, shares, window in [
         ("bf16", 6, 128, 2, 32, 0),  # Qwen2.5-1.5B
         ("bf16", 7, 128, 4, 1, 0),  # Qwen2.5-7B

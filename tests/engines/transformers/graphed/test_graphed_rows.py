@@ -294,6 +294,17 @@ def test_pages_are_nobody_elses():
     check()
 
 
+def test_the_pool_grows_ahead_up_to_its_bound_and_beyond_it_by_what_is_needed():
+    found = {}
+    for bound in (None, 640):
+        cache = paged_cache.PagedCache(1, 1, 4, 2, torch.float32, torch.device("cpu"), 16, bound)
+        found[bound] = []
+        for tokens in (16, 20 * 16, 30 * 16, 42 * 16, 60 * 16):
+            cache.extend(np.array([tokens]), np.array([0]))
+            found[bound].append(len(cache.keys[0]) // 16)
+    assert found == {None: [4, 21, 42, 84, 84], 640: [4, 21, 42, 44, 61]}  # nobody's page included
+
+
 def test_sizes_of_steps():
     assert row_sizes(1) == [8]
     assert row_sizes(100) == [8, 16, 32, 48, 64, 96, 128]

@@ -4,7 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -118,42 +120,79 @@ def test_a_step_mixes_no_devices_reads_back_once_and_keeps_to_its_kernels(no_eve
     assert small.kernels.total() - 2 * layer.total() <= 60, small.kernels - layer - layer
 
 
-def test_a_graph_is_warmed_up_once_and_recorded_on_a_stream_of_its_own(monkeypatch):
-    calls = []
+class Device:
+    """Doubles of what `torch.cuda` has for recording; `current` is the stream of the thread."""
 
-    class Graph(torch.nn.Module):
-        def replay(self):
-            calls.append("replay")
+    def __init__(self, monkeypatch, fails=False):
+        self.captures, self.streams = [], []
+        self.current = self.default = mock.MagicMock(name="default")
+        self._fails = fails
+        for name, double in {
+            "Stream": self.made, "CUDAGraph": mock.MagicMock, "graph": self.graph, "graph_pool_handle": mock.Mock(
+                side_effect=["first pool", "second pool"]
+            ), "current_stream": lambda device: self.current, "stream": self.stream, "device": mock.MagicMock(),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, double)
 
-    def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
-        calls.append(("capture", pool, stream, capture_error_mode))
-        return mock.MagicMock()
+    def made(self, device):
+        self.streams.append(mock.MagicMock(name="stream"))
+        return self.streams[-1]
 
-    streams = []
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
-    def stream(device):
-        streams.append(mock.MagicMock(name="stream"))
-        return streams[-1]
+    @contextmanager
+    def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        self.captures.append((pool, stream, capture_error_mode))
+        before, self.current = self.current, stream
+        yield
+        if self._fails:  # as torch's own, which leaves the stream where it is
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.current = before
 
-    current = mock.MagicMock()
-    for name, double in {
-        "Stream": stream, "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": lambda: "pool",
-        "current_stream": lambda device: current, "stream": mock.MagicMock(), "device": mock.MagicMock(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, double)
+
+def test_every_graph_is_warmed_up_and_all_are_recorded_on_one_stream(monkeypatch):
+    device = Device(monkeypatch)
     recorder = CudaRecorder(torch.device("cuda", 0))
-    work = mock.Mock(return_value="output")
-    recording = recorder.record("eight", work)
-    assert work.call_count == 3  # twice to warm up
-    assert calls == [("capture", "pool", streams[0], "thread_local")]
+    on = []
+    for name in ("eight", "sixteen"):
+        recording = recorder.record(name, lambda: on.append(device.current) or "output")
     recorder.clear()
-    recorder.record("eight", work)
-    assert work.call_count == 4
-    recording.replay()
-    assert (recording.output, calls[-1]) == ("output", "replay")
-    for one in streams:
-        assert one.wait_stream.call_args == mock.call(current)  # what was asked before is done
-        assert current.wait_stream.call_args_list[streams.index(one)] == mock.call(one)
+    recorder.record("eight", lambda: on.append(device.current))  # by another thread, say, or with a wider table
+    (stream,) = device.streams
+    assert on == 6 * [stream]
+    assert device.captures == [(pool, stream, "thread_local") for pool in 2 * ["first pool"] + ["second pool"]]
+    assert stream.wait_stream.call_args_list == 3 * [mock.call(device.default)]  # what was asked before is done
+    assert device.default.wait_stream.call_args_list == 3 * [mock.call(stream)]
+    assert recording.output == "output"
+
+
+def test_the_thread_is_on_its_own_stream_again_when_recording_fails(monkeypatch):
+    device = Device(monkeypatch, fails=True)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(torch.device("cuda", 0)).record("eight", lambda: None)
+    assert device.current is device.default
+
+
+def test_a_graph_is_recorded_when_no_other_thread_records_one(monkeypatch):
+    device = Device(monkeypatch)
+    begun, other = [], CudaRecorder(torch.device("cuda", 0))
+    thread = threading.Thread(target=lambda: other.record("other", lambda: begun.append(len(device.captures))))
+
+    def work():
+        if device.captures:  # while it is recorded
+            thread.start()
+            thread.join(0.1)
+            assert begun == []
+
+    CudaRecorder(torch.device("cuda", 0)).record("one", work)
+    thread.join(10)
+    assert begun == [1, 2]
 
 
 def test_torch_has_the_calls_that_graphs_need():

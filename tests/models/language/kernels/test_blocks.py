@@ -18,13 +18,16 @@ def nothing_compiled_before():
     torch.compiler.reset()
 
 
-def weighed(query, key, bounds, scale, left):
-    """Of each token, what it makes of every other: [heads, tokens, tokens]."""
-    which = torch.bucketize(torch.arange(len(query)), bounds[1:], right=True)
+def weights(query, key, scale, left):
+    """Of each token of one sequence, what it makes of every other: [heads, tokens, tokens]."""
     apart = torch.arange(len(query))[:, None] - torch.arange(len(query))
-    seen = (which[:, None] == which) & (apart >= 0) & ((apart <= left) | (left < 0))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return scores.masked_fill((apart < 0) | ((apart > left) & (left >= 0)), -torch.inf).softmax(-1)
+
+
+def sequences(bounds, *parts):
+    """Each part of each sequence, so that what one holds, were it NaN, reaches no other."""
+    return zip(*(part.split(bounds.diff().tolist()) for part in parts), strict=True)
 
 
 @torch.library.custom_op("rlinf_tests::varlen", mutates_args=())
@@ -32,7 +35,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
     """A kernel that compilers do not look into, as those of CUDA are."""
     assert longest == int(bounds.diff().max())
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
-    return torch.einsum("hqk,khd->qhd", weighed(query, key, bounds, scale, left), value).contiguous()
+    found = [
+        torch.einsum("hqk,khd->qhd", weights(q, k, scale, left), v) for q, k, v in sequences(bounds, query, key, value)
+    ]
+    return torch.cat(found).contiguous()
 
 
 @torch.library.custom_op("rlinf_tests::varlen_backward", mutates_args=())
@@ -42,11 +48,14 @@ def varlen_backward(
     """With p = softmax(s): ds = p (dp - sum of p dp)."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    p = weighed(query, keys, bounds, scale, left)
-    dp = torch.einsum("qhd,khd->hqk", slope, values)
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    parts = torch.einsum("hqk,qhd->khd", ds, query), torch.einsum("hqk,qhd->khd", p, slope)
-    return [torch.einsum("hqk,khd->qhd", ds, keys).contiguous(), *(x.unflatten(1, (-1, groups)).sum(2) for x in parts)]
+    found = []
+    for d, q, k, v in sequences(bounds, slope, query, keys, values):
+        p, dp = weights(q, k, scale, left), torch.einsum("qhd,khd->hqk", d, v)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        for_keys, for_values = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, d)
+        shared = (part.unflatten(1, (-1, groups)).sum(2) for part in (for_keys, for_values))
+        found.append((torch.einsum("hqk,khd->qhd", ds, k), *shared))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 varlen.register_fake(lambda query, *others: torch.empty_like(query))
@@ -100,7 +109,13 @@ def with_adapters(net):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kernel", "most"),
-    [("checkpointing", KERNEL, 5), ("adapters and windows", KERNEL, 12), ("values", KERNEL, 5), ("plain", False, 18)],
+    [
+        ("checkpointing", KERNEL, 5),
+        ("checkpointing", False, 18),
+        ("adapters and windows", KERNEL, 12),
+        ("values", KERNEL, 5),
+        ("plain", False, 18),
+    ],
 )
 def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(monkeypatch, way, kernel, most):
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -113,7 +128,8 @@ def test_compiled_blocks_have_the_gradients_of_uncompiled_ones_by_few_graphs(mon
     expected = learned(policy, BATCHES)
     monkeypatch.setattr(PolicyModel, "_at_hand", lambda *_: kernel)
     policy.settle()
-    assert policy.words.endswith("blocks and head compiled")
+    by = "a kernel of this test" if kernel else "rectangles"
+    assert policy.words == f"sequences packed, attention by {by}, blocks and head compiled"
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert furthest(learned(policy, BATCHES), expected) < 1e-5
     graphs = policy.numbers["compile/graphs"]
@@ -131,16 +147,16 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_unless_it_must_compile(mon
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", none)
     with pytest.raises(
-        ValueError, match=r"trainer.compile=true: not compiled: RuntimeError: there is no C\+\+ compiler"
+        ValueError, match=r"trainer.compile=true: blocks not compiled: RuntimeError: there is no C\+\+ compiler"
     ):
         PolicyModel(model(), **FAST).settle()
     policy = PolicyModel(model(), **FAST)
     policy._compile = "auto"
     policy._compile_it(*probe_of(policy), None, refused := [])
-    assert refused == ["not compiled: RuntimeError: there is no C++ compiler"]
-    assert "compiled" not in policy.words
+    assert refused == ["blocks not compiled: RuntimeError: there is no C++ compiler"]
+    assert policy.words.endswith(", head compiled")  # which this compiler of the test is not asked for
     plain = PolicyModel(model())
-    assert furthest(learned(policy, BATCHES[:2]), learned(plain, BATCHES[:2])) == 0
+    assert furthest(learned(policy, BATCHES[:2]), learned(plain, BATCHES[:2])) < 1e-6
 
 
 def probe_of(policy):

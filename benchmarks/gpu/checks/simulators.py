@@ -16,7 +16,7 @@ SIMULATED = (
 
 def maniskill(scale: Scale) -> Outcome:
     """Environments of one task: reset, and random actions."""
-    required("mani_skill", "the simulator")
+    required("mani_skill", "which simulates")
     from rlinf.envs.base import CannotSimulate, Simulator
     from rlinf.envs.maniskill.cpu import ManiSkill
     from rlinf.envs.maniskill.gpu import ManiSkillBatched

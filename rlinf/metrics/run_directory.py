@@ -99,7 +99,7 @@ class RunDirectory:
                 directory.write_text(lines, "".join(_up_to(lines, step)))
         for partial in directory.checkpoints.glob(".*.partial"):
             if partial.is_dir():
-                shutil.rmtree(partial)
+                _remove(partial)  # a checkpoint's, or a link that was on its way to replace another
         for later in [entry for entry in _checkpoints_in(directory.checkpoints) if _step_of(entry) > step]:
             superseded = later.with_name(f"superseded_{later.name}")
             _remove(superseded)

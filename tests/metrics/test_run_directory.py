@@ -91,7 +91,9 @@ def test_going_on_drops_what_was_noted_later_and_a_line_that_was_cut(tmp_path):
     lines = [json.dumps({"step": step, "x": step}) + "\n" for step in range(1, 12)]
     directory.metrics.write_text("".join(lines) + '{"step": 12, "x"')
     directory.begin_checkpoint(15)
+    os.symlink("step_000010", directory.checkpoints / ".latest.partial")  # killed while `latest` was replaced
     again = RunDirectory.reopen(directory.path, 5)
+    assert not [*directory.checkpoints.glob(".*")]
     assert again.metrics.read_text() == "".join(lines[:5])
     assert names(again) == ["latest", "step_000005", "superseded_step_000010"]
     assert os.readlink(again.latest) == "step_000005"

@@ -32,7 +32,7 @@ async def everything(system):
         async with system.scope():
             path = Path(config.output_dir) / config.name
             directory = await asyncio.to_thread(open_run_directory, path, config, None)
-            await loop_of(system, config, prepared, directory).run()
+            await loop_of(system, prepared.config or config, prepared, directory).run()
 
 
 if __name__ == "__main__":

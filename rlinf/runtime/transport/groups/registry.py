@@ -245,7 +245,7 @@ class Collectives:
         if self._leaving:
             late = (await asyncio.wait(self._leaving, timeout=LEAVE_SECONDS))[1]
             if late:  # a member is gone, and NCCL waits for it to leave in order
-                await asyncio.wait([self._take_leave(lambda: abort(meshes))], timeout=LEAVE_SECONDS)
+                await asyncio.wait({*late, self._take_leave(lambda: abort(meshes))}, timeout=LEAVE_SECONDS)
         meshes.clear()
         self._threads.close()
         if self._in_world:

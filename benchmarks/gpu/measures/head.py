@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from benchmarks.gpu.measuring.clock import Figures, Parts, device_seconds, told
 from benchmarks.gpu.measuring.limits import Limits, limits_of
 from benchmarks.gpu.scale import Outcome, Scale
+from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.logprob_head import token_logprobs
 
 
@@ -20,20 +19,11 @@ def head(scale: Scale) -> Outcome:
     parts, limits = Parts("head", scale), limits_of(scale)
     if scale.rehearse:
         torch._dynamo.config.disable = True  # compiling for a CPU takes longer than all measures together
-    fused = fusing()
-    if not fused:
-        parts.note("this head fuses nothing")
+    fused = {"fused": FusedHead.make()}
     parts.make("", lambda: passes(scale, limits, fused, temperature=None), expected=5.0)
     parts.make("temperature", lambda: passes(scale, limits, fused, temperature=0.7), expected=3.0)
     parts.make("unfused", lambda: passes(scale, limits, {}, temperature=None), expected=1.0)
     return parts.outcome()
-
-
-def fusing() -> dict[str, Any]:
-    """What `token_logprobs` takes to have its elementwise work fused; nothing where it cannot."""
-    if "fused" not in inspect.signature(token_logprobs).parameters:
-        return {}
-    return {"fused": importlib.import_module("rlinf.models.language.kernels.head").FusedHead.make()}
 
 
 def passes(scale: Scale, limits: Limits, fused: Mapping[str, Any], *, temperature: float | None) -> Figures:

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from benchmarks.gpu.measuring.work import groups
 from benchmarks.gpu.scale import Outcome, Scale
 from rlinf import ActorSystem, Stream, endpoint
 from rlinf.actors.trainer import Trainer
-from rlinf.config.learning import TrainerSettings
 
 TOKENIZER = {"characters": "0123456789>"}
 PROMPT, ANSWER, GROUP = 32, 480, 8
@@ -46,11 +44,6 @@ class AnySize(Trainer):
         self._budget = tokens
 
 
-def compiles() -> bool:
-    """Whether trainers can compile their blocks."""
-    return "compile" in {each.name for each in fields(TrainerSettings)}
-
-
 @asynccontextmanager
 async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> AsyncIterator[Any]:
     """A trainer in this process.
@@ -58,13 +51,10 @@ async def trainer_of(scale: Scale, size: str = "1.5B", **settings: Any) -> Async
     Args:
         scale: where it computes, and in which dtype.
         size: of its model.
-        settings: any of `TrainerSettings`, or `lora`; `compile` is left out where a trainer has no such setting.
+        settings: any of `TrainerSettings`, or `lora`.
     """
-    compiled = settings.pop("compile", False)
-    if (
-        compiles()
-    ):  # for a CPU it takes longer than all measures together, so there `auto` stands for it, which does not
-        settings["compile"] = compiled and scale.of(True, "auto")
+    # for a CPU it takes longer than all measures together, so there `auto` stands for it, which does not
+    settings["compile"] = settings.get("compile", False) and scale.of(True, "auto")
     async with ActorSystem.local() as system:
         yield await system.spawn(
             AnySize, name="trainer", model=str(scale.model_dir(size)), tokenizer=TOKENIZER, lr=1e-6,
@@ -78,9 +68,6 @@ def training(scale: Scale) -> Outcome:
     shape = Shape.of(scale.config("1.5B"))
     sizes = SIZES if not scale.rehearse else (1024, 512, 2048)
     for way, settings in WAYS.items():
-        if settings["compile"] and not compiles():
-            parts.note("this trainer compiles nothing")
-            continue
         asyncio.run(
             in_one_way(parts, way, settings, sizes if way.endswith("kept") else sizes[:1], shape, limits, scale)
         )

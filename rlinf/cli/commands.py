@@ -136,7 +136,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
     output = None if options.output is None else Path(options.output)
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
     from rlinf.job.checks.whole import check_parts
-    from rlinf.job.embodied import in_words, try_policy
+    from rlinf.job.embodied.trials import in_words, try_policy
     from rlinf.job.start import run_to_end
     from rlinf.training.embodied.trajectory_batch import summary
 

@@ -105,7 +105,7 @@ def loop_of(
     """
     kind: Callable[..., TrainingLoop[Any]]
     if isinstance(config, EmbodiedConfig):
-        from rlinf.job.embodied import EmbodiedLoop as kind
+        from rlinf.job.embodied.loop import EmbodiedLoop as kind
     elif config.algorithm.name in SUPERVISED:
         from rlinf.job.supervised.loop import SupervisedLoop as kind
     else:

@@ -8,7 +8,7 @@ from rlinf.config.loading import RunFailure
 from rlinf.envs.episodes import NothingHappened
 from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.parts.interact import acting
-from rlinf.job.embodied import MOST_SKIPPED
+from rlinf.job.embodied.loop import MOST_SKIPPED
 from rlinf.job.start import train
 from rlinf.job.validate import load_embodied
 from tests.launching import ROOT, metrics_of

@@ -1,0 +1,162 @@
+"""Runs of a policy that acts: it is tried in environments, learns from acting in them, and is tried again.
+
+In: an `EmbodiedConfig` and the code that it names. Out: the run, by the training loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.loading import InputError, RunFailure
+from rlinf.data.in_flight import InFlight, Rules
+from rlinf.data.step import AnyStep, EmbodiedStep
+from rlinf.envs.episodes import NothingHappened
+from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.imitate import imitate
+from rlinf.job.embodied.roles import TRIALS, VIDEOS, learners_of, start_roles
+from rlinf.job.embodied.trials import in_words, keep_videos
+from rlinf.job.loop import TrainingLoop
+from rlinf.job.prepare import Prepared
+from rlinf.job.roles.running import Roles, only, spawn_roles
+from rlinf.metrics.alarm import StalenessAlarm
+from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.placement.seats import Placed
+from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory_batch import summary
+
+SIMULATORS = "environments.pt"
+MOST_SKIPPED = 3
+"""Steps in a row that may be skipped because every episode was lost: a worker's crash may cost one, and simulators that
+leave nothing of three steps, each with other starts, need a person."""
+
+
+class EmbodiedLoop(TrainingLoop[dict[str, float]]):
+    """A run of a policy that acts. Arguments are those of `TrainingLoop`."""
+
+    generates = "policy"
+    headline = "evaluation/success_once"
+    failures = (FloatingPointError, EnvironmentLost)
+    config: EmbodiedConfig
+
+    def __init__(
+        self, system: ActorSystem, config: EmbodiedConfig, prepared: Prepared, directory: RunDirectory
+    ) -> None:
+        super().__init__(system, config, prepared, directory)
+        self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
+        self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
+        self.skipped = 0
+        """Steps in a row, up to now, that left nothing to learn from."""
+
+    @property
+    def evaluates_every(self) -> int:
+        return self.config.trials.every if self.config.trials.episodes else 0
+
+    @property
+    def patience(self) -> int:
+        return self.config.trials.patience
+
+    async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
+        if names is None:
+            return await start_roles(self.system, self.config, self.prepared, placed, self.directory.path / VIDEOS)
+        learners = await learners_of(self.config, self.prepared, self.roles)
+        return await spawn_roles(self.system, placed, only(learners, names))  # simulators stay where they are
+
+    async def warm_up(self) -> None:
+        settings = self.config.imitation
+        if settings.path is None:
+            return
+        roles = (self.roles["policy"], self.roles["trainer"])
+        try:
+            found = await imitate(*roles, settings.path, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+        except (ValueError, FileNotFoundError) as error:
+            raise InputError(f"imitation.path: {error}") from error
+        self.report.line(
+            f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
+            f"{found['imitation/last']:.2f} nats per number"
+        )
+
+    async def draw(self, index: int) -> EmbodiedStep:
+        config = self.config
+        until = self.quiet_after(index)
+        return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
+
+    async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+        try:
+            returned = await super().call_flow(step)
+        except NothingHappened as error:
+            return await self._skip(error)
+        self.skipped = 0
+        return returned
+
+    async def _skip(self, error: NothingHappened) -> dict[str, float]:
+        """Count a step that left nothing to learn from as one that changed nothing."""
+        self.skipped += 1
+        if self.skipped > MOST_SKIPPED:
+            raise RunFailure(
+                f"step {self.done + 1}: {error}, as in the {MOST_SKIPPED} steps before it: the simulators die or hang "
+                f"all the time. The warnings above say of what; or raise "
+                f"env.step_timeout={self.config.env.step_timeout:g} s"
+            ) from error
+        self.report.line(f"step {self.done + 1} is skipped: {error}")
+        await self.in_flight.publish(self.roles["policy"])
+        return {"skipped": 1.0}
+
+    async def evaluate(self) -> dict[str, float] | None:
+        if TRIALS not in self.roles:
+            return None
+        found = await trials(self.roles[TRIALS], self.roles["policy"], self.config.trials.episodes)
+        if self.config.trials.videos:
+            await asyncio.to_thread(keep_videos, self.directory.path / VIDEOS, self.done)
+        return summary(found)
+
+    def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
+        return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._too_old.heard(self.done, metrics)) is not None:
+            self.report.line(warning)
+
+    def in_words(self, evaluation: dict[str, float]) -> str:
+        return in_words(evaluation)
+
+    def compared(self, before: dict[str, float], after: dict[str, float]) -> Iterator[str]:
+        yield f"{after['episodes']:.0f} trials by the likeliest actions, before and after:"
+        for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
+            if name in before and name in after:
+                style = ".1%" if name.startswith("success") else ".2f"
+                yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
+
+    async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
+        environments: list[Any] = []
+        if not self.config.env.fresh:
+            environments = await asyncio.gather(*(env.state() for env in self.roles["env"]))
+        save = await super().saving()
+
+        def fill(directory: Path) -> Coroutine[Any, Any, None]:
+            saved = save(directory)  # called at once: of this moment, whatever comes next
+
+            async def written() -> None:
+                await saved
+                if environments:
+                    await asyncio.to_thread(torch.save, environments, directory / SIMULATORS)
+
+            return written()
+
+        return fill
+
+    async def restore(self, begun: Checkpoint) -> None:
+        await super().restore(begun)
+        if self.config.env.fresh:
+            return
+        # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download
+        saved = await asyncio.to_thread(torch.load, begun.path / SIMULATORS, weights_only=True)
+        if len(saved) != len(self.roles["env"]):
+            raise ValueError(f"{len(saved)} hosts simulated, and now {len(self.roles['env'])} do: resume with as many")
+        await asyncio.gather(*(env.restore(state) for env, state in zip(self.roles["env"], saved, strict=True)))

@@ -1,0 +1,153 @@
+"""The roles of a run that acts: simulators, the policy that fits them, who trains it.
+
+In: an `EmbodiedConfig`. Out: running roles.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.embodied.policy import PolicyActor
+from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.embodied.sac_trainer import SacTrainer
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.loading import InputError
+from rlinf.envs.base import CannotSimulate
+from rlinf.envs.video import Recording
+from rlinf.job.checks.footprint import control_footprints
+from rlinf.job.prepare import Prepared
+from rlinf.job.roles.running import Role, Roles, spawn_roles
+from rlinf.models.policy.build import build_policy_model, fitted
+from rlinf.placement.seats import Placed
+from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.system.system import ActorSystem
+
+TRIALS = "trials"
+VIDEOS = "videos"
+NEW = ".new"
+"""Where videos are written until their trials are over."""
+_ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
+"""The last line of a traceback."""
+
+
+async def start_roles(
+    system: ActorSystem, config: EmbodiedConfig, prepared: Prepared | None, placed: Placed, videos: Path | None
+) -> Roles:
+    """Start the simulators, then the policy that fits them.
+
+    Args:
+        system: where.
+        config: what.
+        prepared: the code that the configuration names; None starts only what trials need.
+        placed: on which hosts and devices.
+        videos: directory in which those of trials are kept; None for none.
+
+    Raises:
+        InputError: the simulator or the policy cannot be made, or they do not fit.
+    """
+    simulators = {}
+    if prepared is not None:
+        simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
+    if config.trials.episodes:
+        hosts = placed.seats["env"].hosts[:1]
+        simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
+    try:
+        roles = await spawn_roles(system, placed, simulators)
+        roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
+        # one decision: a policy that looks at what there is not says so here
+        await roles["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
+        return roles
+    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
+        raise InputError(f"env, policy: {_cause(error)}") from error
+
+
+async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
+    """The roles that have a policy, ready to be started: who acts, and who trains.
+
+    Args:
+        config, prepared: as for `start_roles`.
+        simulators: running; the policy is fitted to what they show.
+    """
+    shapes = await next(iter(simulators.values()))[0].shapes()
+    off_policy = config.algorithm.name == SAC
+    kind = config.policy.type or ("soft" if off_policy else "mlp")
+    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    with torch.device("meta"):
+        footprints = control_footprints(build_policy_model(made["policy"]), targets=off_policy)
+    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+    if prepared is None:
+        return {"policy": Role(PolicyActor, made, held["policy"])}
+    settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
+    trainer = SacTrainer if off_policy else PolicyTrainer
+    return {
+        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
+        "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+    }
+
+
+def _cause(error: Exception) -> str:
+    """What to tell of a simulator or a policy that cannot be made: of a worker's last words the error itself."""
+    words = error.output if isinstance(error, ChildDied) else ()
+    told = [found[1] for line in words if (found := _ERROR.match(line.strip()))]
+    return told[-1] if told else str(error)
+
+
+def _simulation(config: EmbodiedConfig) -> dict[str, Any]:
+    """What simulators for training and for trials have in common."""
+    names = ("simulator", "options", "max_steps", "ignore_terminations", "step_timeout", "start_timeout")
+    return {name: getattr(config.env, name) for name in names}
+
+
+def _env(config: EmbodiedConfig) -> dict[str, Any]:
+    env = config.env
+    own = {name: getattr(env, name) for name in ("num_envs", "workers", "slices", "group_size")}
+    return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
+
+
+def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, config.trials.episodes))
+    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
+    videos = tuple(range(min(config.trials.videos, count)))
+    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
+    seed = config.seed + (1 << 32)  # other starts than in training
+    return {
+        "options": {**config.env.options, **config.trials.options},
+        "num_envs": count,
+        "workers": workers if config.env.workers else 0,
+        "auto_reset": False,
+        "seed": seed,
+        "recording": kept,
+    }
+
+
+def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    chosen_of_it = config.algorithm
+    return {
+        **_optimizer(config),
+        "algorithm": algorithm,
+        "epochs": chosen_of_it.epochs,
+        "minibatch": chosen_of_it.minibatch,
+        "kl_stop": chosen_of_it.kl_stop,
+        "value_coef": chosen_of_it.value_coef,
+        "group_size": config.env.group_size,
+    }
+
+
+def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
+    settings = _optimizer(config)
+    settings.pop("weight_decay")  # it has none
+    return {**settings, **asdict(config.off_policy)}
+
+
+def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+    """Settings of the optimizer; those that are not set are the trainer's own."""
+    return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

@@ -1,0 +1,1 @@
+"""Runs of policies that act: their loop, their roles, and trials without training."""

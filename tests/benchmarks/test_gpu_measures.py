@@ -36,7 +36,7 @@ TINY = Qwen2Config(
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measures are made here, where torch has been imported; that each has a process of its own is test_gpu_harness's."""
+    """Measures are made here, where torch has been imported; processes are test_gpu_harness's."""
 
     def child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, Any]:
         monkeypatch.setattr(harness, "BEGAN", time.monotonic())

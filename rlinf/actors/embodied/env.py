@@ -91,12 +91,13 @@ class EnvActor(Actor):
 
     @endpoint
     async def shapes(self) -> dict[str, Any]:
-        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; and `max_steps` of
-        an episode (None for no limit)."""
+        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; `choices` of
+        each of its numbers (None where they are real); and `max_steps` of an episode (None for no limit)."""
         pool = self._pool
         return {
             "shapes": {name: tuple(spec.shape) for name, spec in pool.observation_spec.items()},
             "action_size": pool.action_spec.size,
+            "choices": pool.action_spec.choices,
             "max_steps": pool.max_steps,
         }
 

@@ -79,7 +79,8 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     shapes = await next(iter(simulators.values()))[0].shapes()
     off_policy = config.algorithm.name == SAC
     kind = config.policy.type or ("soft" if off_policy else "mlp")
-    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    given = {"type": kind, **config.policy.settings}
+    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     with torch.device("meta"):
         footprints = control_footprints(build_policy_model(made["policy"]), targets=off_policy)

@@ -105,19 +105,27 @@ def policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     return kind(**{key: _typed(f"{where}: {key}", value, hints[key]) for key, value in given.items()})
 
 
-def fitted(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], action_size: int) -> dict[str, Any]:
+def fitted(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    action_size: int,
+    choices: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
     """A configuration completed by what the environment is like.
 
     Args:
         config: `type` and keys; those that are there stay, so `state_size: 0` goes on not looking at the state.
         shapes: of one row of each array of an observation, such as {"state": (35,), "rgb": (64, 64, 3)}.
         action_size: numbers in one action.
+        choices: how many choices each of them stands for; None where they are real.
 
     Returns:
-        The configuration with `action_size`, `state_size` and `image`, as far as the policy has those keys.
+        The configuration with `action_size`, `choices`, `state_size` and `image`, as far as the policy has those keys.
     """
     known = {field.name for field in dataclasses.fields(policy_class(config).Config)}
     sizes: dict[str, Any] = {"action_size": action_size}
+    if choices is not None:
+        sizes["choices"] = choices
     if "state" in shapes:
         sizes["state_size"] = shapes["state"][0]
     if "rgb" in shapes:

@@ -29,6 +29,7 @@ POLICIES = {
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
     "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

@@ -226,6 +226,7 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
     if policy.published:
         for name, content in policy.files.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
         own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
         policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
@@ -272,7 +273,7 @@ def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor
     if not policy.published:
         return read_tensors(tensors_in(directory / WEIGHTS))
     paths = sorted({path for pattern in policy.beside for path in directory.glob(pattern) if path.is_file()})
-    policy.files = {path.name: path.read_bytes() for path in paths}
+    policy.files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     policy.open_published(directory)
     own = directory / EXTRA
     return chain(policy.read_published(directory), read_tensors(tensors_in(own)) if own.is_file() else ())

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-<<<<<<< HEAD
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
-=======
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias
->>>>>>> b189220
 
 import torch
 from torch import Tensor, nn

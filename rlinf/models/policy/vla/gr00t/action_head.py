@@ -1,7 +1,7 @@
 """GR00T's action head: the velocity of noisy actions, from the robot's state and what the vision-language model says.
 
 In: tokens of the backbone, state, noisy actions, time. Out: actions minus noise. What is particular to a robot has
-weights of its own per robot, chosen by the number of its embodiment. Names and shapes are those of the published tensors.
+weights of its own per robot, chosen by the number of its embodiment. Names and shapes are the published tensors'.
 """
 
 from __future__ import annotations

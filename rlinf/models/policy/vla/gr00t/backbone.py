@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-_ATTENTION = "sdpa"
 _GIVEN = ("_attn_implementation", "attn_implementation", "model_type", "architectures", "torch_dtype", "dtype")
 
 
@@ -33,13 +32,15 @@ class Eagle(nn.Module):
         words["num_hidden_layers"] = layers
         if kinds:
             words["layer_types"] = kinds[:layers]
-        self.vision_model = SiglipVisionModel(SiglipVisionConfig(**vision, attn_implementation=_ATTENTION))
-        self.language_model = Qwen3ForCausalLM(Qwen3Config(**words, attn_implementation=_ATTENTION))
-        sizes = self.vision_model.config
-        self.mlp1 = nn.Sequential(nn.Linear(sizes.hidden_size, self.language_model.config.hidden_size))
+        chosen: dict[str, Any] = {"attn_implementation": "sdpa"}
+        self.vision_model = SiglipVisionModel(SiglipVisionConfig(**vision, **chosen))
+        self.language_model = Qwen3ForCausalLM(Qwen3Config(**words, **chosen))
+        self.mlp1 = nn.Sequential(nn.Linear(vision["hidden_size"], words["hidden_size"]))
         self.picture = int(config["image_token_index"])
         """The token that stands for a patch."""
-        self.patches = (sizes.image_size // sizes.patch_size) ** 2
+        self.side = int(vision["image_size"])
+        """Pixels of a picture's height and width."""
+        self.patches = (self.side // int(vision["patch_size"])) ** 2
         """Tokens of one picture."""
 
     def forward(self, pixels: Tensor, tokens: Tensor, seen: Tensor) -> Tensor:

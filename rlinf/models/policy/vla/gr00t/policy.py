@@ -72,9 +72,7 @@ class Gr00tPolicy(FlowPolicy):
 
     def __init__(self, config: Gr00tConfig):
         head = config.model["action_head_cfg"]
-        super().__init__(
-            config, horizon=head["action_horizon"], width=head["action_dim"], features=head["hidden_size"]
-        )
+        super().__init__(config, horizon=head["action_horizon"], width=head["action_dim"], features=head["hidden_size"])
         self.row = embodiment("gr00t", config.embodiment)
         robot = robot_of(config)
         self.robot = config.robot_id if config.robot_id is not None else ROBOTS.get(robot, ROBOTS["new_embodiment"])
@@ -105,7 +103,7 @@ class Gr00tPolicy(FlowPolicy):
 
     def open_published(self, directory: Path) -> None:
         """Take Eagle's tokenizer."""
-        names = [name for name in self.files if name.startswith(f"{EAGLE}/") and not name.endswith(CONFIG)]
+        names = [name for name in self.files if name.startswith(f"{EAGLE}/") and name != f"{EAGLE}/{CONFIG}"]
         if names:
             length = self.config.prompt_length or self.row.prompt_length
             files = {name.removeprefix(f"{EAGLE}/"): self.files[name] for name in names}
@@ -212,4 +210,4 @@ class Gr00tPolicy(FlowPolicy):
         height, width = (int(side * share) for side in found.shape[-2:])
         above, left = (found.shape[-2] - height) // 2, (found.shape[-1] - width) // 2
         found = found[..., above : above + height, left : left + width]
-        return normalised(resized(found, self._eagle.vision_model.config.image_size, "bilinear"), _HALF, _HALF)
+        return normalised(resized(found, self._eagle.side, "bilinear"), _HALF, _HALF)

@@ -134,7 +134,7 @@ class TimeEncoder(nn.Module):
         self.timestep_embedder = TimeEmbedder(width)
 
     def forward(self, bucket: Tensor) -> Tensor:
-        """[N, width] of int64 [N]: cos and then sin of bucket / 10,000^(i / 127), i from 0 to 127, through the layers."""
+        """[N, width] of int64 [N]: cos, then sin, of bucket / 10,000^(i / 127) for i from 0 to 127, in layers."""
         half = _CHANNELS // 2
         exponent = torch.arange(half, device=bucket.device, dtype=torch.float32) / (half - 1)
         angles = bucket.float()[:, None] * torch.exp(-math.log(_LONGEST) * exponent)

@@ -42,7 +42,7 @@ STATISTICS = {
     },
 }
 GIVEN = {
-    "type": "gr00t", "action_size": 7, "chunk": 5, "image": [40, 40, 6], "state_size": 4, "prompt_length": 96,
+    "type": "gr00t", "action_size": 7, "chunk": 5, "image": [40, 40, 6], "state_size": 4, "prompt_length": 160,
     "embodiment": "libero",
 }  # fmt: skip
 """What a run says of it; the rest is the directory's."""

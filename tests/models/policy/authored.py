@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, looked_at
+from rlinf.models.policy.distributions import Normal
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.noise import normals
 from rlinf.models.policy.published import to_be_read
@@ -81,19 +82,16 @@ class AuthoredPolicy(Policy):
     def draw(self, inputs, noise):
         mean, values = self._heads(inputs)
         drawn = mean if noise is None else mean + self.log_std.exp() * normals(noise).view_as(mean)
-        return Drawn(drawn.clamp(-1, 1), drawn, self._density(drawn, mean), values)
+        return Drawn(drawn.clamp(-1, 1), drawn, Normal(mean, self.log_std).logprobs(drawn), values)
 
     def score(self, stored):
         mean, values = self._heads(stored)
         entropy = (self.log_std + 1.4189385).expand_as(mean)
-        return Evaluated(self._density(stored["actions"], mean), entropy, values)
+        return Evaluated(Normal(mean, self.log_std).logprobs(stored["actions"]), entropy, values)
 
     @torch.no_grad()
     def value(self, observation, instructions=None):
         return self._heads(self.inputs(observation))[1]
-
-    def _density(self, x, mean):
-        return torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False).log_prob(x)
 
     def _heads(self, inputs):
         x = self.entry(inputs["state"].to(self.entry.weight.dtype))

@@ -37,9 +37,11 @@ def test_the_example_learns_the_task(tmp_path):
     assert (first["step"], first["evaluation/episodes"]) == (0, 32.0)
     assert first["evaluation/success_once"] <= 0.7
     assert steps[-1]["reward/step"] > steps[0]["reward/step"]
+    assert steps[-1]["env_steps/total"] == sum(step["env_steps"] for step in steps) == 20 * 16 * 20
     assert "32 trials by the likeliest actions, before and after" in done.stdout
     run = tmp_path / "toy"
-    assert "<svg" in (run / "report.html").read_text()
+    assert "<svg" in (page := (run / "report.html").read_text())
+    assert '<option value="env">environment steps</option>' in page
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
     assert (run / "checkpoints" / "latest" / "policy" / "policy.json").is_file()
     again = launch("--config", str(run / "resolved.yaml"), "--dry-run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -53,6 +53,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
+        self.env_steps = 0.0
+        """Steps that were done in environments to learn from, in all steps of the flow."""
 
     @property
     def evaluates_every(self) -> int:
@@ -93,7 +95,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         except NothingHappened as error:
             return await self._skip(error)
         self.skipped = 0
-        return returned
+        return self._counted(returned)
+
+    def _counted(self, returned: Mapping[str, float]) -> dict[str, float]:
+        """A step's metrics, with the environment steps of all steps."""
+        self.env_steps += returned.get("env_steps", 0.0)
+        return {**returned, "env_steps/total": self.env_steps}
 
     async def _skip(self, error: NothingHappened) -> dict[str, float]:
         """Count a step that left nothing to learn from as one that changed nothing."""
@@ -106,7 +113,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             ) from error
         self.report.line(f"step {self.done + 1} is skipped: {error}")
         await self.in_flight.publish(self.roles["policy"])
-        return {"skipped": 1.0}
+        return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
         if TRIALS not in self.roles:
@@ -153,8 +160,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
         return fill
 
+    def queue(self) -> dict[str, Any]:
+        return {**super().queue(), "env_steps": self.env_steps}
+
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
+        self.env_steps = float(cast("float", begun.queue.get("env_steps", 0.0)))
         if self.config.env.fresh:
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download

@@ -5,8 +5,10 @@ In: an `EmbodiedConfig`. Out: running roles.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
+from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
@@ -32,10 +36,13 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
 
+logger = logging.getLogger(__name__)
 TRIALS = "trials"
 VIDEOS = "videos"
 NEW = ".new"
 """Where videos are written until their trials are over."""
+_UNUSABLE = (CannotSimulate, ChildDied, EnvironmentLost, OSError, ImportError, TypeError, UserError, ValueError)
+"""What simulators and policies raise that cannot be made, or do not fit together."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
 """The last line of a traceback."""
 
@@ -61,14 +68,24 @@ async def start_roles(
     if config.trials.episodes:
         hosts = placed.seats["env"].hosts[:1]
         simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
-    try:
+    options = "env.options, trials.options" if config.trials.options and TRIALS in simulators else "env.options"
+    with _told_of(f"env.simulator, {options}"):
         roles = await spawn_roles(system, placed, simulators)
+        first = await next(iter(roles.values()))[0].reset(0, 0)
+    with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
         roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
         # one decision: a policy that looks at what there is not says so here
-        await roles["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
-        return roles
-    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
-        raise InputError(f"env, policy: {_cause(error)}") from error
+        await roles["policy"][0].act((0, 0), first, keep=False)
+    return roles
+
+
+@contextmanager
+def _told_of(keys: str) -> Iterator[None]:
+    """What cannot be made becomes an `InputError` that names these keys."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        raise InputError(f"{keys}: {_cause(error)}") from error
 
 
 async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
@@ -84,7 +101,10 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = {"type": kind, **config.policy.settings}
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    footprints = control_footprints(_without_memory(made), targets=off_policy)
+    model = _without_memory(made)
+    footprints = control_footprints(model, targets=off_policy)
+    if prepared is not None:
+        _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
         return {"policy": Role(PolicyActor, made, held["policy"])}
@@ -101,6 +121,30 @@ def _without_memory(made: Mapping[str, Any]) -> Policy:
     path, config = made["path"], made["policy"]
     with torch.device("meta"):
         return build_policy_model(config if path is None else configured(config, Path(path).expanduser()))
+
+
+def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> None:
+    """Warn if episodes may last longer than a step of the flow, and begin anew with the next: those do not count.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+
+    Raises:
+        InputError: no episode could ever end.
+    """
+    if (advice := horizon_mistake(config, limit, chunk)) is not None:
+        raise InputError(f"policy.horizon = {config.policy.horizon}: {advice}")
+    done = config.policy.horizon * chunk
+    if config.env.fresh and (limit is None or done < limit):
+        longest = "end by themselves alone" if limit is None else f"last up to {limit} steps"
+        logger.warning(
+            "policy.horizon: a step of the flow does %d steps in each environment, and episodes %s; those that last "
+            "longer are cut off, and count neither as solved nor in reward/mean; env.fresh=false goes on with them",
+            done,
+            longest,
+        )
 
 
 def _cause(error: Exception) -> str:

@@ -28,7 +28,8 @@ POLICIES = {
     "mlp": "rlinf.models.policy.mlp.MlpPolicy",
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
-    "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
+    "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

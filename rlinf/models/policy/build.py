@@ -44,6 +44,7 @@ POLICIES = {
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
     "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
     "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
+    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
     "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
     "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",

@@ -72,7 +72,7 @@ TEXT: Mapping[str, Resumed] = {
 """Keys of runs on text. The longest one that a key is, or lies below, holds."""
 EMBODIED: Mapping[str, Resumed] = {
     **dict.fromkeys(_COMMON, Resumed("applied")),
-    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "trials"), Resumed("applied")),
+    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "trials"), Resumed("applied")),
     "policy.type": Resumed("refused", WEIGHTS),
     "policy.settings": Resumed("refused", WEIGHTS),
     "policy.path": Resumed("ignored", WEIGHTS),

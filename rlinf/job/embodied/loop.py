@@ -20,6 +20,7 @@ from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
+from rlinf.flows.off_policy.offline import offline
 from rlinf.job.embodied.roles import TRIALS, VIDEOS, learners_of, start_roles
 from rlinf.job.embodied.trials import in_words, keep_videos
 from rlinf.job.loop import TrainingLoop
@@ -90,6 +91,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
     async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+        if step.index < self.config.off_policy.offline_steps:
+            return await offline(self.roles["policy"], self.roles["trainer"])
         try:
             returned = await super().call_flow(step)
         except NothingHappened as error:

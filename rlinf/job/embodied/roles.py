@@ -11,22 +11,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
+from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.off_policy import remembering
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.models.policy.base import Policy
@@ -96,23 +97,22 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         simulators: running; the policy is fitted to what they show.
     """
     shapes = await next(iter(simulators.values()))[0].shapes()
-    off_policy = config.algorithm.name == SAC
-    kind = config.policy.type or ("soft" if off_policy else "mlp")
-    given = {"type": kind, **config.policy.settings}
+    given = policy_settings(config)
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     model = _without_memory(made)
-    footprints = control_footprints(model, targets=off_policy)
+    footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
     if prepared is not None:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
         return {"policy": Role(PolicyActor, made, held["policy"])}
-    settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
-    trainer = SacTrainer if off_policy else PolicyTrainer
+    if config.algorithm.name in (*OFF_POLICY, DAGGER):
+        return remembering(config, made, held, optimizer(config))
+    settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
     return {
-        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
-        "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+        "policy": Role(PolicyActor, made, held["policy"]),
+        "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
 
 
@@ -185,7 +185,7 @@ def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
 def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     chosen_of_it = config.algorithm
     return {
-        **_optimizer(config),
+        **optimizer(config),
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
@@ -201,13 +201,6 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     }
 
 
-def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
-    settings = _optimizer(config)
-    for name in ("weight_decay", "schedule", "warmup_steps", "min_lr_ratio"):
-        settings.pop(name)  # it has none
-    return {**settings, **asdict(config.off_policy)}
-
-
-def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+def optimizer(config: EmbodiedConfig) -> dict[str, Any]:
     """Settings of the optimizer; those that are not set are the trainer's own."""
     return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

@@ -84,14 +84,15 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = {"type": kind, **config.policy.settings}
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    acting = {**made, "dtype": config.policy.dtype}
     footprints = control_footprints(_without_memory(made), targets=off_policy)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
-        return {"policy": Role(PolicyActor, made, held["policy"])}
+        return {"policy": Role(PolicyActor, acting, held["policy"])}
     settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
     trainer = SacTrainer if off_policy else PolicyTrainer
     return {
-        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
+        "policy": Role(PolicyActor, {**acting, "keep_following": off_policy}, held["policy"]),
         "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
 
@@ -142,6 +143,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     chosen_of_it = config.algorithm
     return {
         **_optimizer(config),
+        **preparation_of(config),
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
@@ -151,6 +153,14 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "value_coef": chosen_of_it.value_coef,
         "group_size": config.env.group_size,
     }
+
+
+def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
+    """How the policy is made ready to learn, as arguments of `Preparation`."""
+    policy = config.policy
+    names = ("dtype", "gradient_checkpointing", "sharding")
+    train = None if policy.train is None else tuple(policy.train)
+    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}
 
 
 def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,8 @@ class Policy(PublishedForm, nn.Module, ABC):
     """What this policy is configured by."""
     float32: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of parameters that stay in float32 where the others are in bfloat16, such as "*norm.weight"."""
+    trains: ClassVar[tuple[str, ...]] = ("*",)
+    """Patterns of the parameters that learn where a run does not say, as for `policy.train`."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Linear layers that get low-rank adapters where a run says `auto`, as for `lora.lora_targets`; none: not known."""
 
@@ -263,12 +265,10 @@ class Policy(PublishedForm, nn.Module, ABC):
         """The dtype of a parameter where those that may be are in `dtype`."""
         return torch.float32 if matches(name, self.float32) else dtype
 
-    @torch.no_grad()
-    def keep(self, dtype: torch.dtype) -> Self:
-        """Have parameters in a dtype, but for those that stay in float32; buffers stay as they are."""
-        for name, parameter in self.named_parameters():
-            parameter.data = parameter.data.to(self.kept_in(name, dtype))
-        return self
+    def weights(self) -> dict[str, Tensor]:
+        """What is published and saved, by name: parameters, tied ones once, and the buffers that belong to them."""
+        kept = self.state_dict().keys()
+        return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in kept}}
 
     def without_critic(self) -> list[nn.Parameter]:
         """Parameters that decide."""

@@ -89,8 +89,8 @@ class PublishedForm:
         write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
 
     def _of_authors(self) -> list[str]:
-        state: Mapping[str, Tensor] = self.state_dict()  # type: ignore[attr-defined]  # of the module that this is
-        return [name for name in state if not matches(name, self.own)]
+        names: Iterable[str] = self.weights()  # type: ignore[attr-defined]  # of the policy that this is
+        return [name for name in names if not matches(name, self.own)]
 
 
 # Tensors in files -----------------------------------------------------------------------------------------------------

@@ -123,6 +123,11 @@ class ControlAlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
+    entropy_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the entropy bonus falls, to 0 in the last step."""
+    reward_scaling: bool = False
+    """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
+    large or small."""
 
 
 @dataclass
@@ -139,6 +144,12 @@ class ControlOptimizerConfig:
     """Decoupled weight decay."""
     grad_clip: float | None = number(None, above=0)
     """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How learning rates fall after warm-up, until the last step; sac keeps them."""
+    warmup_steps: int = number(0, low=0)
+    """Steps of the flow over which learning rates rise linearly from 0."""
+    min_lr_ratio: float = number(0.0, low=0, high=1)
+    """Share of the learning rates that is left at the end of a linear or cosine schedule."""
 
 
 @dataclass

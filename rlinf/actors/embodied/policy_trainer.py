@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
+from rlinf.algos.parts import Gae
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.data.rng import permutation
@@ -29,6 +30,7 @@ from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
 from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
 from rlinf.training.embodied.preparing import Preparation, exported, prepare
+from rlinf.training.embodied.reward_scale import RewardScale
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
@@ -56,6 +58,8 @@ class PolicyTrainer(BaseTrainer):
         critic_warmup: int = 0,
         kl_stop: float | None = None,
         group_size: int = 1,
+        reward_scaling: bool = False,
+        fresh: bool = True,
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -74,12 +78,14 @@ class PolicyTrainer(BaseTrainer):
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
                 token, is larger; None never stops.
             group_size: neighbouring environments that began their episodes alike.
+            reward_scaling: divide rewards by the running standard deviation of discounted returns, see `RewardScale`.
+            fresh: every step begins new episodes.
             settings: of `PolicySettings` and `Preparation`.
 
         Raises:
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
-        self._spec = algorithm_of(algorithm)
+        self._spec = algorithm_of(algorithm, acting=True)
         at_least_one(
             "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
         )
@@ -100,6 +106,9 @@ class PolicyTrainer(BaseTrainer):
         self._told = False  # those who act have weights of all parameters
         self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
+        self._scale = None
+        if reward_scaling and isinstance(self._spec.advantage, Gae):
+            self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
         self._own(self.policy, self._learner.optimizer)
 
     @endpoint(device=True, joint=True)
@@ -122,11 +131,17 @@ class PolicyTrainer(BaseTrainer):
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
-        batch = batch_of(whole, self._spec, self._group_size)
-        if not bool(whole.chunks.valid.any()):
+        rewards = whole.chunks.rewards[whole.chunks.valid.bool()]
+        if not len(rewards):
             raise NothingHappened("there is nothing to learn from: no action was done in an episode that was kept")
+        learned = whole
+        if self._scale is not None and bool(rewards.isfinite().all()):
+            learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
+        batch = batch_of(learned, self._spec, self._group_size)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
+        if batch.returns is not None and batch.value_mask is not None:
+            self.policy.adapt_values(batch.returns[batch.value_mask].to(self.device))
         gathered, steps, stopped = self._update(batch)
         self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
         self.version += 1
@@ -137,6 +152,7 @@ class PolicyTrainer(BaseTrainer):
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
             **ages_of(trajectories, self.version - 1),
+            **({} if self._scale is None else {"reward/scale": self._scale.deviation}),
         }
 
     def _update(self, batch: TrajectoryBatch) -> tuple[dict[str, float], int, bool]:
@@ -144,9 +160,10 @@ class PolicyTrainer(BaseTrainer):
         parts: list[LossSum] = []
         last: dict[str, float] = {}
         stopped = False
+        spec = self._learner.begin(self.version, self._spec)
         for order in self._minibatches(batch):
             warming_up = self._batches < self._critic_warmup
-            gathered, numbers = self._learner.learn(self._mine(batch, order), self._spec, critic_only=warming_up)
+            gathered, numbers = self._learner.learn(self._mine(batch, order), spec, critic_only=warming_up)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
@@ -229,11 +246,14 @@ class PolicyTrainer(BaseTrainer):
         return found
 
     def _extra(self) -> Mapping[str, Any]:
-        return {"batches": self._batches}
+        scale = {} if self._scale is None else {"reward_scale": self._scale.state()}
+        return {"batches": self._batches, **scale}
 
     def _take(self, source: Path | Source) -> Restored:
         found = super()._take(source)
         self._batches = int(found.extra.get("batches", found.version))
+        if self._scale is not None and "reward_scale" in found.extra:
+            self._scale.restore(found.extra["reward_scale"])
         return found
 
     def _held(self) -> Iterable[Tensor]:

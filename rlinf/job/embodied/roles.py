@@ -151,6 +151,10 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "critic_warmup": chosen_of_it.critic_warmup,
         "kl_stop": chosen_of_it.kl_stop,
         "value_coef": chosen_of_it.value_coef,
+        "entropy_schedule": chosen_of_it.entropy_schedule,
+        "reward_scaling": chosen_of_it.reward_scaling,
+        "total_steps": config.steps,
+        "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }
 
@@ -165,7 +169,8 @@ def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
 
 def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
     settings = _optimizer(config)
-    settings.pop("weight_decay")  # it has none
+    for name in ("weight_decay", "schedule", "warmup_steps", "min_lr_ratio"):
+        settings.pop(name)  # it has none
     return {**settings, **asdict(config.off_policy)}
 
 

@@ -178,6 +178,18 @@ class Policy(PublishedForm, nn.Module, ABC):
             reduce: adds a tensor of sums up over ranks; None if this is all.
         """
 
+    def adapt_values(self, returns: Tensor) -> None:
+        """Learn the scale of returns, without changing one prediction. Called before the first update of a step.
+
+        Args:
+            returns: what values are to predict, of all ranks, [n].
+        """
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        """What errors of values are divided by in the critic's loss: the scale of returns, where it is known."""
+        return 1.0
+
     def blocks(self) -> Sequence[nn.Module]:
         """The repeated layers, which are checkpointed, and spread over ranks, one by one; none for a small policy.
 

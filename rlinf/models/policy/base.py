@@ -11,9 +11,9 @@ imitation are written here, once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -277,6 +277,14 @@ class Policy(PublishedForm, nn.Module, ABC):
         """The dtype of a parameter where those that may be are in `dtype`."""
         return torch.float32 if matches(name, self.float32) else dtype
 
+    @torch.no_grad()
+    def keep(self, dtype: torch.dtype | DtypeOf) -> Self:
+        """Have parameters in a dtype, but for those that stay in float32; or in what is said of each. Buffers stay."""
+        for name, parameter in self.named_parameters():
+            kept = self.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(self, name)
+            parameter.data = parameter.data.to(kept)
+        return self
+
     def weights(self) -> dict[str, Tensor]:
         """What is published and saved, by name: parameters, tied ones once, and the buffers that belong to them."""
         kept = self.state_dict().keys()
@@ -289,6 +297,10 @@ class Policy(PublishedForm, nn.Module, ABC):
     def of_critic(self) -> list[nn.Parameter]:
         """Parameters that only values need; none without a critic."""
         return [each for name, each in self.named_parameters() if name.startswith("critic.")]
+
+
+DtypeOf: TypeAlias = Callable[[Policy, str], torch.dtype]
+"""Says in which dtype the parameter of a name is in a policy."""
 
 
 def at_level(x: Tensor, level: Level) -> Tensor:

@@ -14,8 +14,7 @@ import dataclasses
 import json
 import threading
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest, type_name
 from rlinf.data.rng import mix
 from rlinf.data.safetensors_io import write_tensors, write_text
-from rlinf.models.policy.base import Policy, PolicyConfig
+from rlinf.models.policy.base import DtypeOf, Policy, PolicyConfig
 from rlinf.models.policy.published import (
     EXTRA,
     INDEX,
@@ -54,8 +53,6 @@ POLICIES = {
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 
-DtypeOf = Callable[[Policy, str], torch.dtype]
-"""Says which dtype the parameter of a name has in a policy."""
 CONFIG, WEIGHTS = "policy.json", "policy.safetensors"
 """Files of a saved policy's directory."""
 _ONE_AT_A_TIME = threading.Lock()  # first weights come from torch's one global generator
@@ -93,14 +90,7 @@ def make_policy(
     """
     if path is not None:
         return load_policy(Path(path).expanduser(), config, device=device, dtype=dtype)
-    policy = build_policy_model(config).to(device)
-    for name, parameter in policy.named_parameters():
-        parameter.data = parameter.data.to(_dtype(policy, name, dtype))
-    return policy
-
-
-def _dtype(policy: Policy, name: str, dtype: torch.dtype | DtypeOf) -> torch.dtype:
-    return policy.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(policy, name)
+    return build_policy_model(config).to(device).keep(dtype)
 
 
 def policy_class(config: Mapping[str, Any]) -> type[Policy]:
@@ -270,12 +260,8 @@ def load_policy(
     with without_memory():
         policy = build_policy_model(whole)
     optional = () if (directory / EXTRA).is_file() or not policy.published else policy.own  # that authors have not
-    for name, parameter in policy.named_parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(_dtype(policy, name, dtype))
-    of = partial(_dtype, policy, dtype=dtype)
-    tensors = saved_tensors(policy, directory)
-    fill(policy, tensors, where=str(directory), optional=optional, dtype=of, device=device)
+    policy.keep(dtype)
+    fill(policy, saved_tensors(policy, directory), where=str(directory), optional=optional, device=device)
     return policy.to(device)
 
 

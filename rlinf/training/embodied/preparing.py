@@ -134,8 +134,7 @@ def prepare(policy: Policy, how: Preparation, slices: DeviceMesh | None) -> None
     choose(policy, how)
     if how.lora:
         _start_adapters(policy, how)
-    for name, parameter in policy.named_parameters():
-        parameter.data = parameter.data.to(how.kept_in(policy, name))
+    policy.keep(how.kept_in)
     blocks = policy.blocks()
     if how.gradient_checkpointing:
         if not blocks:

@@ -100,18 +100,19 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = policy_settings(config)
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    acting = {**made, "dtype": config.policy.dtype}
     model = _without_memory(made)
     footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
     if prepared is not None:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
-        return {"policy": Role(PolicyActor, made, held["policy"])}
+        return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
         return remembering(config, made, held, optimizer(config))
     settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
     return {
-        "policy": Role(PolicyActor, made, held["policy"]),
+        "policy": Role(PolicyActor, acting, held["policy"]),
         "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
 
@@ -186,6 +187,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     chosen_of_it = config.algorithm
     return {
         **optimizer(config),
+        **preparation_of(config),
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
@@ -199,6 +201,14 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }
+
+
+def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
+    """How the policy is made ready to learn, as arguments of `Preparation`."""
+    policy = config.policy
+    names = ("dtype", "gradient_checkpointing", "sharding")
+    train = None if policy.train is None else tuple(policy.train)
+    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}
 
 
 def optimizer(config: EmbodiedConfig) -> dict[str, Any]:

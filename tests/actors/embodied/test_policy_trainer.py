@@ -189,12 +189,12 @@ async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
     [
         ({"epochs": 0}, "epochs=0"),
         ({"minibatch": 0}, "minibatch=0"),
+        ({"schedule": "linear"}, "total_steps"),
         ({"micro_batch": 0}, "micro_batch=0"),
         (
             {"critic_warmup": 1, "policy": {**MLP, "value_level": None}, "algorithm": "grpo", "group_size": 2},
             "the policy has no critic",
         ),
-        ({"schedule": "linear"}, "total_steps"),
         ({"algorithm": "pppo"}, "pppo"),
         ({"algorithm": "rloo"}, "take ppo or grpo"),
         ({"algorithm": "grpo"}, "env.group_size"),

@@ -40,6 +40,9 @@ class EnvConfig:
     """Steps after which an episode is cut off; null takes the simulator's own limit."""
     ignore_terminations: bool = False
     """Episodes go on when their task ends, so that all last until their limit."""
+    frame_stack: int = number(1, low=1, high=1024)
+    """So many last observations are seen at once, the oldest first; the first one of an episode stands in for those
+    before it."""
     fresh: bool = True
     """Every step of the flow begins new episodes; false goes on with those that are under way."""
     step_timeout: float = number(60.0, above=0)

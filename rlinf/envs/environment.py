@@ -25,6 +25,7 @@ from rlinf.envs.around.spoiled import Spoiled, not_finite
 from rlinf.envs.base import Observation, Simulator, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
+from rlinf.envs.wrapping.frame_stack import FrameStack
 
 MOST_STARTS = 5
 """Starts in a row whose observation is not finite, after which a simulator is given up."""
@@ -32,7 +33,7 @@ MOST_STARTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How episodes begin and end."""
+    """How episodes begin and end, and how much of them is seen."""
 
     seed: int = 0
     """Of all starts."""
@@ -47,6 +48,8 @@ class Rules:
     """Episodes go on when their task ends, so that all last until their time limit."""
     max_steps: int | None = None
     """Steps after which an episode is cut off; None for the simulator's own limit."""
+    frame_stack: int = 1
+    """So many last observations are seen at once; see `FrameStack`."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -55,6 +58,8 @@ class Rules:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if self.chunks is not None and self.chunks < 1:
             raise ValueError(f"chunks={self.chunks} must be at least 1")
+        if self.frame_stack < 1:
+            raise ValueError(f"frame_stack={self.frame_stack} must be at least 1")
 
 
 class Environment:
@@ -73,8 +78,9 @@ class Environment:
     def __init__(
         self, simulator: Simulator, rules: Rules | None = None, *, first: int = 0, recorder: Recorder | None = None
     ):
-        self.simulator = simulator
         self.rules = rules if rules is not None else Rules()
+        stacks = self.rules.frame_stack > 1
+        self.simulator = FrameStack(simulator, self.rules.frame_stack) if stacks else simulator
         self.num_envs = simulator.num_envs
         self.first = first
         self._recorder = recorder
@@ -350,9 +356,11 @@ class Environment:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be equal for a saved state to mean the same here."""
-        rules = self.rules
+        rules, simulator = self.rules, self.simulator
+        stack = {} if rules.frame_stack == 1 else {"frame_stack": rules.frame_stack}
         return {
-            "simulator": type(self.simulator).__name__,
+            "simulator": type(simulator.simulator if isinstance(simulator, FrameStack) else simulator).__name__,
+            **stack,
             "num_envs": self.num_envs,
             "first": self.first,
             "max_steps": self.max_steps,

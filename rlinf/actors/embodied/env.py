@@ -42,6 +42,7 @@ class EnvActor(Actor):
         chunks: int | None = None,
         ignore_terminations: bool = False,
         max_steps: int | None = None,
+        frame_stack: int = 1,
         recording: Recording | None = None,
         step_timeout: float = 60.0,
         start_timeout: float = 300.0,
@@ -55,7 +56,7 @@ class EnvActor(Actor):
             workers: child processes that they are divided over; 0 simulates in a thread of this process.
             slices: parts that are acted on independently.
             seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, chunks, ignore_terminations, max_steps: see `Rules`.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack: see `Rules`.
             recording: which episodes become videos; None for none.
             step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
@@ -71,6 +72,7 @@ class EnvActor(Actor):
             chunks=chunks,
             ignore_terminations=ignore_terminations,
             max_steps=max_steps,
+            frame_stack=frame_stack,
         )
         self._pool = EnvironmentPool(
             simulator,

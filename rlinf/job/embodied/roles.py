@@ -157,7 +157,7 @@ def _cause(error: Exception) -> str:
 
 def _simulation(config: EmbodiedConfig) -> dict[str, Any]:
     """What simulators for training and for trials have in common."""
-    names = ("simulator", "options", "max_steps", "ignore_terminations", "step_timeout", "start_timeout")
+    names = ("simulator", "options", "max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
     return {name: getattr(config.env, name) for name in names}
 
 

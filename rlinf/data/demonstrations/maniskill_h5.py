@@ -54,7 +54,7 @@ class ManiSkillH5(Episodes):
             About(each["elapsed_steps"], each.get("success"), each.get("instruction")) for each in self._entries
         ]
 
-    def read(self, index: int) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         with needs("reading ManiSkill's trajectories"):
             import h5py
         about, group = self.abouts[index], f"traj_{self._entries[index]['episode_id']}"
@@ -70,6 +70,7 @@ class ManiSkillH5(Episodes):
                 if rows != about.rows:
                     raise ValueError(f"it has {rows} rows, and the JSON beside it says elapsed_steps={about.rows}")
             wanted = {theirs for theirs, ours in names.items() if ours != IGNORED}
+            wanted = {name for name in wanted if pictures or name not in found or found[name].dtype != np.uint8}
             arrays = {theirs: torch.from_numpy(found[theirs][()]) for theirs in wanted if theirs in found}
             success = about.success
             if success is None and "success" in flags:
@@ -80,7 +81,7 @@ class ManiSkillH5(Episodes):
                     "it shows nothing: it was recorded with obs_mode none. Replay it with "
                     "python -m mani_skill.trajectory.replay_trajectory --obs-mode state --save-traj"
                 )
-            return assembled(arrays, names, rows, About(rows, success, about.instruction), ended)
+            return assembled(arrays, names, rows, About(rows, success, about.instruction), ended, pictures=pictures)
 
 
 def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *, task: str = "unknown") -> int:

@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.data.demonstrations.episode import Demonstration
-from rlinf.data.demonstrations.source import IGNORED, About, Episodes, broken
+from rlinf.data.demonstrations.source import IGNORED, NOTHING, About, Episodes, broken
 
 _NAME = "episode_{:06d}"
 _PREFIX = "observation."
@@ -37,14 +38,17 @@ class Records(Episodes):
         self._read = [_about(file) for file in self._files]
         self.abouts = [about for about, _ in self._read]
 
-    def read(self, index: int) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         file, (about, terminated) = self._files[index].with_suffix(".safetensors"), self._read[index]
         with broken(file, "tensors"):
-            tensors = load_file(file)
+            tensors = load_file(file)  # mapped into memory: what is left out is not read
         seen = {name.removeprefix(_PREFIX): rows for name, rows in tensors.items() if name.startswith(_PREFIX)}
         names = {name: name for name in seen} if self.names is None else self.names
         with broken(file, "observation"):
             seen = {ours: seen[theirs] for theirs, ours in names.items() if ours != IGNORED}
+        if not pictures:
+            seen = {name: rows for name, rows in seen.items() if rows.dtype != torch.uint8}
+            seen = seen or {NOTHING: torch.zeros(about.rows + 1, 0)}
         with broken(file, "actions, rewards, valid"):
             parts = (tensors["actions"], tensors["rewards"], tensors["valid"])
             return Demonstration(seen, *parts, terminated, about.success, about.instruction)

@@ -76,19 +76,19 @@ class RldsNpz(Episodes):
         self._places, self.abouts = [place for place, _ in found], [about for _, about in found]
         self._open: tuple[Path, dict[str, np.ndarray]] | None = None  # the archive that was read last
 
-    def read(self, index: int) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         place, about = self._places[index], self.abouts[index]
         whole = self._archive(place.file)
         names = _own_names(whole) if self.names is None else self.names
         arrays: dict[str, Tensor] = {}
         for theirs, ours in names.items():
-            if ours != IGNORED and theirs in whole:
+            if ours != IGNORED and theirs in whole and (pictures or whole[theirs].dtype != np.uint8):
                 with broken(place.file, theirs):
                     arrays[theirs] = torch.from_numpy(whole[theirs][place.first : place.first + place.steps])
                     if ours in (ACTIONS, REWARDS):
                         arrays[theirs] = arrays[theirs][: about.rows]
         with broken(place.file, "observation, action"):
-            return assembled(arrays, names, about.rows, about, place.terminal)
+            return assembled(arrays, names, about.rows, about, place.terminal, pictures=pictures)
 
     def _archive(self, file: Path) -> dict[str, np.ndarray]:
         if self._open is None or self._open[0] != file:

@@ -21,6 +21,8 @@ STATE, RGB, ACTIONS, REWARDS = "state", "rgb", "actions", "rewards"
 """Our names for what formats call differently; every other name is an array of the observation as it stands."""
 IGNORED = ""
 """Name of a feature that is left out."""
+NOTHING = "nothing"
+"""Stands in the place of an observation of which only pictures are known, where they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,12 @@ class Episodes(ABC):
         return len(self.abouts)
 
     @abstractmethod
-    def read(self, index: int) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         """An episode, by its place in `abouts`.
+
+        Args:
+            index: its place.
+            pictures: with them; without, where numbers alone are wanted, it is quicker.
 
         Raises:
             ValueError: a file of it is broken; the text names the file and the field.
@@ -119,7 +125,13 @@ def needs(what: str) -> Iterator[None]:
 
 
 def assembled(
-    arrays: Mapping[str, Tensor], names: Mapping[str, str], rows: int, about: About, terminated: bool
+    arrays: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    rows: int,
+    about: About,
+    terminated: bool,
+    *,
+    pictures: bool = True,
 ) -> Demonstration:
     """An episode of single actions from features under the names of their data set.
 
@@ -130,6 +142,7 @@ def assembled(
         rows: T.
         about: of the episode.
         terminated: the task ended with it.
+        pictures: they must be there; without, features that are missing are passed over.
 
     Raises:
         ValueError: a feature is missing, or there are no actions or observations among them.
@@ -137,6 +150,8 @@ def assembled(
     grouped: dict[str, list[Tensor]] = {}
     for feature, name in names.items():
         if name != IGNORED:
+            if feature not in arrays and not pictures:
+                continue
             if feature not in arrays:
                 raise ValueError(
                     f"there is no feature {feature!r}, of which {name!r} is made; there are {sorted(arrays)}"
@@ -145,6 +160,8 @@ def assembled(
     actions = _one(grouped, ACTIONS)
     rewards = grouped.pop(REWARDS, [torch.zeros(rows, 1)])[0]
     observation = {name: _joined(name, parts) for name, parts in grouped.items()}
+    if not observation and not pictures:
+        observation = {NOTHING: torch.zeros(rows + 1, 0)}
     if not observation:
         raise ValueError(f"no feature is an observation: name one of {sorted(arrays)}")
     whole = {name: torch.cat([part, part[-1:]]) if len(part) == rows else part for name, part in observation.items()}

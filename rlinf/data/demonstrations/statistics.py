@@ -141,7 +141,7 @@ def statistics_of(
     """
     found: dict[str, Accumulator] = {}
     for done, place in enumerate(places):
-        for name, rows in features_of(episodes.read(place)).items():
+        for name, rows in features_of(episodes.read(place, pictures=False)).items():
             try:
                 found.setdefault(name, Accumulator(keep)).add(rows)
             except ValueError as error:
@@ -152,6 +152,10 @@ def statistics_of(
 
 def features_of(shown: Demonstration) -> dict[str, Tensor]:
     """The actions that were done, and what was shown before each row that is no picture: [n, D] by name."""
-    numbers = {name: rows[:-1].flatten(1) for name, rows in shown.observation.items() if rows.dtype != torch.uint8}
+    numbers = {
+        name: rows[:-1].flatten(1)
+        for name, rows in shown.observation.items()
+        if rows.dtype != torch.uint8 and rows[0].numel()
+    }
     state = {STATE: numbers.pop(STATE)} if STATE in numbers else {}
     return {ACTIONS: shown.actions[shown.valid], **state, **numbers}

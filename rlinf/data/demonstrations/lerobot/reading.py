@@ -62,14 +62,17 @@ class LeRobot(Episodes):
         only = next(iter(tasks.values())) or None if len(tasks) == 1 else None
         self.abouts = [About(place.length, place.success, place.task or only) for place in self.places]
 
-    def read(self, index: int) -> Demonstration:
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         place, about = self.places[index], self.abouts[index]
-        table = self._rows(place)
+        used = {
+            name: ours
+            for name, ours in self._names.items()
+            if ours != IGNORED and (pictures or not self.info.features[name].picture)
+        }
+        table = self._rows(place, used)
         arrays: dict[str, Tensor] = {}
-        for name, ours in self._names.items():
+        for name in used:
             feature = self.info.features[name]
-            if ours == IGNORED:
-                continue
             if feature.dtype == "video":
                 file, start = place.videos[name]
                 arrays[name] = read_frames(file, round(start * self.info.fps), place.length, self.info.fps)
@@ -86,16 +89,16 @@ class LeRobot(Episodes):
             if words is None and self._tasks:
                 words = self._tasks.get(int(table["task_index"][0].as_py())) or None
         with broken(place.file, "features"):
-            return assembled(arrays, self._names, place.length, About(place.length, success, words), terminated)
+            told = About(place.length, success, words)
+            return assembled(arrays, used, place.length, told, terminated, pictures=pictures)
 
-    def _rows(self, place: Place) -> Any:
+    def _rows(self, place: Place, used: Mapping[str, str]) -> Any:
         """The rows of an episode, as a table; checked to be all of them, in order, at the rate of the data set."""
         with needs("reading LeRobot's data sets"):
             import pyarrow.parquet as pq
-        wanted = {name for name, ours in self._names.items() if ours != IGNORED}
         with broken(place.file, "rows"):
             schema = pq.read_schema(place.file).names
-            columns = [name for name in schema if name in wanted or name in KEYS]
+            columns = [name for name in schema if name in used or name in KEYS]
             # only the row groups that may have it are read, by their statistics
             table = pq.read_table(place.file, columns=columns, filters=[("episode_index", "=", place.index)])
         with broken(place.file, "frame_index"):

@@ -120,7 +120,7 @@ def _kind(config: EmbodiedConfig) -> str:
 
 def _smallest(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration fitted to an environment of the smallest sizes."""
-    return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1, ((-1.0,), (1.0,)))
+    return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1, bounds=((-1.0,), (1.0,)))
 
 
 def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:

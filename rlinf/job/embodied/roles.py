@@ -82,7 +82,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     off_policy = config.algorithm.name == SAC
     kind = config.policy.type or ("soft" if off_policy else "mlp")
     given = {"type": kind, **config.policy.settings}
-    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["bounds"])
+    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     footprints = control_footprints(_without_memory(made), targets=off_policy)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}

@@ -139,6 +139,7 @@ def fitted(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     action_size: int,
+    choices: tuple[int, ...] | None = None,
     bounds: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     """A configuration completed by what the environment is like.
@@ -147,15 +148,18 @@ def fitted(
         config: `type` and keys; those that are there stay, so `state_size: 0` goes on not looking at the state.
         shapes: of one row of each array of an observation, such as {"state": (35,), "rgb": (64, 64, 3)}.
         action_size: numbers in one action, A.
+        choices: how many choices each of them stands for; None where they are real.
         bounds: least and greatest value of each number of an action, in the simulator's own units, A each; infinite
             where there is none. None: not known.
 
     Returns:
-        The configuration with `action_size`, `action_low`, `action_high`, `state_size` and `image`, as far as the
-        policy has those keys.
+        The configuration with `action_size`, `choices`, `action_low`, `action_high`, `state_size` and `image`, as far
+        as the policy has those keys.
     """
     known = {field.name for field in dataclasses.fields(policy_class(config).Config)}
     sizes: dict[str, Any] = {"action_size": action_size}
+    if choices is not None:
+        sizes["choices"] = choices
     if bounds is not None:
         sizes["action_low"], sizes["action_high"] = (tuple(float(each) for each in bound) for bound in bounds)
     if "state" in shapes:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.models.policy.base import Drawn, Evaluated, Policy, PolicyConfig, looked_at
-from rlinf.models.policy.gaussian import _log_density
+from rlinf.models.policy.distributions import Normal
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.noise import normals
 from rlinf.models.policy.published import to_be_read
@@ -82,12 +82,12 @@ class AuthoredPolicy(Policy):
     def draw(self, inputs, noise):
         mean, values = self._heads(inputs)
         drawn = mean if noise is None else mean + self.log_std.exp() * normals(noise).view_as(mean)
-        return Drawn(drawn.clamp(-1, 1), drawn, _log_density(drawn, mean, self.log_std), values)
+        return Drawn(drawn.clamp(-1, 1), drawn, Normal(mean, self.log_std).logprobs(drawn), values)
 
     def score(self, stored):
         mean, values = self._heads(stored)
         entropy = (self.log_std + 1.4189385).expand_as(mean)
-        return Evaluated(_log_density(stored["actions"], mean, self.log_std), entropy, values)
+        return Evaluated(Normal(mean, self.log_std).logprobs(stored["actions"]), entropy, values)
 
     @torch.no_grad()
     def value(self, observation, instructions=None):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
@@ -77,6 +77,8 @@ class Drawn:
     """Of each number, nats, float32 [N, C, A]."""
     values: Tensor | None
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
+    also: Stored = field(default_factory=dict)
+    """What else `score` needs of the drawing, N rows each, which is stored beside `made`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +112,8 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
 
-    A policy whose log-probs come from a chain of denoising steps (flow matching) fits in: it keeps the chain as its
-    "actions" [N, K + 1, C, A], asks for more random numbers by `randomness`, and `score` sums over the K steps.
+    A policy whose log-probs come from a chain of denoising steps derives from `vla.flow.policy.FlowPolicy`: its stored
+    "actions" are the chain.
     """
 
     Config: ClassVar[type[PolicyConfig]]
@@ -206,7 +208,7 @@ class Policy(PublishedForm, nn.Module, ABC):
         noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
         drawn = self.draw(inputs, noise)
         logprobs = at_level(drawn.logprobs, self.config.level)
-        return Act(drawn.actions, logprobs, drawn.values, {**inputs, "actions": drawn.made})
+        return Act(drawn.actions, logprobs, drawn.values, {**inputs, **drawn.also, "actions": drawn.made})
 
     def evaluate(self, stored: Stored, *, level: Level | None = None) -> Evaluated:
         """Log-probs, entropy and values of stored actions under the weights as they are now, with gradient.
@@ -242,12 +244,13 @@ class Policy(PublishedForm, nn.Module, ABC):
             )
         return {**self.inputs(observation, instructions), "actions": self.encode(actions)}
 
-    def imitate(self, stored: Stored, mask: Tensor | None = None) -> LossSum:
+    def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
         """The supervised loss of demonstrations: the negative log-likelihood of their actions, nats per number.
 
         Args:
             stored: of `demonstrated`.
             mask: which actions count, bool [N, C]; None for all.
+            generator: source of randomness, as for `act`, for policies whose loss is drawn (flow matching).
 
         Returns:
             Un-normalised sums over numbers, differentiable.

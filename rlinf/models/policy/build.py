@@ -48,6 +48,7 @@ POLICIES = {
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
     "pi05": "rlinf.models.policy.vla.flow.pi05.Pi05Policy",
     "gr00t": "rlinf.models.policy.vla.gr00t.policy.Gr00tPolicy",
+    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

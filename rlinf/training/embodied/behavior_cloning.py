@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import Decisions, Demonstration, decisions
-from rlinf.data.rng import permutation
+from rlinf.data.rng import mix, permutation
 from rlinf.models.policy.base import Policy
 from rlinf.training.embodied.replay_buffer import Rows
 from rlinf.training.optimizer import minimize, share_of
@@ -51,7 +51,7 @@ def imitate(
     for rows in torch.arange(len(shown)).split(_ROWS):
         part = shown.rows(rows)
         policy.adapt(policy.inputs(_on(part.observation, device), part.instructions))
-    acting = {id(each) for each in policy.without_critic()}
+    acting = {id(each) for each in policy.without_critic() if each.requires_grad}
     parameters = [each for name, each in policy.named_parameters() if id(each) in acting and name not in fixed]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     per_epoch = -(-len(shown) // batch)
@@ -62,7 +62,8 @@ def imitate(
         share, counts = share_of(chosen, mesh)
         mine = shown.rows(share)
         stored = policy.demonstrated(_on(mine.observation, device), mine.actions.to(device), mine.instructions)
-        loss = policy.imitate(stored, mine.valid.to(device) & counts)
+        drawn = torch.tensor([mix(seed, step, row) for row in share.tolist()], device=device)
+        loss = policy.imitate(stored, mine.valid.to(device) & counts, drawn)
         losses.append(minimize(loss, parameters, optimizer, mesh=mesh)[0])
     newest = losses[-per_epoch:]
     return {

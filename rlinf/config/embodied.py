@@ -73,6 +73,12 @@ class ControlAlgorithmConfig:
     """How often the decisions of each step are learned from."""
     minibatch: int = number(100, low=1)
     """Decisions per optimizer step, over all ranks of the trainer."""
+    micro_batch: int | None = number(None, low=1)
+    """Decisions that each rank of the trainer computes at once: fewer need less memory and change nothing else. null
+    takes all that a rank has of a minibatch."""
+    critic_warmup: int = number(0, low=0)
+    """Steps of the flow that teach the critic alone, before the policy learns too: for a policy that has learned
+    elsewhere and a critic that has not."""
     staleness: int = number(1, low=0)
     """Where the flow is rlinf.flows.embodied_async, by how many versions the weights that act may be behind those that
     learn from it; with 0 it is rlinf.flows.embodied, which never is behind. More than 1 helps where steps take

@@ -23,11 +23,12 @@ from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
-from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
+from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
 from rlinf.weights.publish import has_room, publish
+from rlinf.weights.train_state import Restored, Source
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
@@ -45,6 +46,8 @@ class PolicyTrainer(BaseTrainer):
         seed: int = 0,
         epochs: int = 8,
         minibatch: int = 100,
+        micro_batch: int | None = None,
+        critic_warmup: int = 0,
         kl_stop: float | None = None,
         group_size: int = 1,
         **settings: Any,
@@ -59,6 +62,9 @@ class PolicyTrainer(BaseTrainer):
             seed: of the order of decisions.
             epochs: passes over each step's decisions.
             minibatch: decisions per optimizer step, over all ranks.
+            micro_batch: decisions that a rank computes at once, which bounds its memory and changes nothing else; None
+                for all that it has of a minibatch.
+            critic_warmup: so many batches teach the critic alone; all else of the policy stays as it is.
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
                 token, is larger; None never stops.
             group_size: neighbouring environments that began their episodes alike.
@@ -68,13 +74,19 @@ class PolicyTrainer(BaseTrainer):
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
         self._spec = algorithm_of(algorithm)
-        at_least_one("trainer", epochs=epochs, minibatch=minibatch)
+        at_least_one(
+            "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
+        )
         optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
         self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
-        check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
+        has_critic = self.policy.config.value_level is not None
+        check(self._spec, has_critic=has_critic, group_size=group_size)
+        if critic_warmup and not self.policy.of_critic():
+            raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
+        self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
         self._own(self.policy, self._learner.optimizer)
 
@@ -106,6 +118,7 @@ class PolicyTrainer(BaseTrainer):
         gathered, steps, stopped = self._update(batch)
         self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
         self.version += 1
+        self._batches += 1
         return {
             **metrics_of(trajectories, whole, batch),
             **gathered,
@@ -120,9 +133,8 @@ class PolicyTrainer(BaseTrainer):
         last: dict[str, float] = {}
         stopped = False
         for order in self._minibatches(batch):
-            share = order if self.world_size == 1 else order[self._dealt(batch, order) == self.rank]
-            mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
-            gathered, numbers = self._learner.learn(mine.to(self.device), self._spec)
+            warming_up = self._batches < self._critic_warmup
+            gathered, numbers = self._learner.learn(self._mine(batch, order), self._spec, critic_only=warming_up)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
@@ -139,6 +151,15 @@ class PolicyTrainer(BaseTrainer):
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
             yield from order.split(self._minibatch)
+
+    def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
+        """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
+        dealt = self._dealt(batch, order)
+        shares = [order if self.world_size == 1 else order[dealt == rank] for rank in range(self.world_size)]
+        ids = batch.sequences
+        cuts = [cut(share, self._micro_batch, None if ids is None else ids[share, 0]) for share in shares]
+        idle = max(map(len, cuts)) - len(cuts[self.rank])
+        return [*map(batch.rows, cuts[self.rank]), *[batch.rows(order[:1]).silent()] * idle]
 
     def _dealt(self, batch: TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
         """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
@@ -191,6 +212,14 @@ class PolicyTrainer(BaseTrainer):
             mesh=self.mesh,
         )
         self.version += 1
+        return found
+
+    def _extra(self) -> Mapping[str, Any]:
+        return {"batches": self._batches}
+
+    def _take(self, source: Path | Source) -> Restored:
+        found = super()._take(source)
+        self._batches = int(found.extra.get("batches", found.version))
         return found
 
     async def _published(self, exact: bool) -> Weights | None:

@@ -145,6 +145,8 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
+        "micro_batch": chosen_of_it.micro_batch,
+        "critic_warmup": chosen_of_it.critic_warmup,
         "kl_stop": chosen_of_it.kl_stop,
         "value_coef": chosen_of_it.value_coef,
         "group_size": config.env.group_size,

@@ -43,12 +43,12 @@ POLICIES = {
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
     "soft": "rlinf.models.policy.sac.SoftPolicy",
-    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
     "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
     "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
     "pi05": "rlinf.models.policy.vla.flow.pi05.Pi05Policy",
     "gr00t": "rlinf.models.policy.vla.gr00t.policy.Gr00tPolicy",
+    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

@@ -6,15 +6,20 @@ share of a minibatch; `training/optimizer.py` adds the gradients up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.apply import loss_of, value_loss_of
+from rlinf.algos.losses.aggregate import coefficients
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.masks import keep
 from rlinf.models.policy.base import Policy
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from rlinf.training.optimizer import minimize, sum_over_ranks
@@ -49,8 +54,11 @@ class PolicyLearner:
 
     def __init__(self, policy: Policy, settings: PolicySettings, mesh: DeviceMesh | None = None):
         self.policy, self.settings, self._mesh = policy, settings, mesh
+        self._device = next(policy.parameters()).device
         rates = ((policy.without_critic(), settings.lr), (policy.of_critic(), settings.critic_lr or settings.lr))
-        groups = [{"params": [each for each in part if each.requires_grad], "lr": rate} for part, rate in rates]
+        deciding, self._of_critic = ([each for each in part if each.requires_grad] for part, _ in rates)
+        self._parameters = [*deciding, *self._of_critic]
+        groups = [{"params": deciding, "lr": rates[0][1]}, {"params": self._of_critic, "lr": rates[1][1]}]
         # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
         on_cpu = all(parameter.device.type == "cpu" for parameter in policy.parameters())
         self.optimizer = torch.optim.AdamW(
@@ -61,12 +69,16 @@ class PolicyLearner:
             fused=True if on_cpu else None,
         )
 
-    def learn(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, dict[str, float]]:
+    def learn(
+        self, mine: TrajectoryBatch | Sequence[TrajectoryBatch], spec: AlgorithmSpec, *, critic_only: bool = False
+    ) -> tuple[LossSum, dict[str, float]]:
         """One optimizer step on a minibatch; each rank must, with its share of the same one.
 
         Args:
-            mine: this rank's share, at least one decision; one that is `silent` where there is no work for it.
+            mine: this rank's share, at least one decision; one that is `silent` where there is no work for it. Or its
+                micro-batches (see `cut`), as many on every rank, which are on the device one after the other.
             spec: the algorithm.
+            critic_only: change nothing but what only values need.
 
         Returns:
             The sums of all ranks, and `loss`, `grad_norm` (before clipping), `lr`; no numbers, and no step, where no
@@ -75,21 +87,52 @@ class PolicyLearner:
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
-        policy_loss, value_loss = self._losses(mine, spec)
-        weights = torch.stack([each.weight for each in (policy_loss, value_loss or policy_loss)]).double()
-        weights = sum_over_ranks(weights, self._mesh)
-        if float(weights[0]) == 0:
-            return policy_loss.detach(), {}
-        loss = policy_loss
-        if value_loss is not None and float(weights[1]) > 0:  # each is divided by its own count
-            loss = policy_loss.plus(value_loss, self.settings.value_coef * float(weights[0] / weights[1]))
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        gathered, norm = minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
+        parts = [mine] if isinstance(mine, TrajectoryBatch) else list(mine)
+        weights = self._weights(parts, spec)
+        if weights[int(critic_only)] == 0:
+            return LossSum(torch.zeros(()), torch.zeros((), dtype=torch.float64)), {}
+        # each loss is divided by its own count, and all of it by the policy's
+        scale = self.settings.value_coef * (weights[0] / weights[1]) if weights[1] > 0 else None
+        gathered, norm = self.step(
+            (partial(self._loss, part, spec, scale, critic_only) for part in parts), critic_only=critic_only
+        )
         lr = float(self.optimizer.param_groups[0]["lr"])
         return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
 
+    def step(self, losses: Iterable[Callable[[], LossSum]], *, critic_only: bool = False) -> tuple[LossSum, float]:
+        """One optimizer step on the sum of some losses; each rank must, with as many.
+
+        Args:
+            losses: of micro-batches; each is made, back-propagated and let go before the next.
+            critic_only: see `learn`.
+
+        Returns:
+            See `optimizer_step`.
+        """
+        parameters = self._of_critic if critic_only else self._parameters
+        return minimize(losses, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
+
+    def _weights(self, parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> list[float]:
+        """What the policy's and the critic's loss are divided by, of all micro-batches of all ranks."""
+        how = (spec.aggregation.how, spec.aggregation.norm_length)
+        found = torch.zeros(2, dtype=torch.float64)
+        for part in parts:
+            mine = ((part.mask, part.sequences), (part.value_mask, None))
+            for number, (mask, sequences) in enumerate(mine):
+                if mask is not None:
+                    found[number] += coefficients("minibatch", keep(mask, torch.float32), *how, sequences)[1].cpu()
+        weights: list[float] = sum_over_ranks(found.to(self._device), self._mesh).tolist()
+        return weights
+
+    def _loss(self, part: TrajectoryBatch, spec: AlgorithmSpec, scale: float | None, critic_only: bool) -> LossSum:
+        policy_loss, value_loss = self._losses(part.to(self._device), spec)
+        if value_loss is None or scale is None:
+            return policy_loss
+        both = policy_loss.plus(value_loss, scale)
+        return replace(both, total=value_loss.total, weight=value_loss.weight) if critic_only else both
+
     def _losses(self, mine: TrajectoryBatch, spec: AlgorithmSpec) -> tuple[LossSum, LossSum | None]:
-        found = self.policy.evaluate(mine.stored)
+        found = self.policy(mine.stored)
         loss = loss_of(
             spec,
             MicroBatch(
@@ -105,3 +148,28 @@ class PolicyLearner:
             return loss, None
         values = found.values.reshape(mine.returns.shape)
         return loss, value_loss_of(spec, values, mine.values, mine.returns, mine.value_mask)
+
+
+def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor]:
+    """The micro-batches of some decisions.
+
+    Args:
+        rows: which decisions, int64 [n].
+        most: decisions in each; None for all in one. An episode that is averaged over stays whole, so that one which is
+            longer has a larger micro-batch.
+        sequences: episode of each decision, [n], for losses that average over episodes.
+
+    Returns:
+        The rows of each micro-batch; none without decisions.
+    """
+    if most is None or not len(rows):
+        return [rows] if len(rows) else []
+    if sequences is None:
+        return list(rows.split(most))
+    found: list[list[int]] = [[]]
+    for episode in dict.fromkeys(sequences.tolist()):
+        whole = rows[sequences == episode].tolist()
+        if found[-1] and len(found[-1]) + len(whole) > most:
+            found.append([])
+        found[-1].extend(whole)
+    return [torch.tensor(part) for part in found]

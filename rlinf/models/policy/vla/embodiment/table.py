@@ -67,6 +67,9 @@ def _pi05(**rest: object) -> Embodiment:
 
 
 TABLE = {
+    # a robot without a row: its checkpoint's only statistics, nothing cropped, the gripper as it is
+    ("openvla", "plain"): _openvla(64),
+    ("openvla-oft", "plain"): _openvla(64),
     # RLinf pads to 128 tokens; the original evaluation crops, since fine-tuning drew crops
     ("openvla", "libero"): _openvla(128, crop=0.9, statistics=_LIBERO, gripper="libero"),
     ("openvla", "maniskill"): _openvla(30, statistics=("bridge_orig",), gripper="maniskill"),

@@ -99,7 +99,7 @@ async def _environments(system: ActorSystem, case: Case, seed: int) -> tuple[Act
         system, case, "env", num_envs=case.num_envs, slices=2, group_size=case.group_size, seed=seed
     )
     sizes = await env[0].shapes()
-    return env, fitted({**case.policy, "seed": seed}, sizes["shapes"], sizes["action_size"])
+    return env, fitted({**case.policy, "seed": seed}, sizes["shapes"], sizes["action_size"], sizes["choices"])
 
 
 async def _simulation(system: ActorSystem, case: Case, name: str, **settings: Any) -> ActorGroup:

@@ -159,10 +159,12 @@ class ImitationConfig:
 
 @dataclass
 class TrialsConfig:
-    """Evaluation: whole episodes by the likeliest actions, in environments of their own, the same starts each time."""
+    """Evaluation: whole episodes in environments of their own, the same starts each time."""
 
     episodes: int = number(64, low=0)
     """How many, before the first step and after the last; 0 evaluates nothing."""
+    greedy: bool = True
+    """By the likeliest actions; false draws them as in training, the same draws each time."""
     every: int = number(0, low=0)
     """Evaluate after every this many steps too; 0 does not."""
     patience: int = number(0, low=0)

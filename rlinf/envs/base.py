@@ -53,10 +53,15 @@ class ActionSpec:
     """Least value of each number, float32 [A]; -inf where there is none."""
     high: Tensor
     """Greatest value of each number, float32 [A]; inf where there is none."""
+    choices: tuple[int, ...] | None = None
+    """Where an action is chosen among a few: how many choices each number stands for, A of them; the k-th of n is any
+    number in the k-th of n equal parts of [-1, 1]. None where numbers are real."""
 
     def __post_init__(self) -> None:
         if self.low.ndim != 1 or self.low.shape != self.high.shape:
             raise ValueError(f"bounds of an action must both be [A], not {self.low.shape} and {self.high.shape}")
+        if self.choices is not None and len(self.choices) != self.low.numel():
+            raise ValueError(f"choices={self.choices} must be as many as the numbers of an action, {self.low.numel()}")
 
     @property
     def size(self) -> int:

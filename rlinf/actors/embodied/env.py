@@ -91,12 +91,16 @@ class EnvActor(Actor):
 
     @endpoint
     async def shapes(self) -> dict[str, Any]:
-        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; and `max_steps` of
-        an episode (None for no limit)."""
+        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; `choices` of
+        each of its numbers (None where they are real), and their `bounds` (least and greatest, in the simulator's
+        units); and `max_steps` of an episode (None for no limit)."""
         pool = self._pool
+        bounds = pool.action_spec.low.tolist(), pool.action_spec.high.tolist()
         return {
             "shapes": {name: tuple(spec.shape) for name, spec in pool.observation_spec.items()},
             "action_size": pool.action_spec.size,
+            "choices": pool.action_spec.choices,
+            "bounds": bounds,
             "max_steps": pool.max_steps,
         }
 

@@ -76,7 +76,7 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
     """How actions are written.
 
     Each choice (Discrete, MultiDiscrete, MultiBinary) is one number from -1 to 1, whose range is cut into as many equal
-    parts, so that any policy can act.
+    parts, so that any policy can act; one that knows of `ActionSpec.choices` has a probability for each.
 
     Args:
         space: of the actions.
@@ -100,13 +100,14 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
     else:
         raise ValueError(f"{name} acts by {space}, which is neither numbers nor choices: name a wrapper in `wrappers`")
     ones = torch.ones(max(1, options.size))
+    choices = tuple(np.ravel(options).tolist())
 
     def write(numbers: np.ndarray) -> Any:
         part = np.floor((numbers.astype(np.float64) + 1) / 2 * options).astype(np.int64)
         chosen = least + np.clip(part, 0, options - 1)
         return np.int64(chosen.item()) if shape == () else chosen.reshape(shape).astype(space.dtype)
 
-    return ActionSpec(-ones, ones), write
+    return ActionSpec(-ones, ones, choices), write
 
 
 def _leaves(

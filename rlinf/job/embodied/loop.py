@@ -111,8 +111,9 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     async def evaluate(self) -> dict[str, float] | None:
         if TRIALS not in self.roles:
             return None
-        found = await trials(self.roles[TRIALS], self.roles["policy"], self.config.trials.episodes)
-        if self.config.trials.videos:
+        wanted = self.config.trials
+        found = await trials(self.roles[TRIALS], self.roles["policy"], wanted.episodes, greedy=wanted.greedy)
+        if wanted.videos:
             await asyncio.to_thread(keep_videos, self.directory.path / VIDEOS, self.done)
         return summary(found)
 
@@ -127,7 +128,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return in_words(evaluation)
 
     def compared(self, before: dict[str, float], after: dict[str, float]) -> Iterator[str]:
-        yield f"{after['episodes']:.0f} trials by the likeliest actions, before and after:"
+        kind = "the likeliest" if self.config.trials.greedy else "drawn"
+        yield f"{after['episodes']:.0f} trials by {kind} actions, before and after:"
         for name in ("success_once", "success_at_end", "reward/mean", "episodes/length"):
             if name in before and name in after:
                 style = ".1%" if name.startswith("success") else ".2f"

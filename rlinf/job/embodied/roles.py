@@ -6,6 +6,7 @@ In: an `EmbodiedConfig`. Out: running roles.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from rlinf.envs.video import Recording
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
-from rlinf.models.policy.build import build_policy_model, fitted
+from rlinf.models.policy.base import Policy
+from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.placement.seats import Placed
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -79,10 +81,10 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     shapes = await next(iter(simulators.values()))[0].shapes()
     off_policy = config.algorithm.name == SAC
     kind = config.policy.type or ("soft" if off_policy else "mlp")
-    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    given = {"type": kind, **config.policy.settings}
+    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    with torch.device("meta"):
-        footprints = control_footprints(build_policy_model(made["policy"]), targets=off_policy)
+    footprints = control_footprints(_without_memory(made), targets=off_policy)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
         return {"policy": Role(PolicyActor, made, held["policy"])}
@@ -92,6 +94,13 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
         "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
+
+
+def _without_memory(made: Mapping[str, Any]) -> Policy:
+    """The policy on the meta device."""
+    path, config = made["path"], made["policy"]
+    with torch.device("meta"):
+        return build_policy_model(config if path is None else configured(config, Path(path).expanduser()))
 
 
 def _cause(error: Exception) -> str:

@@ -32,7 +32,7 @@ async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path |
     # a mode or a plan is for training: in trials nobody else is on a device
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     roles = await start_roles(system, config, None, placed, videos)
-    found = await trials(roles[TRIALS], roles["policy"], config.trials.episodes)
+    found = await trials(roles[TRIALS], roles["policy"], config.trials.episodes, greedy=config.trials.greedy)
     if videos is not None and config.trials.videos:
         await asyncio.to_thread(keep_videos, videos, 0)
     return found

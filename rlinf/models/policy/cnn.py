@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from rlinf.models.policy.actor_critic import ActorCritic, ActorCriticConfig
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
-from rlinf.models.policy.gaussian import GaussianConfig, GaussianPolicy
 from rlinf.models.policy.layers import linear, orthogonal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CnnConfig(GaussianConfig):
+class CnnConfig(ActorCriticConfig):
     """Of `CnnPolicy`."""
 
     image: tuple[int, int, int]
@@ -30,7 +30,7 @@ class CnnConfig(GaussianConfig):
     """Between layers."""
 
 
-class CnnPolicy(GaussianPolicy):
+class CnnPolicy(ActorCritic):
     """Looks at "rgb", uint8 [N, H, W, 3 k], and at "state", float32 [N, S], if `state_size` is not 0.
 
     The convolutions serve actor and critic alike, also where `shared` gives each its own hidden layers.

@@ -1,4 +1,4 @@
-"""A policy on the state alone: perceptrons, with a standard deviation that does not depend on what is seen."""
+"""A policy on the state alone: perceptrons, whose standard deviation does not depend on what is seen."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from rlinf.models.policy.actor_critic import ActorCritic, ActorCriticConfig
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
-from rlinf.models.policy.gaussian import GaussianConfig, GaussianPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpConfig(GaussianConfig):
+class MlpConfig(ActorCriticConfig):
     """Of `MlpPolicy`."""
 
     state_size: int
     """Numbers in the observation's "state", S."""
 
 
-class MlpPolicy(GaussianPolicy):
+class MlpPolicy(ActorCritic):
     """Looks at "state", float32 [N, S]."""
 
     Config: ClassVar[type[PolicyConfig]] = MlpConfig

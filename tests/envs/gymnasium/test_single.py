@@ -116,19 +116,20 @@ def test_pictures_and_numbers_of_a_dictionary_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("space", "numbers", "action"),
+    ("space", "choices", "numbers", "action"),
     [
-        (spaces.Discrete(3), [-1.0], 0),
-        (spaces.Discrete(3), [-0.3], 1),
-        (spaces.Discrete(3, start=5), [1.0], 7),
-        (spaces.MultiDiscrete([2, 4]), [-0.1, 0.6], [0, 3]),
-        (spaces.MultiBinary(2), [0.1, -0.1], [1, 0]),
-        (spaces.Box(-1, 1, (2, 2)), [1, 2, 3, 4], [[1, 2], [3, 4]]),
+        (spaces.Discrete(3), (3,), [-1.0], 0),
+        (spaces.Discrete(3), (3,), [-0.3], 1),
+        (spaces.Discrete(3, start=5), (3,), [1.0], 7),
+        (spaces.MultiDiscrete([2, 4]), (2, 4), [-0.1, 0.6], [0, 3]),
+        (spaces.MultiBinary(2), (2, 2), [0.1, -0.1], [1, 0]),
+        (spaces.Box(-1, 1, (2, 2)), None, [1, 2, 3, 4], [[1, 2], [3, 4]]),
     ],
 )
-def test_numbers_become_elements_of_the_action_space(space, numbers, action):
+def test_numbers_become_elements_of_the_action_space(space, choices, numbers, action):
     spec, write = actions_of(space, "it")
     assert spec.size == len(numbers)
+    assert spec.choices == choices
     made = write(np.array(numbers, np.float32))
     assert np.array(made).tolist() == action
     assert space.contains(made) or isinstance(space, spaces.Box)

@@ -3,6 +3,7 @@
 import torch
 
 MLP = {"type": "mlp", "state_size": 5, "action_size": 3, "hidden": [16, 16]}
+CHOOSING = {**MLP, "choices": [2, 4, 3], "chunk": 2}
 CNN = {"type": "cnn", "image": [16, 16, 3], "action_size": 2, "hidden": [16], "channels": [4, 8],
        "picture_features": 12}  # fmt: skip
 VLA = {
@@ -15,6 +16,7 @@ CONFIGS = {
     "mlp": MLP,
     "mlp, shared, chunks": {**MLP, "shared": True, "chunk": 3, "level": "token", "value_level": "action"},
     "mlp, no critic": {**MLP, "chunk": 2, "level": "chunk", "value_level": None, "normalise": False},
+    "mlp, choices": CHOOSING,
     "cnn": CNN,
     "cnn, state, chunks": {**CNN, "state_size": 5, "chunk": 2, "level": "action", "value_level": "action"},
     "vla": VLA,

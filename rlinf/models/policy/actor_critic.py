@@ -1,13 +1,11 @@
-"""Policies that draw every number of an action from a normal distribution of its own.
+"""Policies of an actor and a critic on top of features: the actor says what each number of an action is drawn from.
 
-The mean follows from what is seen, the standard deviation is a parameter. A policy on top says what its features are;
-actor, critic and distribution are here. What is stored of an action is the number drawn, before it is cut to [-1, 1]:
-its log-prob is that of the uncut number, so the surrogate's gradient needs no correction for the cut.
+A policy on top says what its features are; actor, critic and distribution are here. Real numbers are drawn from normal
+distributions, whose standard deviation is a parameter; choices from categorical ones (`distributions.py`).
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +17,16 @@ from torch import Tensor, nn
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.validation import one_of
 from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored
+from rlinf.models.policy.distributions import Categorical, Distribution, Normal, check_choices, chosen
 from rlinf.models.policy.layers import RunningNorm, perceptron
-from rlinf.models.policy.noise import normals
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LOG_STD = (-5.0, 2.0)  # beyond, ratios of neighbouring policies are numbers without meaning, or actions are noise
-_HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GaussianConfig(PolicyConfig):
-    """Of a policy with normal distributions."""
+class ActorCriticConfig(PolicyConfig):
+    """Of a policy of an actor and a critic."""
 
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers."""
@@ -38,7 +35,10 @@ class GaussianConfig(PolicyConfig):
     shared: bool = False
     """Actor and critic share the hidden layers, or each has its own."""
     log_std: float = -0.5
-    """Logarithm of the first standard deviation; actions reach from -1 to 1."""
+    """Logarithm of the first standard deviation; actions reach from -1 to 1. Choices have none."""
+    choices: tuple[int, ...] | None = None
+    """How many choices each number of an action stands for, A of them; null where numbers are real. The environment
+    says it."""
     normalise: bool = True
     """Bring states to mean 0 and variance 1 by what was seen up to the last training step."""
 
@@ -49,56 +49,60 @@ class GaussianConfig(PolicyConfig):
             raise ValueError(f"policy: hidden={list(self.hidden)} must be widths of at least one layer")
         if not _LOG_STD[0] <= self.log_std <= _LOG_STD[1]:
             raise ValueError(f"policy: log_std={self.log_std} must be between {_LOG_STD[0]:g} and {_LOG_STD[1]:g}")
+        if self.choices is not None:
+            check_choices(self.choices, self.action_size)
 
 
-class GaussianPolicy(Policy):
+class ActorCritic(Policy):
     """Actor, critic and distribution on top of features.
 
     Args:
-        config: see `GaussianConfig`.
+        config: see `ActorCriticConfig`.
         features: width of what `features` returns.
         state_size: numbers in the observation's "state"; 0 if it is not looked at.
     """
 
-    def __init__(self, config: GaussianConfig, features: int, state_size: int):
+    counts: Tensor
+    """Choices of each number, int64 [A]."""
+
+    def __init__(self, config: ActorCriticConfig, features: int, state_size: int):
         super().__init__(config)
-        numbers = config.chunk * config.action_size
+        outputs = config.chunk * config.action_size * (1 if config.choices is None else max(config.choices))
         activation, hidden = ACTIVATIONS[config.activation], list(config.hidden)
         own: list[int] = [] if config.shared else hidden
         width = hidden[-1] if config.shared else features
         self.norm = RunningNorm(state_size) if config.normalise and state_size else None
         self.trunk = perceptron(features, hidden if config.shared else [], None, gain=1.0, activation=activation)
-        # Means near 0 at first, whatever is seen: exploration is the standard deviation's.
-        self.actor = perceptron(width, own, numbers, gain=0.01, activation=activation)
-        self.log_std = nn.Parameter(torch.full((config.chunk, config.action_size), float(config.log_std)))
+        # Means near 0 at first, or equal choices, whatever is seen: exploration is the distribution's.
+        self.actor = perceptron(width, own, outputs, gain=0.01, activation=activation)
+        if config.choices is None:
+            self.log_std = nn.Parameter(torch.full((config.chunk, config.action_size), float(config.log_std)))
+        else:  # not saved: the configuration says it
+            self.register_buffer("counts", torch.tensor(config.choices), persistent=False)
         self.critic: nn.Module | None = None
         if config.value_level is not None:
-            outputs = config.chunk if config.value_level == "action" else 1
+            levels = config.chunk if config.value_level == "action" else 1
             # All values 0 at first: until it has learned something, a critic should not make advantages worse.
-            self.critic = perceptron(width, own, outputs, gain=0.0, activation=activation)
+            self.critic = perceptron(width, own, levels, gain=0.0, activation=activation)
 
     @abstractmethod
     def features(self, inputs: Stored) -> Tensor:
         """What is seen, for actor and critic, float32 [N, features]."""
 
     def encode(self, actions: Tensor) -> Tensor:
-        """The numbers themselves."""
-        return actions
+        """The numbers themselves, or the choices that they stand for."""
+        return actions if self.config.choices is None else chosen(actions, self.counts)
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
-        mean, values = self._heads(inputs)
-        log_std = self._log_std()
-        drawn = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
-        return Drawn(drawn.clamp(-1.0, 1.0), drawn, _log_density(drawn, mean, log_std), values)
+        found, values = self._heads(inputs)
+        made = found.likeliest() if noise is None else found.drawn(noise)
+        return Drawn(found.actions(made), made, found.logprobs(made), values)
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
-        mean, values = self._heads(stored)
-        log_std = self._log_std()
-        # 1/2 log(2 pi e sigma^2), whatever is seen
-        entropy = (log_std + (0.5 + _HALF_LOG_TAU)).expand_as(mean)
-        return Evaluated(_log_density(stored["actions"], mean, log_std), entropy, values)
+        found, values = self._heads(stored)
+        return Evaluated(found.logprobs(stored["actions"]), found.entropy(), values)
 
     @torch.no_grad()
     def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
@@ -117,23 +121,19 @@ class GaussianPolicy(Policy):
         """The state at a scale that layers like, float32 [N, state_size]."""
         return state if self.norm is None else self.norm(state)
 
-    def _heads(self, inputs: Stored) -> tuple[Tensor, Tensor | None]:
-        """Means [N, C, A] and values, by the same operations for drawing and for scoring, so equal to the last bit."""
+    def _heads(self, inputs: Stored) -> tuple[Distribution, Tensor | None]:
+        """Distributions [N, C, A] and values, by the same operations for drawing and for scoring, so equal to the last
+        bit."""
         hidden = self.trunk(self.features(inputs))
-        mean: Tensor = self.actor(hidden).view(-1, self.config.chunk, self.config.action_size)
-        return mean, self._values(hidden)
+        config, said = self.config, self.actor(hidden)
+        if config.choices is None:
+            mean = said.view(-1, config.chunk, config.action_size)
+            return Normal(mean, self.log_std.clamp(*_LOG_STD)), self._values(hidden)
+        logits = said.view(-1, config.chunk, config.action_size, max(config.choices))
+        return Categorical(logits, self.counts), self._values(hidden)
 
     def _values(self, hidden: Tensor) -> Tensor | None:
         if self.critic is None:
             return None
         values: Tensor = self.critic(hidden)
         return values if self.config.value_level == "action" else values[:, 0]
-
-    def _log_std(self) -> Tensor:
-        return self.log_std.clamp(*_LOG_STD)
-
-
-def _log_density(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """log N(x; mean, sigma^2) = -((x - mean) / sigma)^2 / 2 - log sigma - log(2 pi) / 2"""
-    away = (x - mean) * torch.exp(-log_std)
-    return torch.addcmul(-_HALF_LOG_TAU - log_std, away, away, value=-0.5)  # the constants once, not row by row

@@ -1,11 +1,11 @@
-"""Normal policies beside torch.distributions."""
+"""Policies of an actor and a critic beside torch.distributions."""
 
 import pytest
 import torch
-from torch.distributions import Normal
+from torch.distributions import Categorical, Normal
 
-from rlinf.models.policy.build import build_policy_model
-from tests.models.policy.cases import CNN, MLP, observed, rough
+from rlinf.models.policy.build import build_policy_model, fitted, load_policy, save_policy
+from tests.models.policy.cases import CHOOSING, CNN, MLP, observed, rough
 
 
 @pytest.mark.parametrize("config", [{**MLP, "chunk": 2, "shared": True}, {**CNN, "state_size": 5}], ids=["mlp", "cnn"])
@@ -69,3 +69,54 @@ def test_states_of_any_scale_look_alike_once_they_are_known():
     other.adapt({"state": state})
     first = policy.act({"state": state * scale + offset}, greedy=True).actions
     torch.testing.assert_close(first, other.act({"state": state}, greedy=True).actions, rtol=1e-3, atol=1e-3)
+
+
+def test_choices_are_those_of_plain_categorical_distributions():
+    policy = rough(build_policy_model(CHOOSING))
+    drawn = policy.act(observed(CHOOSING, 3000), generator=torch.Generator().manual_seed(0))
+    made = drawn.stored["actions"]
+    said = policy.actor(policy.trunk(policy.features(drawn.stored))).view(3000, 2, 3, 4)
+    logprobs, entropy = [], []
+    for number, count in enumerate(CHOOSING["choices"]):
+        plain = Categorical(logits=said[:, :, number, :count])
+        logprobs.append(plain.log_prob(made[:, :, number]))
+        entropy.append(plain.entropy())
+        shares = torch.nn.functional.one_hot(made[:, :, number], count).float().mean(0)
+        torch.testing.assert_close(shares, plain.probs.mean(0), rtol=0.0, atol=4 * (0.25 / 3000) ** 0.5)
+    found = policy.evaluate(drawn.stored, level="token")
+    torch.testing.assert_close(found.logprobs, torch.stack(logprobs, -1))
+    torch.testing.assert_close(found.entropy, torch.stack(entropy, -1))
+
+
+def test_the_greedy_action_is_the_likeliest_choice_and_not_the_middle_of_them():
+    policy = build_policy_model({**MLP, "action_size": 1, "choices": [3]})
+    with torch.no_grad():
+        policy.actor[-1].weight.zero_()
+        policy.actor[-1].bias.copy_(torch.tensor([2.0, 0.0, 2.5]))  # the mean of what is drawn is choice 1
+    assert policy.act(observed(MLP, 1), greedy=True).stored["actions"].item() == 2
+
+
+def test_choices_and_the_numbers_that_they_are_for_the_environment_are_inverses():
+    policy = build_policy_model({**MLP, "choices": [1, 7, 1000]})
+    made = torch.stack([torch.zeros(7).long(), torch.arange(7), torch.arange(993, 1000)], -1)[:, None]
+    numbers = policy._heads(policy.inputs(observed(MLP, 7)))[0].actions(made)
+    assert numbers.abs().max() < 1.0
+    assert torch.equal(policy.encode(numbers), made)
+    edges = policy.encode(torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])[:, None])
+    assert edges[:, 0].tolist() == [[0, 0, 0], [0, 6, 999]]
+
+
+def test_choices_of_the_environment_become_the_policy_s_and_are_saved(tmp_path):
+    config = fitted({"type": "mlp"}, {"state": (5,)}, 1, (3,))
+    policy = rough(build_policy_model(config))
+    save_policy(policy, tmp_path)
+    again = load_policy(tmp_path)
+    stored = policy.act(observed(MLP)).stored
+    assert torch.equal(again.evaluate(stored).logprobs, policy.evaluate(stored).logprobs)
+    assert "choices" not in fitted({"type": "vla"}, {"rgb": (16, 16, 3)}, 1, (3,))
+
+
+@pytest.mark.parametrize("choices", [[2], [2, 0, 2]])
+def test_wrong_counts_of_choices_are_refused(choices):
+    with pytest.raises(ValueError, match="choices"):
+        build_policy_model({**MLP, "choices": choices})

@@ -95,12 +95,15 @@ class EnvActor(Actor):
 
     @endpoint
     async def shapes(self) -> dict[str, Any]:
-        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`; and `max_steps` of
-        an episode (None for no limit)."""
+        """What a policy must fit: `shapes` of a row of each observed array by name, `action_size`, `bounds` (least and
+        greatest of each number of an action, in the simulator's units); and `max_steps` of an episode (None for no
+        limit)."""
         pool = self._pool
+        bounds = pool.action_spec.low.tolist(), pool.action_spec.high.tolist()
         return {
             "shapes": {name: tuple(spec.shape) for name, spec in pool.observation_spec.items()},
             "action_size": pool.action_spec.size,
+            "bounds": bounds,
             "max_steps": pool.max_steps,
         }
 

@@ -7,13 +7,11 @@ options are held to the signature of the simulator's class, and the policy is bu
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.importing import resolve
@@ -24,7 +22,8 @@ from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.models.policy.base import Policy
-from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, fitted, policy_class
+from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
+from rlinf.models.policy.published import tensor_shapes, tensors_in
 from rlinf.models.policy.sac import SoftPolicy
 
 _LEAST = 16
@@ -48,7 +47,7 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
         if (most := max(each.active_bytes for each in footprints)) > MOST_BYTES:
             yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
     if config.policy.path is not None:
-        yield from _saved_mistakes(config.policy.path)
+        yield from _saved_mistakes(config.policy.path, config.policy.type)
     for key, directory in (
         ("imitation.path", config.imitation.path),
         ("off_policy.demonstrations", config.off_policy.demonstrations if config.algorithm.name == SAC else None),
@@ -122,8 +121,7 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
 
 def _policy(config: EmbodiedConfig) -> Policy | Problem:
     """The policy on the meta device, in an environment of the smallest sizes; or what is wrong with it."""
-    off_policy = config.algorithm.name == SAC
-    kind = config.policy.type or ("soft" if off_policy else "mlp")
+    off_policy, kind = config.algorithm.name == SAC, _kind(config)
     given = {"type": kind, **config.policy.settings}
     try:
         wanted = policy_class({"type": kind})
@@ -134,14 +132,24 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
         return Problem("configuration", "policy.type", kind, advice)
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
-    return _built("policy.settings", config.policy.settings, given)
+    if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
+        return _built("policy.path", path, lambda: configured(_smallest(given), Path(path).expanduser()))
+    return _built("policy.settings", config.policy.settings, lambda: _smallest(given))
 
 
-def _built(key: str, value: Any, given: Mapping[str, Any]) -> Policy | Problem:
+def _kind(config: EmbodiedConfig) -> str:
+    return config.policy.type or ("soft" if config.algorithm.name == SAC else "mlp")
+
+
+def _smallest(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration fitted to an environment of the smallest sizes."""
+    return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1, ((-1.0,), (1.0,)))
+
+
+def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:
     try:
-        smallest = fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1)
         with torch.device("meta"):
-            return build_policy_model(smallest)
+            return build_policy_model(whole())
     except RAISED as error:
         return problem(key, value, error)
 
@@ -166,18 +174,20 @@ def _too_many(settings: Mapping[str, Any], prefix: str = "") -> tuple[str, Any] 
     return None
 
 
-def _saved_mistakes(path: str) -> Iterator[Problem]:
+def _saved_mistakes(path: str, kind: str | None) -> Iterator[Problem]:
     """What is wrong with a saved policy: its own configuration, or weights that are not of it."""
     directory = Path(path).expanduser()
     try:
-        if not (directory / CONFIG).is_file():
-            raise FileNotFoundError(f"it holds no {CONFIG}, so it is not the directory of a saved policy")
-        saved = _built("policy.path", path, json.loads((directory / CONFIG).read_text(encoding="utf-8")))
+        if kind is not None and policy_class({"type": kind}).published:
+            return  # built from that directory already
+        about = configured({}, directory)
+        saved = _built("policy.path", path, lambda: about)
         if isinstance(saved, Problem):
             yield saved
             return
-        with safe_open(directory / WEIGHTS, "pt") as file:
-            there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        if saved.published:
+            return
+        there = tensor_shapes(tensors_in(directory / WEIGHTS))
     except Exception as error:  # of files that may hold anything
         yield problem("policy.path", path, error)
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,8 @@ from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
-from rlinf.models.policy.build import build_policy_model, fitted
+from rlinf.models.policy.base import Policy
+from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.placement.seats import Placed
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -97,10 +98,10 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     shapes = await next(iter(simulators.values()))[0].shapes()
     off_policy = config.algorithm.name == SAC
     kind = config.policy.type or ("soft" if off_policy else "mlp")
-    policy = fitted({"type": kind, **config.policy.settings}, shapes["shapes"], shapes["action_size"])
+    given = {"type": kind, **config.policy.settings}
+    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    with torch.device("meta"):
-        model = build_policy_model(made["policy"])
+    model = _without_memory(made)
     footprints = control_footprints(model, targets=off_policy)
     if prepared is not None:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
@@ -137,6 +138,13 @@ def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> Non
             done,
             longest,
         )
+
+
+def _without_memory(made: Mapping[str, Any]) -> Policy:
+    """The policy on the meta device."""
+    path, config = made["path"], made["policy"]
+    with torch.device("meta"):
+        return build_policy_model(config if path is None else configured(config, Path(path).expanduser()))
 
 
 def _cause(error: Exception) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from rlinf.algos.losses import supervised
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.validation import one_of
 from rlinf.models.policy.noise import Generator, uniforms
+from rlinf.models.policy.published import PublishedForm, matches
 
 Observation: TypeAlias = Mapping[str, Tensor]
 """What the environment shows, one row each: "state" float32 [N, S]; "rgb" uint8 [N, H, W, 3 k] for k cameras."""
@@ -104,7 +105,7 @@ class Evaluated:
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
 
 
-class Policy(nn.Module, ABC):
+class Policy(PublishedForm, nn.Module, ABC):
     """A network that decides chunks of actions. Made as `Class(config)` with an instance of its `Config`.
 
     What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
@@ -115,10 +116,15 @@ class Policy(nn.Module, ABC):
 
     Config: ClassVar[type[PolicyConfig]]
     """What this policy is configured by."""
+    float32: ClassVar[tuple[str, ...]] = ("critic.*",)
+    """Patterns of parameters that stay in float32 where the others are in bfloat16, such as "*norm.weight"."""
+    lora_targets: ClassVar[tuple[str, ...]] = ()
+    """Linear layers that get low-rank adapters where a run says `auto`, as for `lora.lora_targets`; none: not known."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()
         self.config: Any = config
+        self.files: dict[str, bytes] = {}
 
     # What a policy fills in ------------------------------------------------------------------------------------------
 
@@ -168,6 +174,13 @@ class Policy(nn.Module, ABC):
             reduce: adds a tensor of sums up over ranks; None if this is all.
         """
 
+    def blocks(self) -> Sequence[nn.Module]:
+        """The repeated layers, which are checkpointed, and spread over ranks, one by one; none for a small policy.
+
+        They compute by being called, and draw nothing at random.
+        """
+        return ()
+
     # What follows from it --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -207,7 +220,7 @@ class Policy(nn.Module, ABC):
         return Evaluated(at_level(found.logprobs, level), at_level(found.entropy, level), found.values)
 
     def forward(self, stored: Stored) -> Evaluated:
-        """`evaluate`, so that wrappers which hook into calls (DDP, FSDP) work."""
+        """`evaluate`, for FSDP2, which hooks into calls."""
         return self.evaluate(stored)
 
     def demonstrated(
@@ -242,6 +255,17 @@ class Policy(nn.Module, ABC):
         logprobs = self.evaluate(stored, level="token").logprobs
         kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask[..., None].expand(logprobs.shape)
         return supervised(logprobs.flatten(1), kept.flatten(1))
+
+    def kept_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a parameter where those that may be are in `dtype`."""
+        return torch.float32 if matches(name, self.float32) else dtype
+
+    @torch.no_grad()
+    def keep(self, dtype: torch.dtype) -> Self:
+        """Have parameters in a dtype, but for those that stay in float32; buffers stay as they are."""
+        for name, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(self.kept_in(name, dtype))
+        return self
 
     def without_critic(self) -> list[nn.Parameter]:
         """Parameters that decide."""

@@ -3,7 +3,9 @@
     build_policy_model({"type": "mlp", "state_size": 35, "action_size": 4})
 
 `type` is a name below, or the dotted path of a class derived from `Policy`; the other keys are those of its `Config`.
-A directory holds `policy.json`, that mapping, and `policy.safetensors`, weights and running statistics.
+A directory of ours holds `policy.json`, that mapping, and `policy.safetensors`, weights and running statistics. Of a
+policy with a published form (`published.py`) it holds that form in place of the latter, and `extra.safetensors` with
+what the form has no place for; and an authors' directory, without `policy.json`, is read as well.
 """
 
 from __future__ import annotations
@@ -12,23 +14,40 @@ import dataclasses
 import json
 import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest, type_name
 from rlinf.data.rng import mix
+from rlinf.data.safetensors_io import write_tensors, write_text
 from rlinf.models.policy.base import Policy, PolicyConfig
+from rlinf.models.policy.published import (
+    EXTRA,
+    INDEX,
+    fill,
+    matches,
+    read_tensors,
+    tensor_files,
+    tensors_in,
+    without_memory,
+)
 
 POLICIES = {
     "mlp": "rlinf.models.policy.mlp.MlpPolicy",
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
     "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
+    "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
+    "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
+    "pi05": "rlinf.models.policy.vla.flow.pi05.Pi05Policy",
+    "gr00t": "rlinf.models.policy.vla.gr00t.policy.Gr00tPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 
@@ -56,9 +75,20 @@ def build_policy_model(config: Mapping[str, Any]) -> Policy:
         return kind(made)
 
 
-def make_policy(config: Mapping[str, Any], path: str | None, device: torch.device) -> Policy:
-    """A policy on a device: from a saved one's directory if there is a path, else from its configuration. Blocking."""
-    return (build_policy_model(config) if path is None else load_policy(Path(path).expanduser())).to(device)
+def make_policy(
+    config: Mapping[str, Any], path: str | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Policy:
+    """A policy on a device: from a directory if there is one, else from its configuration. Blocking.
+
+    Args:
+        config: `type` and further keys.
+        path: of a saved policy, whose own configuration counts then, or of the authors', which `config` goes before.
+        device: where it is to be.
+        dtype: of its parameters, but for those that its class keeps in float32.
+    """
+    if path is None:
+        return build_policy_model(config).to(device).keep(dtype)
+    return load_policy(Path(path).expanduser(), config, device=device, dtype=dtype)
 
 
 def policy_class(config: Mapping[str, Any]) -> type[Policy]:
@@ -105,19 +135,29 @@ def policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     return kind(**{key: _typed(f"{where}: {key}", value, hints[key]) for key, value in given.items()})
 
 
-def fitted(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], action_size: int) -> dict[str, Any]:
+def fitted(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    action_size: int,
+    bounds: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> dict[str, Any]:
     """A configuration completed by what the environment is like.
 
     Args:
         config: `type` and keys; those that are there stay, so `state_size: 0` goes on not looking at the state.
         shapes: of one row of each array of an observation, such as {"state": (35,), "rgb": (64, 64, 3)}.
-        action_size: numbers in one action.
+        action_size: numbers in one action, A.
+        bounds: least and greatest value of each number of an action, in the simulator's own units, A each; infinite
+            where there is none. None: not known.
 
     Returns:
-        The configuration with `action_size`, `state_size` and `image`, as far as the policy has those keys.
+        The configuration with `action_size`, `action_low`, `action_high`, `state_size` and `image`, as far as the
+        policy has those keys.
     """
     known = {field.name for field in dataclasses.fields(policy_class(config).Config)}
     sizes: dict[str, Any] = {"action_size": action_size}
+    if bounds is not None:
+        sizes["action_low"], sizes["action_high"] = (tuple(float(each) for each in bound) for bound in bounds)
     if "state" in shapes:
         sizes["state_size"] = shapes["state"][0]
     if "rgb" in shapes:
@@ -132,31 +172,110 @@ def described(policy: Policy) -> dict[str, Any]:
     return {"type": short.get(path, path), **dataclasses.asdict(policy.config)}
 
 
-def save_policy(policy: Policy, directory: Path) -> None:
+def configured(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The whole configuration of the policy in a directory.
+
+    Args:
+        config: `type` and keys for an authors' directory, which go before what that says.
+        directory: of a saved policy, or of the authors.
+
+    Raises:
+        FileNotFoundError: it is neither.
+        ValueError: what it says is damaged.
+    """
+    about = directory / CONFIG
+    if (directory / INDEX).is_file():
+        tensor_files(directory)  # whether all that it names are there
+    if about.is_file():
+        try:
+            saved: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{about} is damaged: {error}") from error
+        return saved
+    kind = policy_class(config) if config.get("type") is not None else None
+    if kind is None or not kind.published:
+        raise FileNotFoundError(
+            f"{directory} holds no {CONFIG}: it is not the directory of a saved policy"
+            + ("" if kind is None else f", and {config['type']} has no published form")
+        )
+    missing = [pattern for pattern in kind.published if not any(directory.glob(pattern))]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} holds neither {CONFIG} nor {' and '.join(missing)}: it is not the directory of a saved "
+            f"policy, and not of a published {config['type']}"
+        )
+    return {**kind.published_settings(directory), **config}
+
+
+def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write a policy into a directory, which is made if it is not there.
 
     Args:
-        policy: whole, on one device (not spread over ranks).
-        directory: takes `policy.json` and `policy.safetensors`; those that are there are replaced.
+        policy: whose configuration and form are written.
+        directory: takes `policy.json` and `policy.safetensors`, or the published form and `extra.safetensors`; those
+            that are there are replaced.
+        state: what is written in place of the policy's own state, under the same names, in host memory.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(described(policy), indent=2) + "\n", encoding="utf-8")
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.state_dict().items()}
-    save_file(weights, directory / WEIGHTS)
+    kept = policy.state_dict() if state is None else state
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
+    if policy.published:
+        for name, content in policy.files.items():
+            (directory / name).write_bytes(content)
+        own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
+        policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
+        write_tensors(directory / EXTRA, own)
+    else:
+        write_tensors(directory / WEIGHTS, weights)
+    write_text(directory / CONFIG, json.dumps(described(policy), indent=2) + "\n")
 
 
-def load_policy(directory: Path) -> Policy:
-    """Read a policy that `save_policy` wrote.
+def load_policy(
+    directory: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Policy:
+    """Read a policy that `save_policy` wrote, or its authors.
+
+    Args:
+        directory: of the files.
+        config: `type` and keys, for an authors' directory.
+        device: where the policy is to be; None: in the host's memory.
+        dtype: see `make_policy`.
 
     Raises:
         FileNotFoundError: the directory holds no policy.
-        RuntimeError: weights do not fit the configuration.
+        ValueError: the configuration is wrong, or weights do not fit it.
     """
-    if not (directory / CONFIG).is_file():
-        raise FileNotFoundError(f"{directory} holds no {CONFIG}: it is not the directory of a saved policy")
-    policy = build_policy_model(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
-    policy.load_state_dict(load_file(directory / WEIGHTS))
-    return policy
+    whole = configured(config or {}, directory)
+    with without_memory():
+        policy = build_policy_model(whole)
+    fill(policy, saved_tensors(policy, directory), where=str(directory), optional=_newly_made(policy, directory),
+         dtype=lambda name: policy.kept_in(name, dtype), device=device)  # fmt: skip
+    return policy.to(device).keep(dtype)
+
+
+def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a policy in a directory, under its own names, one at a time; what is no tensor it takes over.
+
+    Args:
+        policy: of the directory's configuration.
+        directory: of a saved policy, or of the authors.
+    """
+    if not policy.published:
+        return read_tensors(tensors_in(directory / WEIGHTS))
+    paths = sorted({path for pattern in policy.beside for path in directory.glob(pattern) if path.is_file()})
+    policy.files = {path.name: path.read_bytes() for path in paths}
+    policy.open_published(directory)
+    own = directory / EXTRA
+    return chain(policy.read_published(directory), read_tensors(tensors_in(own)) if own.is_file() else ())
+
+
+def _newly_made(policy: Policy, directory: Path) -> tuple[str, ...]:
+    """What a directory need not have: in that of the authors, what is our own."""
+    return policy.own if policy.published and not (directory / EXTRA).is_file() else ()
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -108,4 +108,8 @@ async def test_a_state_of_other_slices_is_refused():
 async def test_it_says_what_a_policy_must_fit():
     async with ActorSystem.local() as system:
         env = (await system.spawn(EnvActor, name="env", **{**SETTINGS, "options": {"dims": 2, "pixels": 8}}))[0]
-        assert await env.shapes() == {"shapes": {"state": (4,), "rgb": (8, 8, 3)}, "action_size": 2, "max_steps": 3}
+        found = await env.shapes()
+        low, high = found.pop("bounds")
+        assert found == {"shapes": {"state": (4,), "rgb": (8, 8, 3)}, "action_size": 2, "max_steps": 3}
+        assert low == [-each for each in high]
+        assert len(high) == 2

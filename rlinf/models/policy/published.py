@@ -1,0 +1,299 @@
+"""The directories in which authors publish policies: their tensors and small files, read and written back.
+
+In: a directory with safetensors files (one, or several and their index) and small files beside them. Out: a policy with
+those weights; and from a policy, a directory of the same form. `Policy.published_name` and its neighbours say how a
+policy's own names and settings correspond to the authors'.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""File names of the weights, and of what says which file has which tensor."""
+EXTRA = "extra.safetensors"
+"""File beside them with what the authors' form has no place for, such as a value head."""
+_SHARD_BYTES = 5_000_000_000
+"""Default size of a weights file: what hubs and file systems take without trouble."""
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of some glob patterns, in which `*` stands for any characters, dots included."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class PublishedForm:
+    """How a policy corresponds to the directories that its authors publish; a part of `Policy`.
+
+    A policy that sets `published` can be read from such a directory, and every checkpoint has it in that form, besides
+    `policy.json` (its whole configuration) and `extra.safetensors` (what is `own`). Where names are the authors', that
+    is all; where they are others, `published_name` says how they correspond; where tensors are, too, a policy writes
+    `read_published` and `write_published` itself.
+    """
+
+    published: ClassVar[tuple[str, ...]] = ()
+    """Patterns of files that such a directory must have, as "config.json" and "*.safetensors"; none: there is no form
+    but our own."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Patterns of small files there that are kept and written back as they were, such as "tokenizer*"."""
+    own: ClassVar[tuple[str, ...]] = ("critic.*",)
+    """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
+    files: dict[str, bytes]
+    """What `beside` names, of the directory that the policy was read from."""
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """What an authors' directory says of the policy, as keys of `Config`; a run's own settings go before it.
+
+        Args:
+            directory: of the authors, or of a checkpoint.
+
+        Raises:
+            ValueError: a file there says something else than this policy can be.
+        """
+        return {}
+
+    def open_published(self, directory: Path) -> None:
+        """Take from an authors' directory what is no tensor, such as a tokenizer; `files` has been read. To be
+        overridden."""
+
+    def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of an authors' directory, under this policy's own names, one at a time."""
+        mine = {self.published_name(name): name for name in self._of_authors()}
+        files = {name: path for name, path in tensor_files(directory).items() if name in mine}
+        return ((mine[name], tensor) for name, tensor in read_tensors(files))
+
+    def published_name(self, name: str) -> str:
+        """How the authors call what has this name in the policy's state; by default the same."""
+        return name
+
+    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """Write tensors and configuration as the authors do; `files` have been written, and may be changed.
+
+        Args:
+            directory: there already.
+            state: the policy's state but for what is `own`, in host memory, in the dtypes to be written.
+        """
+        write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
+
+    def _of_authors(self) -> list[str]:
+        state: Mapping[str, Tensor] = self.state_dict()  # type: ignore[attr-defined]  # of the module that this is
+        return [name for name in state if not matches(name, self.own)]
+
+
+# Tensors in files -----------------------------------------------------------------------------------------------------
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor in a directory of safetensors files.
+
+    Raises:
+        FileNotFoundError: there is none, or the index names a file that is missing.
+        ValueError: the index or a file is damaged.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is damaged: {error}") from error
+        if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
+            raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which its {INDEX} names")
+        return {name: directory / file for name, file in names.items()}
+    found: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name != EXTRA:
+            found |= tensors_in(path)
+    if not found:
+        raise FileNotFoundError(f"{directory} holds no safetensors files")
+    return found
+
+
+def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors in files, without reading them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name, where in files.items() if where == path]
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return found
+
+
+def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors in files, one at a time.
+
+    Raises:
+        ValueError: a file is damaged, or lacks a tensor that it should have.
+    """
+    for path in sorted(set(files.values())):
+        with _opened(path) as file:
+            for name in sorted(name for name, where in files.items() if where == path):
+                try:
+                    yield name, file.get_tensor(name)
+                except Exception as error:
+                    raise ValueError(f"{path} has no {name} that can be read: {error}") from error
+
+
+def tensors_in(path: Path) -> dict[str, Path]:
+    """Names of the tensors in one file, each with the file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # of files that may hold anything
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+
+
+def write_sharded(directory: Path, named: Mapping[str, Tensor], *, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write tensors as `model.safetensors`, or as several files with an index where they are large.
+
+    Args:
+        directory: made if need be.
+        named: in host memory.
+        shard_bytes: bound on a file; a tensor that is larger has one of its own.
+
+    Raises:
+        OSError: it cannot be written; the text says what is missing.
+    """
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in named.items():
+        if size + tensor.nbytes > shard_bytes and parts[-1]:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    make_room(directory, sum(tensor.nbytes for tensor in named.values()))
+    stem, suffix = WEIGHTS.split(".")
+    files = (
+        [WEIGHTS]
+        if len(parts) == 1
+        else [f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}" for number in range(1, len(parts) + 1)]
+    )
+    for file, part in zip(files, parts, strict=True):
+        write_tensors(directory / file, {name: each.contiguous() for name, each in part.items()}, {"format": "pt"})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
+            "weight_map": {name: file for file, part in zip(files, parts, strict=True) for name in part},
+        }
+        write_text(directory / INDEX, json.dumps(index, indent=2, sort_keys=True))
+    sync_directory(directory)
+
+
+# Tensors into policies ------------------------------------------------------------------------------------------------
+
+_reading = threading.local()
+_register = nn.Module.register_parameter
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Policies that are made in the block, in this thread, make the modules of `to_be_read` without memory."""
+    before = getattr(_reading, "on", False)
+    _reading.on = True
+    try:
+        yield
+    finally:
+        _reading.on = before
+
+
+@contextmanager
+def to_be_read() -> Iterator[None]:
+    """Modules made in the block get parameters without memory and without first values, where a directory is about to
+    be read that has them all; buffers are made as always. Elsewhere it changes nothing.
+
+        with to_be_read():
+            self.language_model = LlamaForCausalLM(config)
+        self.critic = perceptron(...)       # of our own, in no published file: has first values in any case
+    """
+    if not getattr(_reading, "on", False):
+        yield
+        return
+    # installed once, and for good: it does nothing but in this block, and in this thread
+    nn.Module.register_parameter = _registered  # type: ignore[assignment]
+    before = getattr(_reading, "empty", False)
+    _reading.empty = True
+    try:
+        yield
+    finally:
+        _reading.empty = before
+
+
+def _registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None and getattr(_reading, "empty", False) and not parameter.is_meta:
+        parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    _register(module, name, parameter)
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    where: str,
+    optional: Sequence[str] = (),
+    dtype: Callable[[str], torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Give parameters and saved buffers their values, one at a time; those without memory get it here.
+
+    Args:
+        module: changed in place.
+        named: values under the names of its state.
+        where: they come from, for errors.
+        optional: patterns of names that need not come.
+        dtype: of each parameter that has no memory yet; None: as it was made.
+        device: of those; None: the host's memory.
+
+    Raises:
+        ValueError: a name is unknown, a shape is another, or something is missing.
+    """
+    state = module.state_dict(keep_vars=True)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for leaf, parameter in part.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((part, leaf))
+    names: dict[int, str] = {id(tensor): name for name, tensor in state.items()}
+    left = {id(tensor) for name, tensor in state.items() if not matches(name, optional)}
+    for name, value in named:
+        target = state.get(name)
+        if target is None:
+            raise ValueError(f"{where} has {name}, which the policy has not: it is of another model, or version")
+        if target.shape != value.shape:
+            raise ValueError(f"{where}: {name} is {list(value.shape)} there, and {list(target.shape)} in the policy")
+        left.discard(id(target))
+        if not target.is_meta:
+            target.copy_(value)
+            continue
+        kept = target.dtype if dtype is None else dtype(name)
+        made = nn.Parameter(value.to(device=device, dtype=kept, copy=True), requires_grad=target.requires_grad)
+        for part, leaf in owners[id(target)]:
+            part._parameters[leaf] = made
+    if missing := sorted(names[each] for each in left):
+        raise ValueError(
+            f"{where} lacks {', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, "
+            "which the policy needs: it is of another model, or version"
+        )

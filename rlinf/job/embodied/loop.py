@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import SAC, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
-from rlinf.data.step import AnyStep, EmbodiedStep
+from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
 from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.evaluation.trials import trials
@@ -64,6 +64,11 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     @property
     def patience(self) -> int:
         return self.config.trials.patience
+
+    @property
+    def restartable(self) -> bool:
+        """Episodes that begin with a step follow from its number, so it can be acted in again."""
+        return self.config.env.fresh and self.config.algorithm.name != SAC and not works_ahead(self.prepared.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         if names is None:

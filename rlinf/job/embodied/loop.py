@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
@@ -68,7 +68,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     @property
     def restartable(self) -> bool:
         """Episodes that begin with a step follow from its number, so it can be acted in again."""
-        return self.config.env.fresh and self.config.algorithm.name != SAC and not works_ahead(self.prepared.flow)
+        remembers = self.config.algorithm.name in (*OFF_POLICY, DAGGER)
+        return self.config.env.fresh and not remembers and not works_ahead(self.prepared.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         if names is None:

@@ -117,7 +117,9 @@ class Gr00tPolicy(FlowPolicy):
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `PublishedForm.write_published`."""
         (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")
-        super().write_published(directory, {name: tensor.clone() for name, tensor in state.items()})  # some are tied
+        words = "backbone.eagle_model.language_model"  # the authors' files have both names of what is tied
+        head = state[f"{words}.model.embed_tokens.weight"].clone()
+        super().write_published(directory, {f"{words}.lm_head.weight": head, **state})
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of all four transformers."""

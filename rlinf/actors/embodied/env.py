@@ -15,7 +15,7 @@ from torch import Tensor
 from rlinf.data.rng import mix
 from rlinf.envs.base import Observation
 from rlinf.envs.environment import Rules
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.episodes import Decision, EnvOutput, remembered
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import told_by
@@ -136,17 +136,20 @@ class EnvActor(Actor):
         return self._output(number, *now, None)
 
     @endpoint(device=True)
-    async def step(self, number: int, actions: Tensor) -> EnvOutput:
+    async def step(self, number: int, actions: Tensor | Decision) -> EnvOutput:
         """Do a chunk of actions in a slice.
 
         Args:
             number: of the slice.
-            actions: in [-1, 1], float32 [N, C, A].
+            actions: in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
 
         Raises:
             EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
-        chunk = await self._said(self._pool.slices[number].step(actions))
+        if isinstance(actions, Decision):
+            chunk = remembered(await self._said(self._pool.slices[number].step(actions.actions)), actions.memory)
+        else:
+            chunk = await self._said(self._pool.slices[number].step(actions))
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
 
@@ -154,7 +157,12 @@ class EnvActor(Actor):
     async def state(self) -> list[dict[str, Any]]:
         """All that the next steps depend on, one part per slice, for `restore`."""
         return [
-            {"epoch": epoch, "time": time, "environments": None if now is None else await part.state_dict()}
+            {
+                "epoch": epoch,
+                "time": time,
+                "environments": None if now is None else await part.state_dict(),
+                "memory": None if now is None else now[0].get("memory"),
+            }
             for epoch, time, now, part in zip(self._epochs, self._times, self._now, self._pool.slices, strict=True)
         ]
 
@@ -171,7 +179,8 @@ class EnvActor(Actor):
             self._epochs[number], self._times[number] = part["epoch"], part["time"]
             if part["environments"] is not None:
                 start = await self._pool.slices[number].load_state_dict(part["environments"])
-                self._now[number] = (start.observation, start.instructions)
+                memory = {} if part.get("memory") is None else {"memory": part["memory"]}
+                self._now[number] = ({**start.observation, **memory}, start.instructions)
 
     async def offload(self) -> None:
         """Give device memory back, keeping all episodes."""

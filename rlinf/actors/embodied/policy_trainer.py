@@ -95,7 +95,7 @@ class PolicyTrainer(BaseTrainer):
         await self._open_mesh()
         self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
         has_critic = self.policy.config.value_level is not None
-        check(self._spec, has_critic=has_critic, group_size=group_size)
+        check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
         if critic_warmup and not self.policy.of_critic():
             raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
         spread = self._how.slices(self.policy, self.world_size)
@@ -137,13 +137,16 @@ class PolicyTrainer(BaseTrainer):
         learned = whole
         if self._scale is not None and bool(rewards.isfinite().all()):
             learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
-        batch = batch_of(learned, self._spec, self._group_size)
+        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
         if batch.returns is not None and batch.value_mask is not None:
             self.policy.adapt_values(batch.returns[batch.value_mask].to(self.device))
         gathered, steps, stopped = self._update(batch)
-        self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
+        length = self.policy.sequence
+        seen = {name: rows if length == 1 else rows.flatten(0, 1) for name, rows in batch.stored.items()}
+        counted = batch.mask.reshape(len(batch) * length, -1).any(1)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in seen.items()}, counted)
         self.version += 1
         self._batches += 1
         return {
@@ -179,7 +182,7 @@ class PolicyTrainer(BaseTrainer):
         """Rows of each optimizer step, int64."""
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
-            yield from order.split(self._minibatch)
+            yield from order.split(max(1, self._minibatch // self.policy.sequence))
 
     def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
@@ -187,8 +190,9 @@ class PolicyTrainer(BaseTrainer):
         if self.world_size > 1:
             dealt = self._dealt(batch, order)
             shares = [order[dealt == rank] for rank in range(self.world_size)]
-        ids = batch.sequences
-        cuts = [cut(share, self._micro_batch, None if ids is None else ids[share, 0]) for share in shares]
+        ids, length = batch.sequences, self.policy.sequence
+        most = None if self._micro_batch is None else max(1, self._micro_batch // length)
+        cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
         idle = max(map(len, cuts)) - len(cuts[self.rank])
         return [*map(batch.rows, cuts[self.rank]), *[batch.rows(order[:1]).silent()] * idle]
 

@@ -47,6 +47,7 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
         footprints = control_footprints(found, targets=config.algorithm.name in WITH_TARGETS).values()
         if (most := max(each.active_bytes for each in footprints)) > MOST_BYTES:
             yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
+        yield from _memory_mistakes(config, found)
     if config.policy.path is not None:
         yield from _saved_mistakes(config.policy.path, config.policy.type)
     for key, directory in (
@@ -144,6 +145,18 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
 def _smallest(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration fitted to an environment of the smallest sizes."""
     return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1, bounds=((-1.0,), (1.0,)))
+
+
+def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:
+    """What does not go with a policy that remembers."""
+    if config.policy.horizon % policy.sequence:
+        advice = (
+            f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
+        )
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    if policy.sequence > 1 and config.imitation.path is not None:
+        advice = "demonstrations are learned from decision by decision: leave policy.settings.memory out"
+        yield Problem("configuration", "imitation.path", config.imitation.path, advice)
 
 
 def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:

@@ -103,7 +103,14 @@ class Watched(PolicyTrainer):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ppo": {"policy": {**MLP, "chunk": 2}, "algorithm": "ppo"},
+    "ppo": {
+        "policy": {**MLP, "chunk": 2},
+        "algorithm": {
+            "name": "ppo",
+            "overrides": {"loss": {"dual_clip": 3.0}, "critic": {"clip": 0.2, "error": "huber"},
+                          "advantage": {"gamma": 1.0, "lam": 1.0}},
+        },
+    },
     "ppo of numbers, plain": {
         "policy": {**MLP, "chunk": 2, "level": "token", "value_level": "action", "shared": True},
         "algorithm": {
@@ -138,7 +145,8 @@ async def main(system: rlinf.ActorSystem) -> None:
         trainer = await system.spawn(Watched, name=f"trainer{number}", **LEARNING, **case)
         metrics = await trainer.train(trajectories[::-1])
         algorithm = case["algorithm"]
-        recipe = recipes.get(algorithm) if isinstance(algorithm, str) else recipes.get(*algorithm.values())
+        given = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm.values())
+        recipe = recipes.get(*given, acting=True)
         found: dict[str, Any] = {
             "metrics": metrics,
             "lesson": as_dict(batch_of(joined(trajectories), recipe, group_size)),

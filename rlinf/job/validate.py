@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlinf.config.common import best_mistakes, common_mistakes
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, suite_mistakes, suites_of
 from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
@@ -280,8 +280,16 @@ def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tu
     ):
         if directory is not None and not os.path.isdir(os.path.expanduser(directory)):
             yield key, "there is no such directory; name one with demonstrations"
-    if config.trials.videos > config.trials.episodes:
-        yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
-    trials = config.trials
-    yield from best_mistakes(config.checkpoint, trials.patience, trials.every if trials.episodes else 0, "trials")
+    yield from _trials_mistakes(config)
     yield from mistakes_in(config.placement, CONTROL, hosts)
+
+
+def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    trials = config.trials
+    if wrong := list(suite_mistakes(trials.suites)):
+        yield from wrong
+        return
+    most = max((suite.episodes for suite in suites_of(config).values()), default=0)
+    if trials.videos > most:
+        yield "trials.videos", f"there are only {most} episodes; raise trials.episodes"
+    yield from best_mistakes(config.checkpoint, trials.patience, trials.every if most else 0, "trials")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlinf.config.embodied import OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import OFF_POLICY, EmbodiedConfig, suites_of
 from rlinf.config.importing import resolve
 from rlinf.config.loading import Problem
 from rlinf.data.demonstrations import first_demonstration
@@ -105,8 +105,8 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         yield Problem("configuration", "env.simulator", name, advice)
         return
     wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
-    if config.trials.episodes and config.trials.options:
-        wanted.append(("trials.options", {**config.env.options, **config.trials.options}))
+    for name, suite in suites_of(config).items():
+        wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
     for key, options in wanted:
         try:
             found.check_options(options)

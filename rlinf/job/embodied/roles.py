@@ -19,7 +19,7 @@ from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, Suite, suites_of
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
@@ -66,18 +66,41 @@ async def start_roles(
     simulators = {}
     if prepared is not None:
         simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
-    if config.trials.episodes:
-        hosts = placed.seats["env"].hosts[:1]
-        simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
-    options = "env.options, trials.options" if config.trials.options and TRIALS in simulators else "env.options"
-    with _told_of(f"env.simulator, {options}"):
+    hosts = placed.seats["env"].hosts[:1]
+    keys = ["env.simulator", "env.options"]
+    for name, suite in suites_of(config).items():
+        settings = {**_simulation(config), **_trials(config, name, suite, videos)}
+        simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
+        key = f"trials.suites.{name}" if name else "trials.options"
+        keys += [key] if name or config.trials.options else []
+    with _told_of(", ".join(keys)):
         roles = await spawn_roles(system, placed, simulators)
+        await _check_alike(roles)
         first = await next(iter(roles.values()))[0].reset(0, 0)
     with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
         roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
     return roles
+
+
+def role_of(suite: str) -> str:
+    """Name of the role that has a suite's simulators."""
+    return f"{TRIALS}_{suite}" if suite else TRIALS
+
+
+async def _check_alike(simulators: Roles) -> None:
+    """Refuse suites that one policy could not be tried in.
+
+    Raises:
+        ValueError: they do not show the same, or do not take the same actions.
+    """
+    found = {role: await group[0].shapes() for role, group in simulators.items()}
+    (first, wanted), *others = found.items()
+    for role, shapes in others:
+        for what in ("shapes", "action_size"):
+            if shapes[what] != wanted[what]:
+                raise ValueError(f"{role} has {what} {shapes[what]}, and {first} has {wanted[what]}: one policy acts")
 
 
 @contextmanager
@@ -167,19 +190,20 @@ def _env(config: EmbodiedConfig) -> dict[str, Any]:
     return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
 
 
-def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
-    workers = max(1, min(config.env.workers, config.trials.episodes))
-    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
-    videos = tuple(range(min(config.trials.videos, count)))
-    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
-    seed = config.seed + (1 << 32)  # other starts than in training
+def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, suite.episodes))
+    count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
+    drawn = config.trials.videos and directory is not None
+    seed = config.seed if config.trials.seed is None else config.trials.seed
     return {
-        "options": {**config.env.options, **config.trials.options},
+        "options": suite.options,
+        "max_steps": suite.max_steps,
         "num_envs": count,
         "workers": workers if config.env.workers else 0,
         "auto_reset": False,
-        "seed": seed,
-        "recording": kept,
+        "held_out": True,
+        "seed": seed + (1 << 32),  # what policies draw differs from training, too
+        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if drawn and directory else None,
     }
 
 

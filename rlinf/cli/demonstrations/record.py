@@ -79,7 +79,8 @@ def _record(options: argparse.Namespace) -> None:
         raise InputError(f"--config {options.config}: it has no section env, so nothing can be acted in")
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = [] if options.model is None else [f"policy.path={options.model}"]
-    config = load_embodied(path, [*options.overrides, *given], hosts)
+    nothing = ["imitation.path=null", "imitation.mixture={}"]  # which may be what is yet to be recorded
+    config = load_embodied(path, [*options.overrides, *given, *nothing], hosts)
     if options.expert is not None:
         if (advice := mistake_in(options.expert)) is not None:
             raise InputError(f"--expert {options.expert}: {advice}")

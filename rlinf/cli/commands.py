@@ -2,6 +2,8 @@
 
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too
+    rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
+    rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf plan | trace | report | config            around a run
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _ELSEWHERE = {
     "train": ("rlinf.cli.main", "train by a configuration; --dry-run shows what would run, and what could not"),
     "plan": ("rlinf.cli.plan_command", "find the best placement of a profiled flow on any number of devices"),
+    "record": ("rlinf.cli.demonstrations.record", "record demonstrations of a policy or of a script"),
+    "convert": ("rlinf.cli.demonstrations.convert", "bring demonstrations into another format; compute statistics"),
     "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
     "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
 }

@@ -17,6 +17,8 @@ from rlinf.config.text import LoraConfig
 
 OFF_POLICY = ("sac", "crossq", "iql")
 """Algorithms that learn from a replay buffer, by `off_policy`."""
+IMITATION = "imitation"
+"""The algorithm that learns from demonstrations alone."""
 DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
 
@@ -95,8 +97,8 @@ class PolicyConfig:
 @dataclass
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
-    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; or dagger, with `dagger`.
-    `algorithm: ppo` is short for its name."""
+    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; dagger, with `dagger`; or
+    imitation, with `imitation`. `algorithm: ppo` is short for its name."""
 
     __shorthand__: ClassVar[str] = "name"
 
@@ -228,16 +230,37 @@ class DaggerConfig:
 
 @dataclass
 class ImitationConfig:
-    """Supervised warm-up on demonstrations, before learning by acting."""
+    """Supervised learning from demonstrations: a warm-up before learning by acting, or, where the algorithm is
+    imitation, all that the run does (with the optimizer of `optimizer`)."""
 
     path: str | None = None
-    """Directory of demonstrations, as `rlinf.flows.record` writes them; null skips the warm-up."""
+    """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill (HDF5), or
+    RLDS-like archives (npz); null skips the warm-up."""
+    format: Literal["rlinf", "lerobot", "maniskill", "rlds"] | None = None
+    """What lies there; null goes by its files."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Our name for each feature of the data set, such as {observation.images.front: rgb, observation.state: state,
+    action: actions}; features of one name are joined, as cameras are; empty takes the format's own choice."""
+    bounds: Any = None
+    """What becomes -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the data
+    set itself; null takes actions as they are."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Several data sets instead of path: by name {path, weight: 1.0, format, names, bounds}. Of every batch each has
+    its share."""
+    solved: bool = True
+    """Leave out episodes that did not solve their task, where the data says so."""
+    held_out: float = number(0.0, low=0, below=1)
+    """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
+    on it."""
+    memory_gb: float = number(4.0, above=0)
+    """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
+    one after the other."""
     steps: int = number(300, low=1)
-    """Optimizer steps."""
+    """Optimizer steps of the warm-up; of a run of imitation, in each of its `steps`."""
     batch: int = number(64, low=1)
     """Decisions in each, over all ranks."""
     lr: float = number(1e-3, above=0)
-    """Learning rate (AdamW)."""
+    """Learning rate of the warm-up (AdamW); a run of imitation has optimizer.lr."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.imitate import imitate
 from rlinf.flows.off_policy.offline import offline
 from rlinf.job.embodied.roles import VIDEOS, learners_of, start_roles
+from rlinf.job.embodied.shown import shown_of
 from rlinf.job.embodied.trials import in_words, measured, try_suites
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
@@ -78,19 +79,19 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     async def warm_up(self) -> None:
         settings = self.config.imitation
-        if settings.path is None:
+        if (shown := shown_of(settings)) is None:
             return
         roles = (self.roles["policy"], self.roles["trainer"])
         try:
-            found = await imitate(*roles, settings.path, steps=settings.steps, batch=settings.batch, lr=settings.lr)
-        except (ValueError, FileNotFoundError) as error:
+            found = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+        except (ValueError, FileNotFoundError, ImportError) as error:
             raise InputError(f"imitation.path: {error}") from error
         self.report.line(
             f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
             f"{found['imitation/last']:.2f} nats per number"
         )
 
-    async def draw(self, index: int) -> EmbodiedStep:
+    async def draw(self, index: int) -> AnyStep:
         config = self.config
         until = self.quiet_after(index)
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)

@@ -5,6 +5,7 @@ In: an `EmbodiedConfig`. Out: running roles.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,11 @@ from typing import Any, cast
 import torch
 
 from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, Suite, suites_of
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, Suite, suites_of
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
@@ -28,6 +30,7 @@ from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
 from rlinf.job.embodied.off_policy import remembering
+from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.models.policy.base import Policy
@@ -64,7 +67,7 @@ async def start_roles(
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
     simulators = {}
-    if prepared is not None:
+    if prepared is not None and config.algorithm.name != IMITATION:
         simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
     hosts = placed.seats["env"].hosts[:1]
     keys = ["env.simulator", "env.options"]
@@ -119,20 +122,32 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         config, prepared: as for `start_roles`.
         simulators: running; the policy is fitted to what they show.
     """
-    shapes = await next(iter(simulators.values()))[0].shapes()
+    alone = config.algorithm.name == IMITATION
+    if alone and not config.trials.episodes:
+        shapes = await asyncio.to_thread(shapes_of, config.imitation)
+    else:
+        shapes = await next(iter(simulators.values()))[0].shapes()
     given = policy_settings(config)
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype}
     model = _without_memory(made)
     footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
-    if prepared is not None:
+    if prepared is not None and not alone:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
         return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
         return remembering(config, made, held, optimizer(config))
+    if alone:
+        kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
+        settings = {name: value for name, value in optimizer(config).items() if name in kept}
+        settings |= {**preparation_of(config), "total_steps": config.steps, "shown": shown_of(config.imitation)}
+        settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
+        trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
+        acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
+        return {**acts, "trainer": trainer}
     settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
     return {
         "policy": Role(PolicyActor, acting, held["policy"]),

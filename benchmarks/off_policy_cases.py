@@ -90,11 +90,11 @@ async def few_climbs(directory: Path, seed: int) -> None:
 
 
 async def mixed_swings(directory: Path, seed: int) -> None:
-    """40 episodes of a pendulum: 16 with a little noise, 24 with so much that few balance it."""
+    """40 episodes of a pendulum: 16 by the expert with some noise, 24 by its opposite."""
     async with ActorSystem.local() as system:
         simulator = {"simulator": GYM, "options": {"id": "Pendulum-v1"}}
-        await _recorded(system, directory, simulator, 8, seed, script="pendulum", noise=0.5)
-        await _recorded(system, directory, simulator, 32, seed + 1, script="pendulum", noise=1.5)
+        await _recorded(system, directory, simulator, 16, seed, script="pendulum", noise=0.5)
+        await _recorded(system, directory, simulator, 24, seed + 1, script="pendulum", noise=0.7, wrong=1.0)
 
 
 def labelled_swings(episodes: int) -> Callable[[Path, int], Awaitable[None]]:

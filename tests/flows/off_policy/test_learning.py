@@ -121,14 +121,18 @@ class Looking(SacTrainer):
 
 
 async def test_a_resumed_run_from_pictures_repeats_bit_for_bit_and_keeps_each_picture_once(tmp_path):
-    learning = {"kind": Looking, "policy": PIXELS, "capacity": 80, "shift": 1, "n_step": 2, "warmup": 16, "batch": 8}
+    learning = {
+        "kind": Looking,
+        "env": PICTURES,
+        "policy": PIXELS,
+        "capacity": 80,
+        "shift": 1,
+        "n_step": 2,
+        "warmup": 16,
+        "batch": 8,
+    }
     async with ActorSystem.local() as system:
-
-        async def group(name):
-            env = await environments(system, f"pictures{name}", **PICTURES)
-            return await roles(system, name=name, env=env, **learning)
-
-        one = await group("a")
+        one = await roles(system, name="a", **learning)
         await steps(one, 3)
         await one["trainer"].save(str(tmp_path))
         state = await one["env"][0].state()
@@ -136,7 +140,7 @@ async def test_a_resumed_run_from_pictures_repeats_bit_for_bit_and_keeps_each_pi
         expected = await one["trainer"][0].weights()
         kept, rows = await one["trainer"][0].pictures()
 
-        two = await group("b")
+        two = await roles(system, name="b", **learning)
         await two["trainer"][0].restore(str(tmp_path / "state"))
         await two["env"][0].restore(state)
         await two["policy"].load(two["trainer"].weights())
@@ -147,10 +151,9 @@ async def test_a_resumed_run_from_pictures_repeats_bit_for_bit_and_keeps_each_pi
     assert kept < 1.6 * rows
 
 
-async def test_only_solved_episodes_are_learned_from(tmp_path):
+async def test_only_solved_episodes_are_learned_from():
     async with ActorSystem.local() as system:
-        env = await environments(system, max_steps=4)
-        group = await roles(system, env=env, kind=Looking, solved_only=True, warmup=0)
+        group = await roles(system, env={"max_steps": 4}, kind=Looking, solved_only=True, warmup=0)
         found = await steps(group, 2)
         _, rows = await group["trainer"][0].pictures()
     assert sum(each["env_steps"] for each in found) == 64

@@ -59,7 +59,30 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
                 first_demonstration(Path(directory).expanduser(), solved=solved)
             except Exception as error:  # of files that may hold anything
                 yield problem(key, directory, error)
-    yield from _oversized(config, 1 if isinstance(found, Problem) else found.config.chunk)
+    chunk = 1 if isinstance(found, Problem) else found.config.chunk
+    if (
+        config.env.max_steps is not None
+        and (advice := horizon_mistake(config, config.env.max_steps, chunk)) is not None
+    ):
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    yield from _oversized(config, chunk)
+
+
+def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
+    """What is wrong with a step of the flow in which no episode can end, though the next one begins others.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+    """
+    done = config.policy.horizon * chunk
+    if not (config.env.fresh and config.env.ignore_terminations) or limit is None or done >= limit:
+        return None
+    return (
+        f"a step of the flow does {done} steps in each environment, all episodes last {limit}, and each step begins "
+        f"new ones, so that none would ever end: take horizon={-(-limit // chunk)}, or env.fresh=false"
+    )
 
 
 # Simulators -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from rlinf.config.embodied import DAGGER, EmbodiedConfig
 from rlinf.job.embodied.keys import READ_BY
 from rlinf.job.roles.running import Role
 
+_SCHEDULE = ("schedule", "warmup_steps", "min_lr_ratio")
+"""Of the optimizer's settings those that these trainers do not have."""
+
 
 def remembering(
     config: EmbodiedConfig,
@@ -35,7 +38,8 @@ def remembering(
     name = config.algorithm.name
     settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
     settings.pop("offline_steps", None)  # the loop's
-    made = {"seed": config.seed, **policy, **optimizer, **settings}
+    rates = {key: value for key, value in optimizer.items() if key not in _SCHEDULE}
+    made = {"seed": config.seed, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
         updates = expert.pop("updates")

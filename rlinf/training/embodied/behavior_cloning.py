@@ -52,7 +52,7 @@ def imitate(
     for rows in torch.arange(len(shown)).split(_ROWS):
         part = shown.rows(rows)
         policy.adapt(policy.inputs(_on(part.observation, device), part.instructions))
-    acting = {id(each) for each in policy.without_critic()}
+    acting = {id(each) for each in policy.without_critic() if each.requires_grad}
     parameters = [each for name, each in policy.named_parameters() if id(each) in acting and name not in fixed]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     per_epoch = -(-len(shown) // batch)

@@ -50,7 +50,12 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         usual = OffPolicyConfig()
         for key, readers in READ_BY.items():
             if name not in readers and getattr(settings, key) != getattr(usual, key):
-                yield f"off_policy.{key}", f"{name} does not read it, {' and '.join(readers)} do: remove it"
+                yield f"off_policy.{key}", f"{name} does not read it, but {', '.join(readers)}: remove it"
+    normed = policy_settings(config).get("batch_norm")
+    if normed is True and name in WITH_TARGETS:
+        yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
+    if normed is False and name == "crossq":
+        yield "policy.settings.batch_norm", "crossq stands on it: remove this"
     if settings.offline_steps and settings.demonstrations is None:
         yield "off_policy.offline_steps", "there is nothing to learn from offline: name off_policy.demonstrations"
     if settings.solved_only and not config.env.fresh:
@@ -59,7 +64,21 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "off_policy.shift", f"policy.type={config.policy.type or 'soft'} looks at no pictures: take soft_pixels"
     if name == "iql" and config.policy.type not in (None, "soft"):
         yield "policy.type", "iql learns from states: take soft"
+    if config.policy.type == "steered":
+        yield from _steered_mistakes(config)
     yield from _dagger_mistakes(config)
+
+
+def _steered_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    base = config.policy.settings.get("base")
+    if not isinstance(base, str) or not os.path.isdir(os.path.expanduser(base)):
+        yield "policy.settings.base", f"{base!r} is no directory: name that of the policy that is steered"
+    for key, directory in (
+        ("imitation.path", config.imitation.path),
+        ("off_policy.demonstrations", config.off_policy.demonstrations),
+    ):
+        if directory is not None:
+            yield key, "a steered policy cannot learn from demonstrations; the policy in settings.base can: remove it"
 
 
 def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:

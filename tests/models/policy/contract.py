@@ -23,6 +23,8 @@ INSTANCES: dict[str, str] = {
     "cnn": "tests.models.policy.contract.cnn",
     "vla": "tests.models.policy.contract.vla",
     "flow": "tests.models.policy.contract.flow",
+    "openvla": "tests.models.policy.vla.openvla_case.openvla",
+    "openvla-oft": "tests.models.policy.vla.openvla_case.oft",
     "authored": "tests.models.policy.contract.authored",
     "authored, lora": "tests.models.policy.contract.adapted",
     "gr00t": "tests.models.policy.contract.gr00t",

@@ -6,11 +6,12 @@ A file with a section `env` is one of these; every other one is for text (`text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
 from rlinf.config.placement import EmbodiedPlacementConfig
 from rlinf.config.schema import number
+from rlinf.config.text import LoraConfig
 
 SAC = "sac"
 """The algorithm that learns off-policy."""
@@ -46,6 +47,16 @@ class EnvConfig:
 
 
 @dataclass
+class PolicyLoraConfig(LoraConfig):
+    """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
+    merged when weights are published. `r: 0` and no `path`: none."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["auto"])
+    """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
+    `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+
+
+@dataclass
 class PolicyConfig:
     """The policy that acts and learns."""
 
@@ -55,7 +66,21 @@ class PolicyConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
-    """Directory of a saved policy to start from, instead of a new one."""
+    """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
+    openvla-oft, pi0, pi05, gr00t), of its authors."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the policy computes in, where it acts as where it learns. What learns is kept in float32 by the trainer
+    whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
+    train: list[str] | None = None
+    """Patterns of the parameters that learn, such as ["*", "!vision_backbone.*"]: the last that fits decides, and `!`
+    excludes. null: all of them, or those that the policy's class names; with adapters, the critic beside them."""
+    lora: PolicyLoraConfig = field(default_factory=PolicyLoraConfig)
+    """Low-rank adapters."""
+    gradient_checkpointing: bool = False
+    """Compute activations of each block again on the way back: less memory, about a third more time."""
+    sharding: Literal["auto", "shard", "replicate"] = "auto"
+    """How a policy lies on the processes of the trainer: `shard` spreads it and its optimizer over all of them (FSDP),
+    `replicate` gives each a copy. `auto` spreads one that is made of blocks, as large ones are."""
     horizon: int = number(50, low=1)
     """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
 
@@ -98,6 +123,11 @@ class ControlAlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
+    entropy_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the entropy bonus falls, to 0 in the last step."""
+    reward_scaling: bool = False
+    """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
+    large or small."""
 
 
 @dataclass
@@ -114,6 +144,12 @@ class ControlOptimizerConfig:
     """Decoupled weight decay."""
     grad_clip: float | None = number(None, above=0)
     """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How learning rates fall after warm-up, until the last step; sac keeps them."""
+    warmup_steps: int = number(0, low=0)
+    """Steps of the flow over which learning rates rise linearly from 0."""
+    min_lr_ratio: float = number(0.0, low=0, high=1)
+    """Share of the learning rates that is left at the end of a linear or cosine schedule."""
 
 
 @dataclass

@@ -84,14 +84,15 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = {"type": kind, **config.policy.settings}
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
+    acting = {**made, "dtype": config.policy.dtype}
     footprints = control_footprints(_without_memory(made), targets=off_policy)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
-        return {"policy": Role(PolicyActor, made, held["policy"])}
+        return {"policy": Role(PolicyActor, acting, held["policy"])}
     settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
     trainer = SacTrainer if off_policy else PolicyTrainer
     return {
-        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
+        "policy": Role(PolicyActor, {**acting, "keep_following": off_policy}, held["policy"]),
         "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
 
@@ -142,6 +143,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
     chosen_of_it = config.algorithm
     return {
         **_optimizer(config),
+        **preparation_of(config),
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
@@ -149,13 +151,26 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "critic_warmup": chosen_of_it.critic_warmup,
         "kl_stop": chosen_of_it.kl_stop,
         "value_coef": chosen_of_it.value_coef,
+        "entropy_schedule": chosen_of_it.entropy_schedule,
+        "reward_scaling": chosen_of_it.reward_scaling,
+        "total_steps": config.steps,
+        "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }
 
 
+def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
+    """How the policy is made ready to learn, as arguments of `Preparation`."""
+    policy = config.policy
+    names = ("dtype", "gradient_checkpointing", "sharding")
+    train = None if policy.train is None else tuple(policy.train)
+    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}
+
+
 def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
     settings = _optimizer(config)
-    settings.pop("weight_decay")  # it has none
+    for name in ("weight_decay", "schedule", "warmup_steps", "min_lr_ratio"):
+        settings.pop(name)  # it has none
     return {**settings, **asdict(config.off_policy)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from rlinf.models.policy.layers import RunningNorm, perceptron
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LOG_STD = (-5.0, 2.0)  # beyond, ratios of neighbouring policies are numbers without meaning, or actions are noise
+
+_LEAST_VARIANCE = 1e-4  # of returns; a critic of returns that hardly differ is to stay as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class ActorCriticConfig(PolicyConfig):
     """Actor and critic share the hidden layers, or each has its own."""
     log_std: float = -0.5
     """Logarithm of the first standard deviation; actions reach from -1 to 1. Choices have none."""
+    normalise_values: bool = False
+    """The critic predicts returns of mean 0 and variance 1 by what was seen (PopArt, arXiv:1602.07714), so that the
+    scale of rewards does not matter to it."""
     choices: tuple[int, ...] | None = None
     """How many choices each number of an action stands for, A of them; null where numbers are real. The environment
     says it."""
@@ -79,7 +84,8 @@ class ActorCritic(Policy):
             self.log_std = nn.Parameter(torch.full((config.chunk, config.action_size), float(config.log_std)))
         else:  # not saved: the configuration says it
             self.register_buffer("counts", torch.tensor(config.choices), persistent=False)
-        self.critic: nn.Module | None = None
+        self.critic: nn.Sequential | None = None
+        self.returns = RunningNorm(1) if config.normalise_values and config.value_level is not None else None
         if config.value_level is not None:
             levels = config.chunk if config.value_level == "action" else 1
             # All values 0 at first: until it has learned something, a critic should not make advantages worse.
@@ -117,6 +123,29 @@ class ActorCritic(Policy):
         if self.norm is not None:
             self.norm.update(stored["state"], mask, reduce)
 
+    @torch.no_grad()
+    def adapt_values(self, returns: Tensor) -> None:
+        """Take returns into the running scale, and move the critic's last layer against it (arXiv:1602.07714, eq. 9 and
+        10), with which w' = w s / s' and b' = (s b + m - m') / s'."""
+        if self.returns is None or self.critic is None:
+            return
+        before = self._scale_of_returns()
+        self.returns.update(returns[:, None])
+        (mean, scale), (new_mean, new_scale) = before, self._scale_of_returns()
+        last: Any = self.critic[-1]
+        last.weight.mul_(scale / new_scale)
+        last.bias.copy_((scale * last.bias + mean - new_mean) / new_scale)
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        """The standard deviation of returns, where values are normalised."""
+        return 1.0 if self.returns is None else self._scale_of_returns()[1]
+
+    def _scale_of_returns(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, float32 []."""
+        assert self.returns is not None
+        return self.returns.mean[0].float(), self.returns.variance[0].clamp(min=_LEAST_VARIANCE).sqrt().float()
+
     def scaled(self, state: Tensor) -> Tensor:
         """The state at a scale that layers like, float32 [N, state_size]."""
         return state if self.norm is None else self.norm(state)
@@ -136,4 +165,7 @@ class ActorCritic(Policy):
         if self.critic is None:
             return None
         values: Tensor = self.critic(hidden)
+        if self.returns is not None:
+            mean, scale = self._scale_of_returns()
+            values = mean + scale * values
         return values if self.config.value_level == "action" else values[:, 0]

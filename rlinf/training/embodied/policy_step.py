@@ -22,6 +22,7 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.tensor.masks import keep
 from rlinf.models.policy.base import Policy
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
+from rlinf.training.learning_rate import Schedule, lr_factor
 from rlinf.training.optimizer import minimize, sum_over_ranks
 
 
@@ -41,6 +42,29 @@ class PolicySettings:
     """A gradient with a larger global norm is scaled down to it."""
     value_coef: float = 0.5
     """Weight of the critic's loss beside the policy's."""
+    schedule: Schedule = "constant"
+    """How learning rates fall after the warm-up, until step `total_steps`."""
+    warmup_steps: int = 0
+    """Steps, each with all its epochs, over which learning rates rise linearly."""
+    min_lr_ratio: float = 0.0
+    """Share of the learning rates that is left at the end of a linear or cosine schedule."""
+    entropy_schedule: Schedule = "constant"
+    """How the weight of the entropy falls, to 0 in step `total_steps`."""
+    total_steps: int | None = None
+    """Steps of the whole run; needed by schedules that fall."""
+
+    def __post_init__(self) -> None:
+        falling = {self.schedule, self.entropy_schedule} - {"constant"}
+        if falling and self.total_steps is None:
+            raise ValueError(f"trainer: schedule={falling.pop()} needs total_steps, the steps of the whole run")
+
+    def lr_factor(self, done: int) -> float:
+        """What learning rates are multiplied with in the step after `done` steps."""
+        return lr_factor(done, self.schedule, self.warmup_steps, self.total_steps, self.min_lr_ratio)
+
+    def entropy_factor(self, done: int) -> float:
+        """What the weight of the entropy is multiplied with in that step."""
+        return lr_factor(done, self.entropy_schedule, 0, self.total_steps, 0.0)
 
 
 class PolicyLearner:
@@ -68,6 +92,21 @@ class PolicyLearner:
             weight_decay=settings.weight_decay,
             fused=True if on_cpu else None,
         )
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def begin(self, done: int, spec: AlgorithmSpec) -> AlgorithmSpec:
+        """Set what schedules say for the step after `done` steps.
+
+        Args:
+            done: steps that were taken, each with all its epochs.
+            spec: the algorithm as it was configured.
+
+        Returns:
+            The algorithm as it is in this step.
+        """
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self.settings.lr_factor(done)
+        return replace(spec, entropy_bonus=spec.entropy_bonus * self.settings.entropy_factor(done))
 
     def learn(
         self, mine: TrajectoryBatch | Sequence[TrajectoryBatch], spec: AlgorithmSpec, *, critic_only: bool = False
@@ -114,13 +153,11 @@ class PolicyLearner:
 
     def _weights(self, parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> list[float]:
         """What the policy's and the critic's loss are divided by, of all micro-batches of all ranks."""
-        how = (spec.aggregation.how, spec.aggregation.norm_length)
         found = torch.zeros(2, dtype=torch.float64)
         for part in parts:
-            mine = ((part.mask, part.sequences), (part.value_mask, None))
-            for number, (mask, sequences) in enumerate(mine):
-                if mask is not None:
-                    found[number] += coefficients("minibatch", keep(mask, torch.float32), *how, sequences)[1].cpu()
+            found[0] += _count(spec, part.mask, part.sequences)
+            if part.value_mask is not None:
+                found[1] += _count(spec, part.value_mask, None)
         weights: list[float] = sum_over_ranks(found.to(self._device), self._mesh).tolist()
         return weights
 
@@ -146,8 +183,16 @@ class PolicyLearner:
         )
         if found.values is None or mine.returns is None or mine.values is None or mine.value_mask is None:
             return loss, None
-        values = found.values.reshape(mine.returns.shape)
-        return loss, value_loss_of(spec, values, mine.values, mine.returns, mine.value_mask)
+        values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
+        return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
+
+
+def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> Tensor:
+    """What a loss over some tokens is divided by."""
+    how = spec.aggregation
+    if how.how == "token-mean":
+        return mask.sum().cpu()
+    return coefficients("minibatch", keep(mask, torch.float32), how.how, how.norm_length, sequences)[1].cpu()
 
 
 def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor]:

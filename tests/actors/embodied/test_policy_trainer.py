@@ -143,6 +143,36 @@ async def test_a_resumed_trainer_goes_on_bit_for_bit_and_its_policy_is_for_every
     assert changed(saved, load_policy(tmp_path / "policy").state_dict()) == []
 
 
+async def test_scales_of_rewards_and_returns_and_schedules_go_on_with_a_checkpoint(tmp_path):
+    how = {
+        "policy": {**MLP, "normalise_values": True}, "reward_scaling": True, "fresh": False, "schedule": "cosine",
+        "entropy_schedule": "linear", "total_steps": 4, "algorithm": {"name": "ppo", "overrides": {"entropy_bonus": 1}},
+    }  # fmt: skip
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system, **how)
+        first = await trainer.train(trajectories)
+        await trainer.save(str(tmp_path))
+        metrics = await trainer.train(trajectories)
+        again = await trainer_of(system, "again", **how)
+        await again.restore(str(tmp_path))
+        assert await again.train(trajectories) == metrics
+        assert changed(await weights_of(trainer), await weights_of(again)) == []
+    assert first["lr"] == pytest.approx(0.03 * 0.5 * (1 + 0.5**0.5))
+    assert metrics["lr"] == pytest.approx(0.03 * 0.5)
+    assert metrics["reward/scale"] != first["reward/scale"]
+
+
+async def test_a_reward_that_is_no_number_does_not_come_into_the_scale():
+    async with ActorSystem.local() as system:
+        (part,) = await collected(system, MLP, 4)
+        trainer, other = [await trainer_of(system, name, reward_scaling=True) for name in ("one", "other")]
+        broken = dataclasses.replace(part.chunks, rewards=torch.full_like(part.chunks.rewards, torch.nan))
+        with pytest.raises(FloatingPointError, match="a reward or a value is not finite"):
+            await trainer.train([dataclasses.replace(part, chunks=broken)])
+        assert await trainer.train([part]) == await other.train([part])
+
+
 async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
     async with ActorSystem.local() as system:
         trainer = await trainer_of(system)
@@ -159,6 +189,7 @@ async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
     [
         ({"epochs": 0}, "epochs=0"),
         ({"minibatch": 0}, "minibatch=0"),
+        ({"schedule": "linear"}, "total_steps"),
         ({"micro_batch": 0}, "micro_batch=0"),
         (
             {"critic_warmup": 1, "policy": {**MLP, "value_level": None}, "algorithm": "grpo", "group_size": 2},

@@ -203,3 +203,40 @@ def test_a_loss_that_is_no_number_takes_no_step(place):
         learner.learn(dataclasses.replace(lesson, **{place: broken}), PPO)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
     learner.learn(lesson, PPO)  # and goes on
+
+
+def test_the_loss_of_normalised_values_does_not_depend_on_the_scale_of_returns():
+    """Rewards 1,000 times as large give values 1,000 times as large, and the same step of everything else."""
+    norms = []
+    for factor in (1.0, 1000.0):
+        policy, lesson = made()
+        learned = build_policy_model({**MLP, "chunk": 2, "normalise_values": True})
+        learned.load_state_dict(policy.state_dict(), strict=False)
+        lesson = dataclasses.replace(lesson, returns=factor * lesson.returns, values=0.0 * lesson.values)
+        with torch.no_grad():
+            for parameter in learned.critic[-1].parameters():
+                parameter.zero_()  # what is predicted is the mean
+        learned.adapt_values(lesson.returns[lesson.value_mask])
+        with torch.no_grad():
+            learned.critic[-1].bias.zero_()
+        spec = recipes.get("ppo", acting=True)
+        norms.append(PolicyLearner(learned, PolicySettings(lr=1e-3)).learn(lesson, spec)[1]["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_schedules_set_every_learning_rate_and_the_weight_of_the_entropy():
+    policy, _ = made()
+    settings = PolicySettings(
+        lr=1.0, critic_lr=0.1, schedule="linear", warmup_steps=2, min_lr_ratio=0.2, entropy_schedule="cosine",
+        total_steps=10,
+    )  # fmt: skip
+    learner = PolicyLearner(policy, settings)
+    spec = recipes.get("ppo", {"entropy_bonus": 0.4}, acting=True)
+    rates, bonuses = [], []
+    for done in (0, 1, 5, 9, 20):
+        bonuses.append(learner.begin(done, spec).entropy_bonus)
+        rates.append([group["lr"] for group in learner.optimizer.param_groups])
+    assert [rate for rate, _ in rates] == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    assert [rate for _, rate in rates] == pytest.approx([0.05, 0.1, 0.06, 0.02, 0.02])
+    assert bonuses[2] == pytest.approx(0.4 * 0.5 * (1 + torch.cos(torch.tensor(0.6 * torch.pi)).item()))
+    assert bonuses[3:] == pytest.approx([0.0, 0.0], abs=1e-12)

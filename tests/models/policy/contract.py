@@ -23,6 +23,10 @@ INSTANCES: dict[str, str] = {
     "cnn": "tests.models.policy.contract.cnn",
     "vla": "tests.models.policy.contract.vla",
     "flow": "tests.models.policy.contract.flow",
+    "flow, noise": "tests.models.policy.contract.flow_noise",
+    "pi0": "tests.models.policy.vla.flow.contract.pi0",
+    "pi05": "tests.models.policy.vla.flow.contract.pi05",
+    "pi0, lora": "tests.models.policy.vla.flow.contract.pi0_lora",
     "authored": "tests.models.policy.contract.authored",
     "authored, lora": "tests.models.policy.contract.adapted",
     "authored, part": "tests.models.policy.contract.partly_frozen",
@@ -82,6 +86,10 @@ def vla(_: Path) -> Instance:
 
 def flow(_: Path) -> Instance:
     return Instance({"type": "flow", "state_size": 5, "action_size": 3, "chunk": 2, "hidden": [16, 16]})
+
+
+def flow_noise(directory: Path) -> Instance:
+    return Instance({**flow(directory).config, "method": "flow_noise"})
 
 
 def authored(directory: Path) -> Instance:

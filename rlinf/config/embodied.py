@@ -61,8 +61,9 @@ class PolicyConfig:
     """The policy that acts and learns."""
 
     type: str | None = None
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), `soft` (state, for sac), or the dotted path of a class
-    of your own; null takes mlp, or soft for sac."""
+    """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05` and
+    `gr00t` (published ones), `soft` (state, for sac), or the dotted path of a class of your own; null takes mlp, or
+    soft for sac."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None

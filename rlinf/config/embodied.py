@@ -70,8 +70,9 @@ class PolicyConfig:
     """The policy that acts and learns."""
 
     type: str | None = None
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words); for sac and its like `soft` (state), `soft_pixels`, or
-    `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null takes mlp, or soft."""
+    """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05` and
+    `gr00t` (published ones); for sac and its like `soft` (state), `soft_pixels`, or `steered` (the noise of a frozen
+    policy); or the dotted path of a class of your own. null takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None

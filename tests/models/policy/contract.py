@@ -25,6 +25,10 @@ INSTANCES: dict[str, str] = {
     "flow": "tests.models.policy.contract.flow",
     "openvla": "tests.models.policy.vla.openvla_case.openvla",
     "openvla-oft": "tests.models.policy.vla.openvla_case.oft",
+    "flow, noise": "tests.models.policy.contract.flow_noise",
+    "pi0": "tests.models.policy.vla.flow.contract.pi0",
+    "pi05": "tests.models.policy.vla.flow.contract.pi05",
+    "pi0, lora": "tests.models.policy.vla.flow.contract.pi0_lora",
     "authored": "tests.models.policy.contract.authored",
     "authored, lora": "tests.models.policy.contract.adapted",
     "gr00t": "tests.models.policy.contract.gr00t",
@@ -85,6 +89,10 @@ def vla(_: Path) -> Instance:
 
 def flow(_: Path) -> Instance:
     return Instance({"type": "flow", "state_size": 5, "action_size": 3, "chunk": 2, "hidden": [16, 16]})
+
+
+def flow_noise(directory: Path) -> Instance:
+    return Instance({**flow(directory).config, "method": "flow_noise"})
 
 
 def authored(directory: Path) -> Instance:

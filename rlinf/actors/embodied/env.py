@@ -6,8 +6,8 @@ only where they share a worker, so while one is simulated the policy can decide 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
+from rlinf.envs.worker_slice import told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import RuntimeFault
+
+T = TypeVar("T")
 
 
 class EnvActor(Actor):
@@ -38,6 +42,7 @@ class EnvActor(Actor):
         chunks: int | None = None,
         ignore_terminations: bool = False,
         max_steps: int | None = None,
+        frame_stack: int = 1,
         recording: Recording | None = None,
         step_timeout: float = 60.0,
         start_timeout: float = 300.0,
@@ -51,7 +56,7 @@ class EnvActor(Actor):
             workers: child processes that they are divided over; 0 simulates in a thread of this process.
             slices: parts that are acted on independently.
             seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, chunks, ignore_terminations, max_steps: see `Rules`.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack: see `Rules`.
             recording: which episodes become videos; None for none.
             step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
@@ -67,6 +72,7 @@ class EnvActor(Actor):
             chunks=chunks,
             ignore_terminations=ignore_terminations,
             max_steps=max_steps,
+            frame_stack=frame_stack,
         )
         self._pool = EnvironmentPool(
             simulator,
@@ -112,7 +118,7 @@ class EnvActor(Actor):
             number: of the slice.
             epoch: what the starts follow from, together with the seed.
         """
-        start = await self._pool.slices[number].reset(epoch)
+        start = await self._said(self._pool.slices[number].reset(epoch))
         self._epochs[number], self._times[number] = epoch, 0
         return self._output(number, start.observation, start.instructions, None)
 
@@ -138,9 +144,9 @@ class EnvActor(Actor):
             actions: in [-1, 1], float32 [N, C, A].
 
         Raises:
-            EnvironmentLost: a worker's simulator died or hung too often.
+            EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
-        chunk = await self._pool.slices[number].step(actions)
+        chunk = await self._said(self._pool.slices[number].step(actions))
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
 
@@ -176,6 +182,19 @@ class EnvActor(Actor):
         """Be ready again after `offload`."""
         for part in self._pool.slices:
             await part.onload()
+
+    async def _said(self, call: Awaitable[T]) -> T:
+        """The result of a call of a slice.
+
+        Raises:
+            EnvironmentLost: what the simulator raised, by the name of this actor and with one traceback.
+        """
+        try:
+            return await call
+        except RuntimeFault:
+            raise
+        except Exception as error:  # of code that users write
+            raise told_by(self.group.names[self.rank], error) from error
 
     def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)

@@ -146,10 +146,14 @@ class PolicyActor(ModelActor, Receiver):
         elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
             self._histories.pop(key, None)
         observation = self._on_device(output.observation)
-        act = self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
+        act = self._decided(observation, output, greedy, keep)
         if keep:
             self._histories.setdefault(key, _History()).acts.append(act)
         return act.actions.cpu()
+
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+        """What the policy does about an observation that is on its device."""
+        return self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
 
     def _record(self, key: Key, chunk: Chunk) -> None:
         """Add what the last actions of a slice did to its history."""

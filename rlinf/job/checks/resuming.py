@@ -72,7 +72,7 @@ TEXT: Mapping[str, Resumed] = {
 """Keys of runs on text. The longest one that a key is, or lies below, holds."""
 EMBODIED: Mapping[str, Resumed] = {
     **dict.fromkeys(_COMMON, Resumed("applied")),
-    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "trials"), Resumed("applied")),
+    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "trials"), Resumed("applied")),
     **dict.fromkeys(("policy.gradient_checkpointing", "policy.sharding", "policy.lora.alpha"), Resumed("applied")),
     "policy.dtype": Resumed("refused", "the checkpoint's parameters and their optimizer are grouped by it"),
     "policy.train": Resumed("refused", "the optimizer's state is of other parameters"),

@@ -426,7 +426,7 @@ def build_noise():
         ({"embodiment": "libro"}, "did you mean libero"),
         ({"chunk": 5}, "chunk=5 and action_size=7 must be at most what is denoised, 4 actions of 32 numbers"),
         ({"value_level": "action", "level": "action"}, "value_level must be chunk"),
-        ({"asset": "none"}, "asset='none': the checkpoint has statistics of physical-intelligence/libero"),
+        ({"asset": "none"}, "asset='none' is none of the checkpoint's: physical-intelligence/libero"),
         ({"gripper": "hand"}, "gripper='hand' must be one of"),
         ({"horizn": 3}, "did you mean horizon"),
     ],

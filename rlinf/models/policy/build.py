@@ -43,8 +43,10 @@ POLICIES = {
     "mlp": "rlinf.models.policy.mlp.MlpPolicy",
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
-    "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
+    "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
     "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
+    "steered": "rlinf.models.policy.off_policy.steered.SteeredPolicy",
     "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
     "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
@@ -228,6 +230,7 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
     if policy.published:
         for name, content in policy.files.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
         own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
         policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
@@ -275,7 +278,7 @@ def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor
     if not policy.published:
         return read_tensors(tensors_in(directory / WEIGHTS))
     paths = sorted({path for pattern in policy.beside for path in directory.glob(pattern) if path.is_file()})
-    policy.files = {path.name: path.read_bytes() for path in paths}
+    policy.files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     policy.open_published(directory)
     own = directory / EXTRA
     return chain(policy.read_published(directory), read_tensors(tensors_in(own)) if own.is_file() else ())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +24,10 @@ from torch.nn import functional
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.published import to_be_read, write_sharded
-from rlinf.models.policy.vla.embodiment.grippers import gripper, gripper_to_model, gripper_to_robot
+from rlinf.models.policy.vla.embodiment.actions import RobotActions, chosen_statistics
 from rlinf.models.policy.vla.embodiment.images import cameras, resized_with_padding
-from rlinf.models.policy.vla.embodiment.statistics import Scale, Scaling, from_unit, padded, to_unit
-from rlinf.models.policy.vla.embodiment.table import Embodiment, embodiment
+from rlinf.models.policy.vla.embodiment.statistics import Scale, Scaling, padded
+from rlinf.models.policy.vla.embodiment.table import PI0_PROMPT, Embodiment, embodiment
 from rlinf.models.policy.vla.flow import checkpoint
 from rlinf.models.policy.vla.flow.matching import Field, Velocity, sinusoids
 from rlinf.models.policy.vla.flow.paligemma import EXPERT, LANGUAGE, VISION, Expert, PaliGemma, Prefix
@@ -73,9 +73,9 @@ class PiConfig(FlowConfig):
     expert: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the expert that are not Gemma-300M's."""
     action_low: tuple[float, ...] = ()
-    """Least value of each number of an action in the simulator; without, the model's numbers are emitted."""
+    """Least value of each number of an action in the simulator; without, -1."""
     action_high: tuple[float, ...] = ()
-    """Greatest values."""
+    """Greatest values; without, 1."""
 
     def __post_init__(self) -> None:
         FlowConfig.__post_init__(self)
@@ -115,29 +115,29 @@ class PiPolicy(FlowPolicy):
         "*.vision_model.embeddings.*", "*.input_layernorm.*", "*.post_attention_layernorm.*", "*model.norm.*",
         "action_*", "state_proj.*", "time_mlp_*", "critic.*", "deviation.*",
     )  # fmt: skip
+    trains = ("*", "!paligemma_with_expert.paligemma.*")
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config: PiConfig):
         expert: Mapping[str, Any] = {**EXPERT, **config.expert}
         super().__init__(config, horizon=config.horizon, width=config.width, features=expert["hidden_size"])
-        self.row: Embodiment | None = embodiment(self.model, config.embodiment) if config.embodiment else None
+        row = embodiment(self.model, config.embodiment) if config.embodiment else self._plain()
+        self.row = replace(row, gripper=config.gripper or row.gripper)
         self.side = {**VISION, **config.vision}["image_size"]
-        self.state_size = config.state_size if self.row is None else min(config.state_size, self.row.state_size)
-        self._gripper = config.gripper or ("same" if self.row is None else self.row.gripper)
-        gripper(self._gripper)
+        self.state_size = min(config.state_size, row.state_size)
+        self._state, actions = self._scalings()
+        self._robot = RobotActions(self.row, actions, config.action_low, config.action_high)
         with to_be_read():
             self.paligemma_with_expert = nn.Module()
             self.paligemma_with_expert.paligemma = PaliGemma(config.vision, config.language)
             self.paligemma_with_expert.gemma_expert = Expert(config.expert, adaptive=self.adaptive)
             self._projections(config.width, expert["hidden_size"])
-        self.paligemma_with_expert.paligemma.requires_grad_(False)
         self.critic: nn.Module | None = None
         if config.value_level is not None:
             self.critic = self._critic({**LANGUAGE, **config.language}["hidden_size"], expert["hidden_size"])
         self._prompts: Prompts | None = None
         self._prefix = ""
         self._unused: dict[str, Tensor] = {}
-        self._scalings = self._scaled()
 
     @abstractmethod
     def _projections(self, width: int, expert: int) -> None:
@@ -165,7 +165,7 @@ class PiPolicy(FlowPolicy):
                 f"{directory} has no norm_stats.json, without which its actions have no scale: put that of the data "
                 "set into a directory named like its asset, or set policy.settings.statistics"
             )
-        self._prompts = Prompts(self.files, self.config.prompt_length or self.prompt_length)
+        self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = checkpoint.prefix_in(directory)
 
     def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -191,9 +191,7 @@ class PiPolicy(FlowPolicy):
         """Pictures at the encoder's size, the prompt as tokens, the state as it came."""
         where = f"policy {self.model}"
         pictures = cameras(looked_at(observation, "rgb", self.config.image, where))
-        if self.row is not None:
-            pictures = pictures[:, : self.row.cameras]
-        pictures = resized_with_padding(pictures, self.side).contiguous()
+        pictures = resized_with_padding(pictures[:, : self.row.cameras], self.side).contiguous()
         state = None
         if self.state_size or self.config.relative:
             state = looked_at(observation, "state", (self.config.state_size,), where).float()
@@ -226,49 +224,45 @@ class PiPolicy(FlowPolicy):
     def _normal(self, state: Tensor) -> Tensor:
         """The robot's own numbers on the model's scale, [N, `state_size`]."""
         state = state[:, : self.state_size]
-        return state if self._scalings is None else self._scalings[0].normalised(state)
+        return state if self._state is None else self._state.normalised(state)
 
     # What comes out ---------------------------------------------------------------------------------------------------
 
     def emitted(self, x: Tensor, inputs: Stored) -> Tensor:
         """See `FlowPolicy.emitted`: in the robot's units by the statistics, then by the simulator's bounds."""
-        actions = x if self._scalings is None else self._scalings[1].unnormalised(x)
-        if self.config.relative:
-            actions = actions + functional.pad(inputs["state"][:, None, :6], (0, actions.shape[-1] - 6))
-        actions = gripper_to_robot(actions, self._gripper)
-        return to_unit(actions, *self._bounds(x.device)) if self.config.action_low else actions
+        if self.config.relative and self._robot.scaling is not None:
+            unit = self._robot.scaling.half[:6].to(x)
+            x = x + functional.pad(inputs["state"][:, None, :6] / unit, (0, x.shape[-1] - len(unit)))
+        return self._robot.to_simulator(x)
 
     def denoised(self, actions: Tensor) -> Tensor:
         """The inverse of `emitted`."""
         if self.config.relative:
             raise ValueError("policy.settings.relative: demonstrations cannot be imitated where actions are relative")
-        units = from_unit(actions, *self._bounds(actions.device)) if self.config.action_low else actions
-        units = gripper_to_model(units, self._gripper)
-        return units if self._scalings is None else self._scalings[1].normalised(units)
+        return self._robot.to_model(actions)
 
-    def _bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        low, high = (torch.tensor(each, device=device) for each in (self.config.action_low, self.config.action_high))
-        return low, high
+    def _plain(self) -> Embodiment:
+        """The row of a robot that is in no table: all pictures and numbers that there are."""
+        config = self.config
+        return Embodiment(
+            prompt=PI0_PROMPT, prompt_length=self.prompt_length, cameras=config.image[2] // 3,
+            state_size=config.state_size, scale=self.scale,
+        )  # fmt: skip
 
-    def _scaled(self) -> tuple[Scaling, Scaling] | None:
+    def _scalings(self) -> tuple[Scaling | None, Scaling | None]:
         """Scales of states and of actions, as far as there are numbers; None without statistics."""
         config = self.config
-        if not config.statistics:
-            return None
-        wanted = [config.asset] if config.asset else [] if self.row is None else list(self.row.statistics)
-        there = [each for each in wanted if each in config.statistics] or (
-            list(config.statistics) if len(config.statistics) == 1 and not config.asset else []
-        )
-        if not there:
-            raise ValueError(
-                f"policy.settings.asset={config.asset!r}: the checkpoint has statistics of "
-                f"{', '.join(config.statistics)}; take one of them"
-            )
-        found = config.statistics[there[0]]
-        sizes = {"state": self.state_size, "actions": config.action_size}
+        asset = chosen_statistics(config.statistics, self.row, config.asset, "policy.settings.asset")
+        if asset is None:
+            return None, None
+        found = config.statistics[asset]
         state, actions = (
-            Scaling.of({name: row[:size] for name, row in found[part].items() if row is not None}, self.scale, _EPSILON)
-            for part, size in sizes.items()
+            Scaling.of(
+                {name: row[:size] for name, row in found[part].items() if isinstance(row, list | tuple)},
+                self.row.scale,
+                _EPSILON,
+            )
+            for part, size in (("state", self.state_size), ("actions", config.action_size))
         )
         return state, actions
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.training.embodied.replay_buffer import ReplayBuffer
+from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer
 
 
 def rows(first, count):
@@ -83,3 +83,37 @@ def test_nothing_can_be_drawn_from_nothing(tmp_path):
         ReplayBuffer(4).draw(1, 0)
     with pytest.raises(FileNotFoundError, match=r"replay\.json"):
         ReplayBuffer(4).read(tmp_path)
+
+
+def walk(first, count, side=4):
+    """Transitions of one long episode, whose pictures are all different."""
+    numbers = torch.arange(first, first + count + 1)
+    pictures = numbers.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, side, side, 3)
+    return {"age": numbers[:-1], "seen.rgb": pictures[:-1], "following.rgb": pictures[1:]}
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_a_picture_that_ends_one_transition_and_begins_the_next_is_kept_once(capacity, counts):
+    replay, first = ReplayBuffer(capacity), 0
+    for count in counts:
+        replay.add(walk(first, count))
+        first += count
+        assert replay.pictures == len(replay) + 1  # what nobody refers to any more is gone
+    drawn = replay.draw(64, 1)
+    assert torch.equal(drawn["seen.rgb"][:, 0, 0, 0], drawn["age"].to(torch.uint8))
+    assert torch.equal(drawn["following.rgb"][:, 3, 3, 2], (drawn["age"] + 1).to(torch.uint8))
+
+
+def test_pictures_come_back_from_a_checkpoint_and_from_another_buffer(tmp_path):
+    replay, read, taken = ReplayBuffer(5), ReplayBuffer(5), ReplayBuffer(5)
+    replay.add(walk(0, 8))
+    replay.write(tmp_path)
+    read.read(tmp_path)
+    taken.take(replay.tensors())
+    for each in (replay, read, taken):
+        each.add(walk(8, 3))
+        assert each.pictures == 6
+    mine = replay.draw(20, 8)
+    for each in (read, taken):
+        theirs = each.draw(20, 8)
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,8 +30,9 @@ from rlinf.models.policy.base import (
     ValueLevel,
     looked_at,
 )
-from rlinf.models.policy.layers import GAIN, linear, perceptron
+from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.noise import normals
+from rlinf.models.policy.off_policy.critics import Ensemble
 
 _LOG_STD = (-5.0, 2.0)  # narrower densities than e^-5 make the critics' slopes useless; wider ones only saturate tanh
 _MOST = 0.999  # demonstrated actions are cut to it: at 1, u would be at infinity
@@ -56,16 +56,19 @@ class SoftConfig(PolicyConfig):
     """How many there are: 2 for soft actor-critic, 10 for REDQ and RLPD."""
     layer_norm: bool = False
     """Normalise the critics' hidden layers, which keeps values bounded beside the data (RLPD, arXiv:2302.02948)."""
+    batch_norm: bool = False
+    """Batch renormalisation of the critics' layers, for crossq alone."""
     log_std: float = 0.0
     """Logarithm of the first standard deviation, before tanh; with 0 actions are spread almost evenly."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
-        if self.state_size < 1 or self.critics < 1 or not self.hidden or min(self.hidden) < 1:
+        if self.critics < 1 or not self.hidden or min(self.hidden) < 1:
             raise ValueError(
-                f"policy soft: state_size={self.state_size}, critics={self.critics} and the widths "
-                f"hidden={list(self.hidden)} must be at least 1"
+                f"policy soft: critics={self.critics} and the widths hidden={list(self.hidden)} must be at least 1"
             )
+        if self.layer_norm and self.batch_norm:
+            raise ValueError("policy soft: layer_norm and batch_norm exclude each other: set one of them")
         if self.value_level is not None:
             raise ValueError("policy soft: value_level must be null: its critics judge actions, not states alone")
         if not _LOG_STD[0] < self.log_std < _LOG_STD[1]:
@@ -81,16 +84,33 @@ class SoftPolicy(Policy):
 
     def __init__(self, config: SoftConfig):
         super().__init__(config)
-        numbers = config.chunk * config.action_size
-        self.actor = perceptron(config.state_size, config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
-        low, high = _LOG_STD
-        head: Any = self.actor[-1]
-        with torch.no_grad():
-            head.bias[numbers:] = math.atanh(2.0 * (config.log_std - low) / (high - low) - 1.0)
-        self.critic = Ensemble(config.critics, config.state_size + numbers, config.hidden, layer_norm=config.layer_norm)
+        self._make_networks()
         # Not saved: they follow from the formula.
         self.register_buffer("nodes", torch.tensor(_NODES, dtype=torch.float32), persistent=False)
         self.register_buffer("shares", torch.tensor(_SHARES / _SHARES.sum(), dtype=torch.float32), persistent=False)
+
+    def _make_networks(self) -> None:
+        """Make `actor` and `critic`."""
+        if self.config.state_size < 1:
+            raise ValueError(f"policy soft: state_size={self.config.state_size} must be at least 1")
+        self.actor = self._head(self.config.state_size)
+        self.critic: nn.Module = self._ensemble(self.config.state_size)
+
+    def _head(self, features: int) -> nn.Sequential:
+        """From features to means and spreads of all numbers of a chunk."""
+        numbers, (low, high) = self.config.chunk * self.config.action_size, _LOG_STD
+        made = perceptron(features, self.config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
+        last: Any = made[-1]
+        with torch.no_grad():
+            last.bias[numbers:] = math.atanh(2.0 * (self.config.log_std - low) / (high - low) - 1.0)
+        return made
+
+    def _ensemble(self, features: int) -> Ensemble:
+        """Critics of features and a chunk of actions."""
+        config = self.config
+        inputs = features + config.chunk * config.action_size
+        norms = {"layer_norm": config.layer_norm, "batch_norm": config.batch_norm}
+        return Ensemble(config.critics, inputs, config.hidden, **norms)
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """The state as it came."""
@@ -105,9 +125,18 @@ class SoftPolicy(Policy):
 
         Without noise it is tanh of the mean, as is usual: the median of what is drawn, and not quite the likeliest.
         """
+        made, logprobs = self.proposed(inputs, noise)
+        return Drawn(torch.tanh(made), made, logprobs, None)
+
+    def proposed(self, inputs: Stored, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What critics are asked about: u and its log-probs, [N, C, A] each; `draw` without the actions themselves."""
         mean, log_std = self._heads(inputs)
-        drawn = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
-        return Drawn(torch.tanh(drawn), drawn, _log_density(drawn, mean, log_std), None)
+        made = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
+        return made, _log_density(made, mean, log_std)
+
+    def features(self, inputs: Stored) -> Tensor:
+        """What `actor` looks at, float32 [N, ...]."""
+        return inputs["state"]
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`. The entropy, H(N) + E log(1 - tanh(u)^2), is integrated by Gauss and Hermite's rule."""
@@ -120,7 +149,7 @@ class SoftPolicy(Policy):
         """There is none: see `judged`."""
         raise ValueError("policy soft: its critics judge actions, so there is no value of an observation alone")
 
-    def judged(self, inputs: Stored, made: Tensor) -> Tensor:
+    def judged(self, inputs: Stored, made: Tensor) -> Any:
         """What the critics, or a copy of them, look at.
 
         Args:
@@ -128,57 +157,17 @@ class SoftPolicy(Policy):
             made: actions before tanh, [N, C, A].
 
         Returns:
-            float32 [N, S + C x A].
+            float32 [N, S + C x A]; of other policies whatever their critics take.
         """
         return torch.cat([inputs["state"], torch.tanh(made).flatten(1)], 1)
 
     def _heads(self, inputs: Stored) -> tuple[Tensor, Tensor]:
         """Means and logarithms of standard deviations, [N, C, A] each; the same operations for drawing and scoring."""
-        mean, spread = self.actor(inputs["state"]).chunk(2, -1)
+        mean, spread = self.actor(self.features(inputs)).chunk(2, -1)
         low, high = _LOG_STD
         log_std = low + 0.5 * (high - low) * (torch.tanh(spread) + 1.0)  # bounded, with a slope everywhere
         shape = (-1, self.config.chunk, self.config.action_size)
         return mean.view(shape), log_std.view(shape)
-
-
-class Ensemble(nn.Module):
-    """Perceptrons of one shape with weights of their own, computed in one multiplication per layer.
-
-    Args:
-        count: how many, M.
-        inputs: width of what they look at, the same for all.
-        hidden: widths of the hidden layers, each followed by ReLU.
-        layer_norm: normalise hidden layers before it, without a learned scale.
-    """
-
-    def __init__(self, count: int, inputs: int, hidden: Sequence[int], *, layer_norm: bool):
-        super().__init__()
-        self._layer_norm = layer_norm
-        widths = [inputs, *hidden, 1]
-        self.weights, self.offsets = nn.ParameterList(), nn.ParameterList()
-        for number, (width, following) in enumerate(pairwise(widths)):
-            gain = GAIN if number < len(hidden) else 1.0
-            layers = [linear(width, following, gain) for _ in range(count)]
-            self.weights.append(torch.stack([layer.weight.detach().T for layer in layers]))
-            self.offsets.append(torch.zeros(count, 1, following))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What each says of each row.
-
-        Args:
-            x: float32 [N, inputs].
-
-        Returns:
-            float32 [M, N].
-        """
-        found = x.expand(len(self.weights[0]), *x.shape)
-        last = len(self.weights) - 1
-        for number, (weight, offset) in enumerate(zip(self.weights, self.offsets, strict=True)):
-            found = torch.baddbmm(offset, found, weight)
-            if number < last:
-                found = functional.layer_norm(found, found.shape[-1:]) if self._layer_norm else found
-                found = functional.relu(found)
-        return found[..., 0]
 
 
 def _log_density(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizer steps of soft actor-critic: transitions in, a changed policy out. Blocking code, no actor.
+"""Optimizer steps of soft actor-critic and of CrossQ: transitions in, a changed policy out. Blocking code, no actor.
 
 All that is trained is one module, so that one optimizer and one checkpoint hold it: the policy with its critics, the
 target critics, which follow them slowly, and the temperature. Each loss changes its own part alone.
@@ -8,63 +8,39 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.losses import sac as losses
-from rlinf.algos.losses.sac import pessimistic, polyak, soft_target
+from rlinf.algos.losses.sac import pessimistic, soft_target
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.models.policy.base import Stored, at_level
 from rlinf.models.policy.noise import uniforms
-from rlinf.models.policy.sac import SoftPolicy
-from rlinf.training.embodied.replay_buffer import Rows
+from rlinf.models.policy.off_policy.soft import SoftPolicy
+from rlinf.training.embodied.off_policy.batches import follow, inputs_of, rewards_of, shifts
+from rlinf.training.embodied.off_policy.replay_buffer import Rows
+from rlinf.training.embodied.off_policy.settings import SacSettings, optimizer_of
 from rlinf.training.optimizer import minimize, share_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SacSettings:
-    """Settings of soft actor-critic and its relatives."""
-
-    lr: float = 3e-4
-    """Learning rate of the actor."""
-    critic_lr: float | None = None
-    """Of the critics; None takes lr."""
-    alpha_lr: float | None = None
-    """Of the temperature; None takes lr, and 0 keeps the temperature as it is."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
-    grad_clip: float = math.inf
-    """Gradients of a larger norm are scaled down to it."""
-    gamma: float = 0.99
-    """Discount of each action."""
-    tau: float = 0.005
-    """Share of the way that the target critics go with each step."""
-    alpha: float = 1.0
-    """First temperature, reward per nat."""
-    target_entropy: float | None = None
-    """What the temperature keeps the entropy at, nats; None: minus the numbers in a chunk of actions."""
-    subset: int | None = None
-    """How many target critics, drawn anew each step, the smallest prediction is taken of, and the actor then follows
-    the mean of all critics (REDQ, RLPD); None: all of them, and the actor follows the smallest."""
-
-    def __post_init__(self) -> None:
-        for name in ("gamma", "tau"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"soft actor-critic: {name}={getattr(self, name)} must be between 0 and 1")
-        if not self.alpha > 0.0:
-            raise ValueError(f"soft actor-critic: alpha={self.alpha} must be more than 0; its logarithm is learned")
-
-
 class SacModule(nn.Module):
-    """All that soft actor-critic trains."""
+    """All that soft actor-critic trains.
 
-    def __init__(self, policy: SoftPolicy, alpha: float):
+    Args:
+        policy: with critics.
+        alpha: first temperature.
+        targets: keep target critics.
+    """
+
+    def __init__(self, policy: SoftPolicy, alpha: float, *, targets: bool = True):
         super().__init__()
         self.policy = policy
-        self.target = copy.deepcopy(policy.critic).requires_grad_(False)
+        if targets:
+            self.target = copy.deepcopy(policy.critic).requires_grad_(False)
         # One number in a row: checkpoints take what the optimizer keeps of numbers without a shape for counters.
         self.log_alpha = nn.Parameter(torch.tensor([math.log(alpha)], device=next(policy.parameters()).device))
 
@@ -78,25 +54,34 @@ class SacLearner:
         mesh: ranks that each have a copy; None for one.
     """
 
+    Settings = SacSettings
+    targets = True
+    """Keeps target critics."""
+
     def __init__(self, policy: SoftPolicy, settings: SacSettings, mesh: DeviceMesh | None = None):
         if settings.subset is not None and not 1 <= settings.subset <= policy.config.critics:
             raise ValueError(
                 f"soft actor-critic: subset={settings.subset} must be between 1 and policy.settings.critics="
                 f"{policy.config.critics}"
             )
+        if self.targets and policy.config.batch_norm:
+            raise ValueError("soft actor-critic: policy.settings.batch_norm is for algorithm: crossq alone")
         self.policy, self.settings, self._mesh = policy, settings, mesh
-        self.module = SacModule(policy, settings.alpha)
+        self.module = SacModule(policy, settings.alpha, targets=self.targets)
         self._actor, self._critic, self._alpha = policy.without_critic(), policy.of_critic(), [self.module.log_alpha]
         numbers = policy.config.chunk * policy.config.action_size
         self._entropy = -float(numbers) if settings.target_entropy is None else settings.target_entropy
-        rates = ((self._actor, settings.lr), (self._critic, settings.critic_lr), (self._alpha, settings.alpha_lr))
-        groups = [{"params": part, "lr": settings.lr if rate is None else rate} for part, rate in rates]
-        self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0.0)
+        parts = ((self._actor, None), (self._critic, settings.critic_lr), (self._alpha, settings.alpha_lr))
+        self.optimizer = optimizer_of(settings, *parts)
 
     @property
     def alpha(self) -> Tensor:
         """The temperature, without gradient."""
         return self.module.log_alpha.detach().exp()[0]
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics besides those of the losses."""
+        return {"alpha": float(self.alpha)}
 
     def learn(self, batch: Rows, seed: int, *, actor: bool = True) -> LossSum:
         """One step of the critics and, if asked for, of the actor and the temperature.
@@ -105,7 +90,7 @@ class SacLearner:
         place in the batch alone.
 
         Args:
-            batch: of `trajectory.transitions`, B rows.
+            batch: of `transitions.transitions`, B rows.
             seed: of what is drawn.
             actor: step actor and temperature too.
 
@@ -118,16 +103,16 @@ class SacLearner:
         size, device = len(batch["steps"]), self.module.log_alpha.device
         generator = torch.Generator().manual_seed(seed)
         noise = uniforms(generator, size, 2 * self.policy.randomness, torch.device("cpu"))
+        batch = shifts(batch, self.settings.shift, generator)
         share, counts = share_of(torch.arange(size), self._mesh)
         mine = {name: rows[share].to(device) for name, rows in batch.items()}
         now, after = noise[share].to(device).chunk(2, 1)
         mask = torch.full((len(share),), counts, device=device)
-        seen = _inputs(mine, "seen.")
-        values = self.policy.critic(self.policy.judged(seen, mine["actions"]))
-        gathered = self._step(losses.critics(values, self.target(mine, after, generator), mask), self._critic)
-        self._move_targets()
+        gathered = self._step(self._critic_loss(mine, after, mask, generator), self._critic)
+        if self.targets:
+            follow(self.module.target, self.policy.critic, self.settings.tau)
         if actor:
-            gathered = gathered.watching(self._actor_step(seen, now, mask).metrics)
+            gathered = gathered.watching(self._actor_step(inputs_of(mine, "seen."), now, mask).metrics)
         return gathered
 
     @torch.no_grad()
@@ -139,29 +124,34 @@ class SacLearner:
         A chunk whose episode was cut before its last action is discounted by the actions that were done.
 
         Args:
-            batch: of `trajectory.transitions`, B rows.
+            batch: of `transitions.transitions`, B rows.
             noise: of the actions that would follow, in [0, 1), float64 [B, C x A].
             generator: of the critics drawn.
         """
-        following = _inputs(batch, "following.")
-        drawn = self.policy.draw(following, noise)
-        values = self.module.target(self.policy.judged(following, drawn.made))
-        gamma, rewards = self.settings.gamma, batch["rewards"]
-        discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device)
+        following = inputs_of(batch, "following.")
+        made, logprobs = self.policy.proposed(following, noise)
+        return self._target(batch, self.module.target(self.policy.judged(following, made)), logprobs, generator)
+
+    def _target(self, batch: Rows, values: Tensor, logprobs: Tensor, generator: torch.Generator | None) -> Tensor:
+        gamma = self.settings.gamma
         return soft_target(
-            (rewards * discounts).sum(1),
+            rewards_of(batch, gamma),
             batch["terminated"],
             pessimistic(values, subset=self.settings.subset, generator=generator),
-            at_level(drawn.logprobs, "chunk"),
+            at_level(logprobs, "chunk"),
             gamma=gamma,
             alpha=self.alpha,
             steps=batch["steps"],
         )
 
+    def _critic_loss(self, mine: Rows, noise: Tensor, mask: Tensor, generator: torch.Generator) -> LossSum:
+        values = self.policy.critic(self.policy.judged(inputs_of(mine, "seen."), mine["actions"]))
+        return losses.critics(values, self.target(mine, noise, generator), mask)
+
     def _actor_step(self, seen: Stored, noise: Tensor, mask: Tensor) -> LossSum:
-        drawn = self.policy.draw(seen, noise)
-        logprobs = at_level(drawn.logprobs, "chunk")
-        values = self.policy.critic(self.policy.judged(seen, drawn.made))
+        made, numbers = self.policy.proposed(seen, noise)
+        logprobs = at_level(numbers, "chunk")
+        values = self.policy.critic(self.policy.judged(seen, made))
         value = pessimistic(values) if self.settings.subset is None else values.mean(0)
         gathered = self._step(losses.actor(logprobs, value, mask, alpha=self.alpha), self._actor)
         if self.settings.alpha_lr == 0.0:
@@ -172,11 +162,37 @@ class SacLearner:
     def _step(self, loss: LossSum, parameters: list[nn.Parameter]) -> LossSum:
         return minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)[0]
 
-    @torch.no_grad()
-    def _move_targets(self) -> None:
-        for target, source in zip(self.module.target.parameters(), self._critic, strict=True):
-            target.copy_(polyak(target, source, tau=self.settings.tau))
+
+class CrossQLearner(SacLearner):
+    """Soft actor-critic without target critics: batch normalisation keeps the critics from running after themselves.
+
+    What was done and what would follow are judged in one batch, so that both are normalised by the same statistics
+    (CrossQ, arXiv:1902.05605, section 3). Arguments are those of `SacLearner`.
+    """
+
+    targets = False
+
+    def __init__(self, policy: SoftPolicy, settings: SacSettings, mesh: DeviceMesh | None = None):
+        if not policy.config.batch_norm:
+            raise ValueError("crossq: it stands on batch normalisation: set policy.settings.batch_norm=true")
+        if mesh is not None and mesh.size() > 1:
+            raise ValueError(
+                f"crossq: batch normalisation needs whole batches, and {mesh.size()} ranks would each see a part: "
+                "place the trainer on one rank"
+            )
+        super().__init__(policy, settings, mesh)
+
+    def _critic_loss(self, mine: Rows, noise: Tensor, mask: Tensor, generator: torch.Generator) -> LossSum:
+        following = inputs_of(mine, "following.")
+        with torch.no_grad():
+            made, logprobs = self.policy.proposed(following, noise)
+        now = self.policy.judged(inputs_of(mine, "seen."), mine["actions"])
+        values, ahead = self.policy.critic(_both(now, self.policy.judged(following, made)), training=True).chunk(2, 1)
+        return losses.critics(values, self._target(mine, ahead.detach(), logprobs, generator), mask)
 
 
-def _inputs(rows: Rows, prefix: str) -> Stored:
-    return {name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)}
+def _both(first: Any, second: Any) -> Any:
+    """The rows of what critics look at, one below the other."""
+    if isinstance(first, Mapping):
+        return {name: torch.cat([first[name], second[name]]) for name in first}
+    return torch.cat([first, second])

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlinf.envs.base import Transition
 from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.toy import REACH, Reach
+from rlinf.models.policy.vla.openvla.tiny import NETWORK
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 
@@ -90,12 +91,12 @@ CASES = {
         num_envs=64,
         steps=60,
     ),
-    # The same from pictures of 28 x 28 by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
+    # The same by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
     # that a core computes. Two actions are decided at a time, each with a value of its own.
     "oft-ppo": Case(
         task="2-D, pixels and words, distance as reward",
         simulator="rlinf.envs.toy.Reach",
-        options={"dims": 2, "pixels": 28},
+        options={"dims": 2, "pixels": 16},
         policy={
             "type": "openvla-oft",
             "embodiment": "plain",
@@ -106,10 +107,17 @@ CASES = {
         algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
         learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 64},
         demonstrations=512,
-        imitation={"steps": 500, "batch": 64, "lr": 1e-3},
+        imitation={"steps": 1000, "batch": 64, "lr": 1e-3},
         num_envs=64,
         steps=60,
-        checkpoint={"action_size": 2, "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}}},
+        checkpoint={
+            "action_size": 2,
+            "network": {
+                "image_sizes": [16, 16],
+                "vision_sizes": [{**each, "image": 16, "patch": 4} for each in NETWORK["vision_sizes"]],
+            },
+            "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}},
+        },
     ),
     # Nothing says how far the target is; episodes that began alike are compared, and where all of them or none solved
     # the task there is nothing to learn.

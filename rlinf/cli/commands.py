@@ -130,13 +130,15 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
-    config = load_embodied(options.config, [*options.overrides, f"policy.path={options.model}"], hosts)
+    from rlinf.job.embodied.trials import in_words, saved_policy, try_policy
+
+    model = saved_policy(Path(options.model).expanduser())
+    config = load_embodied(options.config, [*options.overrides, f"policy.path={model}"], hosts)
     if not config.trials.episodes:
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
     videos = Path("videos") if output is None else output.absolute().parent / "videos"
     from rlinf.job.checks.whole import check_parts
-    from rlinf.job.embodied.trials import in_words, try_policy
     from rlinf.job.start import run_to_end
     from rlinf.training.embodied.trajectory_batch import summary
 

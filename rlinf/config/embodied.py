@@ -11,9 +11,12 @@ from typing import Any, ClassVar, Literal
 from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
 from rlinf.config.placement import EmbodiedPlacementConfig
 from rlinf.config.schema import number
+from rlinf.config.text import LoraConfig
 
-SAC = "sac"
-"""The algorithm that learns off-policy."""
+OFF_POLICY = ("sac", "crossq", "iql")
+"""Algorithms that learn from a replay buffer, by `off_policy`."""
+DAGGER = "dagger"
+"""The algorithm that learns from what an expert would do."""
 
 
 @dataclass
@@ -49,16 +52,40 @@ class EnvConfig:
 
 
 @dataclass
+class PolicyLoraConfig(LoraConfig):
+    """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
+    merged when weights are published. `r: 0` and no `path`: none."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["auto"])
+    """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
+    `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+
+
+@dataclass
 class PolicyConfig:
     """The policy that acts and learns."""
 
     type: str | None = None
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), `soft` (state, for sac), or the dotted path of a class
-    of your own; null takes mlp, or soft for sac."""
+    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words); for sac and its like `soft` (state), `soft_pixels`, or
+    `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
-    """Directory of a saved policy to start from, instead of a new one."""
+    """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
+    openvla-oft, pi0, pi05, gr00t), of its authors."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the policy computes in, where it acts as where it learns. What learns is kept in float32 by the trainer
+    whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
+    train: list[str] | None = None
+    """Patterns of the parameters that learn, such as ["*", "!vision_backbone.*"]: the last that fits decides, and `!`
+    excludes. null: all of them, or those that the policy's class names; with adapters, the critic beside them."""
+    lora: PolicyLoraConfig = field(default_factory=PolicyLoraConfig)
+    """Low-rank adapters."""
+    gradient_checkpointing: bool = False
+    """Compute activations of each block again on the way back: less memory, about a third more time."""
+    sharding: Literal["auto", "shard", "replicate"] = "auto"
+    """How a policy lies on the processes of the trainer: `shard` spreads it and its optimizer over all of them (FSDP),
+    `replicate` gives each a copy. `auto` spreads one that is made of blocks, as large ones are."""
     horizon: int = number(50, low=1)
     """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
 
@@ -66,7 +93,8 @@ class PolicyConfig:
 @dataclass
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
-    of which can be changed; or sac, whose settings are in `off_policy`. `algorithm: ppo` is short for its name."""
+    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; or dagger, with `dagger`.
+    `algorithm: ppo` is short for its name."""
 
     __shorthand__: ClassVar[str] = "name"
 
@@ -133,12 +161,12 @@ class ControlOptimizerConfig:
 @dataclass
 class OffPolicyConfig:
     """Learning from what is remembered, where the algorithm is sac (arXiv:1812.05905), with the choices of REDQ and
-    RLPD (arXiv:2302.02948)."""
+    RLPD (arXiv:2302.02948), crossq (arXiv:1902.05605) or iql (arXiv:2110.06169)."""
 
     batch: int = number(256, low=1)
     """Transitions per optimizer step, over all ranks."""
     capacity: int = number(1_000_000, low=1)
-    """Transitions that are remembered."""
+    """Transitions that are remembered; a picture is kept once."""
     warmup: int = number(1_000, low=0)
     """Transitions collected before the first optimizer step."""
     utd: float = number(1.0, above=0)
@@ -147,20 +175,53 @@ class OffPolicyConfig:
     """Steps of the critics for each of the actor."""
     gamma: float = number(0.99, low=0, high=1)
     """Discount per action."""
+    n_step: int = number(1, low=1)
+    """Decisions that a transition spans; fewer at the end of an episode or of a step of the flow."""
     tau: float = number(0.005, above=0, high=1)
-    """Share of the way that target critics go with each step."""
+    """Share of the way that target critics go with each step; crossq has none."""
     alpha: float = number(1.0, above=0)
-    """First temperature, reward per nat."""
+    """First temperature, reward per nat (sac, crossq)."""
     alpha_lr: float | None = number(None, low=0)
     """Learning rate of the temperature; null takes optimizer.lr, 0 keeps it."""
     target_entropy: float | None = None
     """Nats that the temperature aims at; null: minus the numbers in a chunk."""
     subset: int | None = number(None, low=1)
     """Target critics drawn in each step (REDQ); null takes all."""
+    shift: int = number(0, low=0)
+    """Pictures are moved at random by so many pixels at most when they are learned from (DrQ, arXiv:2004.13649)."""
+    expectile: float = number(0.7, above=0, below=1)
+    """Which expectile of the remembered actions a state is worth (iql): higher is more optimistic."""
+    beta: float = number(3.0, low=0)
+    """Inverse temperature of the weights of remembered actions (iql); 0 is behaviour cloning."""
+    solved_only: bool = False
+    """Remember only episodes that were solved, and that end in the step in which they began."""
     demonstrations: str | None = None
-    """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none."""
+    """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none. dagger begins with
+    them."""
     demo_share: float = number(0.5, low=0, high=1)
     """That part."""
+    failed_demonstrations: bool = False
+    """Learn from recorded episodes that did not solve their task, too, as iql can."""
+    offline_steps: int = number(0, low=0)
+    """The first so many steps learn from demonstrations alone, and nobody acts in them."""
+    offline_updates: int = number(1_000, low=1)
+    """Optimizer steps in each of those."""
+
+
+@dataclass
+class DaggerConfig:
+    """Learning from what an expert would do in the states that the policy gets into (arXiv:1011.0686), where the
+    algorithm is dagger; off_policy.batch, capacity and demonstrations hold for it, too."""
+
+    expert: str | None = None
+    """Who answers: the dotted path of a function that takes observations and instructions and gives actions in
+    [-1, 1], float32 [N, C, A]; or the directory of a saved policy."""
+    beta: float = number(0.0, low=0, high=1)
+    """First share of decisions in which the expert's action is done instead of the policy's."""
+    decay: float = number(0.5, low=0, high=1)
+    """The share falls to this much of itself with each step."""
+    updates: int = number(200, low=1)
+    """Optimizer steps per step of the flow, on all that was labelled so far."""
 
 
 @dataclass
@@ -203,12 +264,14 @@ class EmbodiedConfig(CommonConfig):
 
     flow: str | None = None
     """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
-    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac."""
+    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac, crossq and
+    iql."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
     optimizer: ControlOptimizerConfig = field(default_factory=ControlOptimizerConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    dagger: DaggerConfig = field(default_factory=DaggerConfig)
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
     trials: TrialsConfig = field(default_factory=TrialsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -86,12 +86,15 @@ class Chunk:
     running: Tensor
     """An episode is under way after the chunk, bool [N]; always, unless `auto_reset` is off."""
     lost: Tensor
-    """The row's episode died with its simulator, bool [N]: no step of it is valid, its earlier chunks have no end and
-    are not to be learned from (see `chunk_advantages.without_lost`), and another one was begun in its place."""
+    """The row's episode died with its simulator, or was dropped for a number that is not finite, bool [N]: no step of
+    it is valid, its earlier chunks have no end and are not to be learned from (see `chunk_advantages.without_lost`),
+    and another one was begun in its place."""
     episodes: tuple[Episode, ...]
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None
     """What each environment is to do next, in words, N texts."""
+    remarks: tuple[str, ...] = ()
+    """Why episodes were dropped: which environment, its seed, and which number was not finite."""
 
     @property
     def cut(self) -> Tensor:
@@ -175,6 +178,7 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
         lost=rows("lost"),
         episodes=tuple(episode for part in parts for episode in part.episodes),
         instructions=_texts([part.instructions for part in parts]),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlinf.config.common import best_mistakes, common_mistakes
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
@@ -24,6 +24,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.engines import ENGINES
+from rlinf.job.embodied.keys import off_policy_mistakes
 from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, own_kinds, teacher_kinds
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
@@ -228,7 +229,7 @@ def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iter
 
 def _recipe_mistakes(name: str) -> Iterator[tuple[str, str]]:
     if name not in (known := (*RECIPES, *SUPERVISED)):
-        near = nearest(name, known)
+        near = nearest(name, (*known, *OFF_POLICY, DAGGER))
         advice = f"did you mean {near}?" if near else f"take {', '.join(known)}"
         yield "algorithm.name", f"there is no such recipe; {advice}"
 
@@ -258,8 +259,9 @@ def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts:
 
 def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     yield from common_mistakes(config)
-    if config.algorithm.name != SAC:
+    if config.algorithm.name not in (*OFF_POLICY, DAGGER):
         yield from _recipe_mistakes(config.algorithm.name)
+    yield from off_policy_mistakes(config)
     if (simulator := mistake_in(config.env.simulator)) is not None:
         yield "env.simulator", simulator
     env = config.env

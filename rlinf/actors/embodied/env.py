@@ -6,8 +6,8 @@ only where they share a worker, so while one is simulated the policy can decide 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Decision, EnvOutput, remembered
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
+from rlinf.envs.worker_slice import told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import RuntimeFault
+
+T = TypeVar("T")
 
 
 class EnvActor(Actor):
@@ -114,7 +118,7 @@ class EnvActor(Actor):
             number: of the slice.
             epoch: what the starts follow from, together with the seed.
         """
-        start = await self._pool.slices[number].reset(epoch)
+        start = await self._said(self._pool.slices[number].reset(epoch))
         self._epochs[number], self._times[number] = epoch, 0
         return self._output(number, start.observation, start.instructions, None)
 
@@ -140,12 +144,11 @@ class EnvActor(Actor):
             actions: in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
 
         Raises:
-            EnvironmentLost: a worker's simulator died or hung too often.
+            EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
-        if isinstance(actions, Decision):
-            chunk = remembered(await self._pool.slices[number].step(actions.actions), actions.memory)
-        else:
-            chunk = await self._pool.slices[number].step(actions)
+        actions, memory = (actions.actions, actions.memory) if isinstance(actions, Decision) else (actions, None)
+        chunk = await self._said(self._pool.slices[number].step(actions))
+        chunk = chunk if memory is None else remembered(chunk, memory)
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
 
@@ -187,6 +190,19 @@ class EnvActor(Actor):
         """Be ready again after `offload`."""
         for part in self._pool.slices:
             await part.onload()
+
+    async def _said(self, call: Awaitable[T]) -> T:
+        """The result of a call of a slice.
+
+        Raises:
+            EnvironmentLost: what the simulator raised, by the name of this actor and with one traceback.
+        """
+        try:
+            return await call
+        except RuntimeFault:
+            raise
+        except Exception as error:  # of code that users write
+            raise told_by(self.group.names[self.rank], error) from error
 
     def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)

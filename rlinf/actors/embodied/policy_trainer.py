@@ -7,12 +7,15 @@ them take the same optimizer steps (`policy_step.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.parts import Gae
@@ -26,11 +29,13 @@ from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
 from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
+from rlinf.training.embodied.preparing import Preparation, exported, prepare
 from rlinf.training.embodied.reward_scale import RewardScale
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
-from rlinf.weights.publish import has_room, publish
+from rlinf.weights.publish import gathered, has_room, publish
+from rlinf.weights.state_tensors import reshard
 from rlinf.weights.train_state import Restored, Source
 
 POLICY = "policy"
@@ -75,7 +80,7 @@ class PolicyTrainer(BaseTrainer):
             group_size: neighbouring environments that began their episodes alike.
             reward_scaling: divide rewards by the running standard deviation of discounted returns, see `RewardScale`.
             fresh: every step begins new episodes.
-            settings: of `PolicySettings`.
+            settings: of `PolicySettings` and `Preparation`.
 
         Raises:
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
@@ -84,15 +89,21 @@ class PolicyTrainer(BaseTrainer):
         at_least_one(
             "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
         )
+        chosen = {field.name: settings.pop(field.name) for field in fields(Preparation) if field.name in settings}
+        self._how = Preparation(seed=seed, **chosen)
         optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
-        self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
+        self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
         has_critic = self.policy.config.value_level is not None
         check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
         if critic_warmup and not self.policy.of_critic():
             raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
+        spread = self._how.slices(self.policy, self.world_size)
+        slices = (self.mesh or await self.mesh_of([0], "slices")) if spread else None
+        await self.compute(prepare, self.policy, self._how, slices)
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
+        self._told = False  # those who act have weights of all parameters
         self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
         self._scale = None
@@ -175,8 +186,10 @@ class PolicyTrainer(BaseTrainer):
 
     def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
-        dealt = self._dealt(batch, order)
-        shares = [order if self.world_size == 1 else order[dealt == rank] for rank in range(self.world_size)]
+        shares = [order]
+        if self.world_size > 1:
+            dealt = self._dealt(batch, order)
+            shares = [order[dealt == rank] for rank in range(self.world_size)]
         ids, length = batch.sequences, self.policy.sequence
         most = None if self._micro_batch is None else max(1, self._micro_batch // length)
         cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
@@ -247,15 +260,42 @@ class PolicyTrainer(BaseTrainer):
             self._scale.restore(found.extra["reward_scale"])
         return found
 
+    def _held(self) -> Iterable[Tensor]:
+        reshard(self.policy)  # a forward that failed leaves whole weights behind
+        return super()._held()
+
     async def _published(self, exact: bool) -> Weights | None:
-        """With running statistics."""
-        if self.rank:
-            return None
-        named = self.policy.state_dict()
-        in_host = not has_room(self.device, sum(tensor.nbytes for tensor in named.values()))
-        return await publish(self, lambda _: named.items(), self.version, in_host_memory=in_host)
+        """With running statistics; after the first time without what does not change here."""
+        dtype = None if exact else self._how.computes_in
+        export = partial(exported, self.policy, changing=self._told and not exact)
+        size = sum(parameter.numel() for parameter in self.policy.parameters()) * (dtype or torch.float32).itemsize
+        in_host = not has_room(self.device, size)
+        weights = await publish(self, export, self.version, dtype=dtype, in_host_memory=in_host)
+        self._told |= not exact
+        return weights
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
-        if self.rank == 0:  # small enough to be written at once
-            save_policy(self.policy, directory / POLICY)
-        return super()._copies(directory)
+        named: dict[str, Tensor] = {}
+        for name, tensor in gathered(exported(self.policy, self._how.computes_in)):
+            if self.rank == 0:
+                named[name] = tensor.to("cpu", copy=True)
+        parts = super()._copies(directory)
+        return {**parts, POLICY: PolicyCopy(self.policy, named)} if self.rank == 0 else parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyCopy:
+    """A policy in host memory, ready to be written for everybody else; a `HostCopy`."""
+
+    policy: Policy
+    """Whose form it is written in; of its tensors none is read."""
+    state: Mapping[str, Tensor]
+    """The tensors, whole, under the names of the policy's state."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None) -> None:
+        """Write everything and wait until the disk has it.
+
+        Raises:
+            OSError: it cannot be written; the text says what is missing.
+        """
+        save_policy(self.policy, directory, self.state)

@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
-from rlinf.data.step import AnyStep, EmbodiedStep
+from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
 from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
+from rlinf.flows.off_policy.offline import offline
 from rlinf.job.embodied.roles import TRIALS, VIDEOS, learners_of, start_roles
 from rlinf.job.embodied.trials import in_words, keep_videos
 from rlinf.job.loop import TrainingLoop
@@ -53,6 +54,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
+        self.env_steps = 0.0
+        """Steps that were done in environments to learn from, in all steps of the flow."""
 
     @property
     def evaluates_every(self) -> int:
@@ -61,6 +64,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     @property
     def patience(self) -> int:
         return self.config.trials.patience
+
+    @property
+    def restartable(self) -> bool:
+        """Episodes that begin with a step follow from its number, so it can be acted in again."""
+        remembers = self.config.algorithm.name in (*OFF_POLICY, DAGGER)
+        return self.config.env.fresh and not remembers and not works_ahead(self.prepared.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         if names is None:
@@ -88,12 +97,19 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
     async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+        if step.index < self.config.off_policy.offline_steps:
+            return await offline(self.roles["policy"], self.roles["trainer"])
         try:
             returned = await super().call_flow(step)
         except NothingHappened as error:
             return await self._skip(error)
         self.skipped = 0
-        return returned
+        return self._counted(returned)
+
+    def _counted(self, returned: Mapping[str, float]) -> dict[str, float]:
+        """A step's metrics, with the environment steps of all steps."""
+        self.env_steps += returned.get("env_steps", 0.0)
+        return {**returned, "env_steps/total": self.env_steps}
 
     async def _skip(self, error: NothingHappened) -> dict[str, float]:
         """Count a step that left nothing to learn from as one that changed nothing."""
@@ -106,7 +122,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             ) from error
         self.report.line(f"step {self.done + 1} is skipped: {error}")
         await self.in_flight.publish(self.roles["policy"])
-        return {"skipped": 1.0}
+        return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
         if TRIALS not in self.roles:
@@ -153,8 +169,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
         return fill
 
+    def queue(self) -> dict[str, Any]:
+        return {**super().queue(), "env_steps": self.env_steps}
+
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
+        self.env_steps = float(cast("float", begun.queue.get("env_steps", 0.0)))
         if self.config.env.fresh:
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rlinf.actors.embodied.policy_trainer import POLICY
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.envs.episodes import Episode
 from rlinf.flows.evaluation.trials import trials
 from rlinf.job.embodied.roles import NEW, TRIALS, start_roles
+from rlinf.models.policy.build import CONFIG
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runtime.system.system import ActorSystem
 
@@ -36,6 +38,12 @@ async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path |
     if videos is not None and config.trials.videos:
         await asyncio.to_thread(keep_videos, videos, 0)
     return found
+
+
+def saved_policy(path: Path) -> Path:
+    """The directory of a saved policy that a path leads to: itself, that of a checkpoint, or of a run's newest one."""
+    ways = ("", POLICY, f"checkpoints/latest/{POLICY}")
+    return next((path / way for way in ways if (path / way / CONFIG).is_file()), path)
 
 
 def keep_videos(directory: Path, step: int) -> None:

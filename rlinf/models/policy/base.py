@@ -11,7 +11,7 @@ imitation are written here, once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -125,6 +125,8 @@ class Policy(PublishedForm, nn.Module, ABC):
     """What this policy is configured by."""
     float32: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of parameters that stay in float32 where the others are in bfloat16, such as "*norm.weight"."""
+    trains: ClassVar[tuple[str, ...]] = ("*",)
+    """Patterns of the parameters that learn where a run does not say, as for `policy.train`."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Linear layers that get low-rank adapters where a run says `auto`, as for `lora.lora_targets`; none: not known."""
 
@@ -288,11 +290,17 @@ class Policy(PublishedForm, nn.Module, ABC):
         return torch.float32 if matches(name, self.float32) else dtype
 
     @torch.no_grad()
-    def keep(self, dtype: torch.dtype) -> Self:
-        """Have parameters in a dtype, but for those that stay in float32; buffers stay as they are."""
+    def keep(self, dtype: torch.dtype | DtypeOf) -> Self:
+        """Have parameters in a dtype, but for those that stay in float32; or in what is said of each. Buffers stay."""
         for name, parameter in self.named_parameters():
-            parameter.data = parameter.data.to(self.kept_in(name, dtype))
+            kept = self.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(self, name)
+            parameter.data = parameter.data.to(kept)
         return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published and saved, by name: parameters, tied ones once, and the buffers that belong to them."""
+        kept = self.state_dict().keys()
+        return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in kept}}
 
     def without_critic(self) -> list[nn.Parameter]:
         """Parameters that decide."""
@@ -301,6 +309,10 @@ class Policy(PublishedForm, nn.Module, ABC):
     def of_critic(self) -> list[nn.Parameter]:
         """Parameters that only values need; none without a critic."""
         return [each for name, each in self.named_parameters() if name.startswith("critic.")]
+
+
+DtypeOf: TypeAlias = Callable[[Policy, str], torch.dtype]
+"""Says in which dtype the parameter of a name is in a policy."""
 
 
 def at_level(x: Tensor, level: Level) -> Tensor:

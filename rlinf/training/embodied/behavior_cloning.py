@@ -15,7 +15,8 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import Decisions, Demonstration, decisions
 from rlinf.data.rng import mix, permutation
 from rlinf.models.policy.base import Policy
-from rlinf.training.embodied.replay_buffer import Rows
+from rlinf.training.embodied.off_policy.replay_buffer import Rows
+from rlinf.training.embodied.off_policy.transitions import several_steps
 from rlinf.training.optimizer import minimize, share_of
 
 _ROWS = 1024  # decisions on the device at a time where nothing is learned from them: a bound on its memory
@@ -51,7 +52,7 @@ def imitate(
     for rows in torch.arange(len(shown)).split(_ROWS):
         part = shown.rows(rows)
         policy.adapt(policy.inputs(_on(part.observation, device), part.instructions))
-    acting = {id(each) for each in policy.without_critic()}
+    acting = {id(each) for each in policy.without_critic() if each.requires_grad}
     parameters = [each for name, each in policy.named_parameters() if id(each) in acting and name not in fixed]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     per_epoch = -(-len(shown) // batch)
@@ -73,14 +74,25 @@ def imitate(
     }
 
 
-def demonstrated_transitions(policy: Policy, demonstrations: Sequence[Demonstration], device: torch.device) -> Rows:
-    """Demonstrations as rows of a replay buffer, laid out as `trajectory.transitions` gives them.
+def demonstrated_transitions(
+    policy: Policy, demonstrations: Sequence[Demonstration], device: torch.device, *, n_step: int = 1
+) -> Rows:
+    """Demonstrations as rows of a replay buffer, laid out as `off_policy.transitions` gives them.
 
     Args:
         policy: whose terms actions and inputs are put in.
         demonstrations: at least one.
         device: of the policy.
+        n_step: decisions that a transition spans.
+
+    Raises:
+        ValueError: decisions overlap, since chunks were recorded action by action, and a transition is to span several.
     """
+    if n_step > 1 and policy.config.chunk > 1 and any(len(shown.actions[0]) == 1 for shown in demonstrations):
+        raise ValueError(
+            "off_policy.n_step: demonstrations that were recorded action by action give overlapping chunks; record "
+            f"them in chunks of {policy.config.chunk}, or set n_step to 1"
+        )
     shown = decisions(demonstrations, policy.config.chunk)
     parts: list[Rows] = []
     for chosen in torch.arange(len(shown)).split(_ROWS):
@@ -92,7 +104,13 @@ def demonstrated_transitions(policy: Policy, demonstrations: Sequence[Demonstrat
         rows |= {f"following.{name}": row for name, row in following.items()}
         rows |= {"actions": actions, "rewards": part.rewards, "steps": part.valid.sum(1), "terminated": part.terminated}
         parts.append({name: row.cpu() for name, row in rows.items()})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if n_step == 1:
+        return rows
+    last = torch.zeros(len(shown), 1, dtype=torch.bool)  # one environment, in which they lie one after the other
+    last[torch.tensor([len(each.actions) for each in demonstrations]).cumsum(0) - 1] = True
+    outcome = {name: row[:, None] for name, row in rows.items() if name != "actions" and not name.startswith("seen.")}
+    return {**rows, **{name: row[:, 0] for name, row in several_steps(outcome, last, n_step).items()}}
 
 
 def _on(observation: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -153,13 +153,11 @@ class PolicyLearner:
 
     def _weights(self, parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> list[float]:
         """What the policy's and the critic's loss are divided by, of all micro-batches of all ranks."""
-        how = (spec.aggregation.how, spec.aggregation.norm_length)
         found = torch.zeros(2, dtype=torch.float64)
         for part in parts:
-            mine = ((part.mask, part.sequences), (part.value_mask, None))
-            for number, (mask, sequences) in enumerate(mine):
-                if mask is not None:
-                    found[number] += coefficients("minibatch", keep(mask, torch.float32), *how, sequences)[1].cpu()
+            found[0] += _count(spec, part.mask, part.sequences)
+            if part.value_mask is not None:
+                found[1] += _count(spec, part.value_mask, None)
         weights: list[float] = sum_over_ranks(found.to(self._device), self._mesh).tolist()
         return weights
 
@@ -187,6 +185,14 @@ class PolicyLearner:
             return loss, None
         values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
         return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
+
+
+def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> Tensor:
+    """What a loss over some tokens is divided by."""
+    how = spec.aggregation
+    if how.how == "token-mean":
+        return mask.sum().cpu()
+    return coefficients("minibatch", keep(mask, torch.float32), how.how, how.norm_length, sequences)[1].cpu()
 
 
 def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor]:

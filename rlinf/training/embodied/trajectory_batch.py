@@ -114,6 +114,7 @@ def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, seque
     Raises:
         ValueError: the decisions of an environment cannot be divided into such sequences.
     """
+    trajectory = _without_nan(trajectory)
     chunks = trajectory.chunks
     if chunks.rewards.shape[0] % sequence:
         raise ValueError(
@@ -216,6 +217,25 @@ def summary(episodes: Sequence[Episode]) -> dict[str, float]:
         if None not in told:
             found[name] = told[True] / count
     return found
+
+
+def _without_nan(trajectory: Trajectory) -> Trajectory:
+    """Zeros in the place of decisions of dropped episodes that are not finite: a mask does not keep NaN from spreading
+    in a gradient."""
+    if bool(torch.isfinite(trajectory.logprobs.sum())):
+        return trajectory
+    kept = trajectory.chunks.valid.bool().any(-1)  # [T, N]
+
+    def cleared(tensor: Tensor) -> Tensor:
+        return torch.where(kept.reshape(*kept.shape, *[1] * (tensor.ndim - 2)), tensor, torch.zeros_like(tensor))
+
+    chunks, values = trajectory.chunks, trajectory.chunks.values
+    return replace(
+        trajectory,
+        stored={name: cleared(tensor) for name, tensor in trajectory.stored.items()},
+        logprobs=cleared(trajectory.logprobs),
+        chunks=replace(chunks, values=None if values is None else cleared(values)),
+    )
 
 
 def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> ChunkAdvantages:

@@ -77,6 +77,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "code that leaves": (
         TOY, (f"env.simulator={__name__}.Leaving", "env.options={speed: leave}"), "SystemExit: no such speed",
     ),
+    "episodes that never end": (
+        TOY, ("env.ignore_terminations=true", "env.max_steps=21"),
+        "policy.horizon = 20: a step of the flow does 20 steps in each environment, all episodes last 21",
+    ),
     "environments without end": (TOY, ("env.num_envs=1000000000000",), "env.num_envs = 1000000000000: what environ"),
     "decisions without end": (TOY, ("policy.horizon=1000000000000000",), "policy.horizon = 1000000000000000: what"),
     "workers without end": (TOY, ("env.workers=100000", "env.num_envs=200000"), "env.workers = 100000: no machine"),

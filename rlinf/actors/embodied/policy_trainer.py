@@ -48,6 +48,9 @@ class PolicyTrainer(BaseTrainer):
     _how = Preparation()
     _told = False
     """Whether those who act have weights of all parameters."""
+    _batches = 0
+    """Batches that were learned from."""
+    _scale: RewardScale | None = None
 
     _micro_batch: int | None = None
     """Decisions that a rank computes at once; None for all that it has."""

@@ -90,11 +90,11 @@ async def few_climbs(directory: Path, seed: int) -> None:
 
 
 async def mixed_swings(directory: Path, seed: int) -> None:
-    """40 episodes of a pendulum: 16 by the expert with some noise, 24 by its opposite."""
+    """40 episodes of a pendulum: 24 by the expert with some noise, 16 by its opposite."""
     async with ActorSystem.local() as system:
         simulator = {"simulator": GYM, "options": {"id": "Pendulum-v1"}}
-        await _recorded(system, directory, simulator, 16, seed, script="pendulum", noise=0.5)
-        await _recorded(system, directory, simulator, 24, seed + 1, script="pendulum", noise=0.7, wrong=1.0)
+        await _recorded(system, directory, simulator, 24, seed, script="pendulum", noise=0.5)
+        await _recorded(system, directory, simulator, 16, seed + 1, script="pendulum", noise=0.7, wrong=1.0)
 
 
 def labelled_swings(episodes: int) -> Callable[[Path, int], Awaitable[None]]:
@@ -148,7 +148,7 @@ CASES: Mapping[str, Case] = {
                                           "policy.horizon=1", "env.num_envs=1", "off_policy.capacity=400"),
                       prepare=labelled_swings(2)),
     "steered": Case("toy, 2D, success", "Toy: a flow of two minds, steered", "SAC over its noise", "toy_sac",
-                    "success_once", 5, ("policy.type=steered", "policy.settings.base={made}/saved/policy"),
+                    "success_once", 10, ("steps=80", "policy.type=steered", "policy.settings.base={made}/saved/policy"),
                     two_minded_flow),
 }  # fmt: skip
 """What is run, by name."""

@@ -7,7 +7,7 @@ and rows of observations chosen, replaced and checked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -42,6 +42,8 @@ class Episode:
     """The task was solved after the last step."""
     truncated: bool
     """It was cut off; otherwise the task ended it."""
+    task: str | None = None
+    """Name of what it was to do, as the simulator says when it begins; None where there is one task alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +121,28 @@ class EnvOutput:
     that what a policy draws does not depend on slices or on who asks when."""
     first: int
     """Number of the first environment among those of its actor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What a policy with a memory gives a slice of N environments."""
+
+    __plain__: ClassVar[bool] = True
+
+    actions: Tensor
+    """Chunks in [-1, 1], float32 [N, C, A]."""
+    memory: Tensor
+    """What it remembers, float32 [N, M]; shown to it again as "memory" with what the actions did, 0 where an episode
+    ended or was lost."""
+
+
+def remembered(chunk: Chunk, memory: Tensor) -> Chunk:
+    """A chunk whose observations have what the policy remembers; nothing is remembered of an episode that is over."""
+    kept = memory.clone()
+    kept[chunk.ended] = 0.0
+    kept[chunk.lost.cpu()] = 0.0
+    observation = {**chunk.observation, "memory": kept}
+    return replace(chunk, observation=observation, final={**chunk.final, "memory": memory[chunk.ended]})
 
 
 def joined_starts(parts: Sequence[Start]) -> Start:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.gpu.own_device import choose_device
 
@@ -96,6 +97,10 @@ class Program:
         start = self._environments[part].load_state_dict(state)
         self._begun[part] = True
         return packed(start)
+
+    def watch(self, part: int, envs: tuple[int, ...]) -> None:
+        """`Environment.watch` of one slice."""
+        self._environments[part].watch(envs)
 
     def offload(self, part: int) -> None:
         """`Environment.offload` of one slice."""

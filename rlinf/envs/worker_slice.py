@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlinf.envs.environment import Rules
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.episodes import Chunk, Start, lost_chunk
 from rlinf.envs.worker import SliceRange, unpacked
 from rlinf.runtime.base.errors import RuntimeFault

@@ -18,7 +18,7 @@ from rlinf.agents.agent import Agent
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.common import TrackingConfig
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import resolve
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.placement import Placing
@@ -216,8 +216,11 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     off_policy = (name := config.algorithm.name) in OFF_POLICY
-    algorithm = None if off_policy or name == DAGGER else _algorithm(name, lambda: control_algorithm_of(config))
-    path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
+    algorithm = (
+        None if off_policy or name in (DAGGER, IMITATION) else _algorithm(name, lambda: control_algorithm_of(config))
+    )
+    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    path = config.flow or usual.get(name, "rlinf.flows.embodied")
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
     in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
     problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]

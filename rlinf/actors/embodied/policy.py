@@ -17,7 +17,7 @@ from torch import Tensor
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, EnvOutput, Episode, with_rows
+from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode, with_rows
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
@@ -70,7 +70,7 @@ class PolicyActor(ModelActor, Receiver):
         self._version = 0
 
     @endpoint(device=True)
-    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
+    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor | Decision:
         """Decide what the environments of a slice do next.
 
         Args:
@@ -80,7 +80,7 @@ class PolicyActor(ModelActor, Receiver):
             keep: for the trajectory; calls for one slice must come in the order of time then.
 
         Returns:
-            Chunks of actions in [-1, 1], float32 [N, C, A].
+            Chunks of actions in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
         """
         return await self.on_model(self._act, key, output, greedy, keep)
 
@@ -140,7 +140,7 @@ class PolicyActor(ModelActor, Receiver):
         super()._park()
 
     @torch.no_grad()
-    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor:
+    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor | Decision:
         if keep and output.chunk is not None:
             self._record(key, output.chunk)
         elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
@@ -149,7 +149,8 @@ class PolicyActor(ModelActor, Receiver):
         act = self._decided(observation, output, greedy, keep)
         if keep:
             self._histories.setdefault(key, _History()).acts.append(act)
-        return act.actions.cpu()
+        actions = act.actions.cpu()
+        return actions if act.memory is None else Decision(actions, act.memory.cpu())
 
     def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
         """What the policy does about an observation that is on its device."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.parts import Gae
 from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.demonstrations import DecisionStream, Shown, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
@@ -44,6 +44,9 @@ POLICY = "policy"
 
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
+
+    _micro_batch: int | None = None
+    """Decisions that a rank computes at once; None for all that it has."""
 
     async def setup(  # type: ignore[override]
         self,
@@ -95,7 +98,7 @@ class PolicyTrainer(BaseTrainer):
         await self._open_mesh()
         self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
         has_critic = self.policy.config.value_level is not None
-        check(self._spec, has_critic=has_critic, group_size=group_size)
+        self._check_critic(has_critic, group_size)
         if critic_warmup and not self.policy.of_critic():
             raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
         spread = self._how.slices(self.policy, self.world_size)
@@ -137,13 +140,16 @@ class PolicyTrainer(BaseTrainer):
         learned = whole
         if self._scale is not None and bool(rewards.isfinite().all()):
             learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
-        batch = batch_of(learned, self._spec, self._group_size)
+        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
         if batch.returns is not None and batch.value_mask is not None:
             self.policy.adapt_values(batch.returns[batch.value_mask].to(self.device))
         gathered, steps, stopped = self._update(batch)
-        self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
+        length = self.policy.sequence
+        seen = {name: rows if length == 1 else rows.flatten(0, 1) for name, rows in batch.stored.items()}
+        counted = batch.mask.reshape(len(batch) * length, -1).any(1)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in seen.items()}, counted)
         self.version += 1
         self._batches += 1
         return {
@@ -179,7 +185,7 @@ class PolicyTrainer(BaseTrainer):
         """Rows of each optimizer step, int64."""
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
-            yield from order.split(self._minibatch)
+            yield from order.split(max(1, self._minibatch // self.policy.sequence))
 
     def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
@@ -187,8 +193,9 @@ class PolicyTrainer(BaseTrainer):
         if self.world_size > 1:
             dealt = self._dealt(batch, order)
             shares = [order[dealt == rank] for rank in range(self.world_size)]
-        ids = batch.sequences
-        cuts = [cut(share, self._micro_batch, None if ids is None else ids[share, 0]) for share in shares]
+        ids, length = batch.sequences, self.policy.sequence
+        most = None if self._micro_batch is None else max(1, self._micro_batch // length)
+        cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
         idle = max(map(len, cuts)) - len(cuts[self.rank])
         return [*map(batch.rows, cuts[self.rank]), *[batch.rows(order[:1]).silent()] * idle]
 
@@ -198,10 +205,14 @@ class PolicyTrainer(BaseTrainer):
             return torch.arange(len(chosen)) % self.world_size
         return batch.sequences[chosen, 0] % self.world_size
 
+    def _check_critic(self, has_critic: bool, group_size: int) -> None:
+        """Whether the algorithm can do with the policy and the environments; raises ValueError if not."""
+        check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
+
     @endpoint(device=True, joint=True)
     async def imitate(
         self,
-        path: str | Path,
+        path: str | Path | Shown,
         *,
         steps: int,
         batch: int = 64,
@@ -211,7 +222,7 @@ class PolicyTrainer(BaseTrainer):
         """Learn to act as in demonstrations, with an optimizer of its own.
 
         Args:
-            path: directory of demonstrations, where every rank can read it.
+            path: demonstrations, where every rank can read them: a directory in any format, or several data sets.
             steps: optimizer steps.
             batch: decisions in each, over all ranks.
             lr: learning rate of AdamW.
@@ -227,21 +238,16 @@ class PolicyTrainer(BaseTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
+        shown = path if isinstance(path, Shown) else Shown.at(path)
+        return await self.computed_jointly(self._imitate, shown, steps, batch, lr, tuple(fixed))
 
-    def _imitate(self, path: Path, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
-        shown = decisions(read_demonstrations(path.expanduser()), self.policy.config.chunk)
-        found = imitate(
-            self.policy,
-            shown,
-            self.device,
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            fixed=fixed,
-            seed=self._seed,
-            mesh=self.mesh,
-        )
+    def _imitate(self, shown: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
+        at_least_one("imitate", batch=batch)
+        learned, _ = open_parts(shown, self._seed)
+        chunk = self.policy.config.chunk
+        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory)
+        how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
+        found = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
         return found
 

@@ -1,4 +1,4 @@
-"""Keys of runs that learn from a replay buffer or from an expert: who reads which, and what may not be together.
+"""Keys of runs that learn from a replay buffer, an expert or demonstrations: who reads which, what may not be together.
 
 In: an `EmbodiedConfig`. Out: mistakes, by key. Nothing heavy is imported: checking a configuration is quick.
 """
@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from rlinf.config.embodied import DAGGER, OFF_POLICY, DaggerConfig, EmbodiedConfig
+from rlinf.config.embodied import (
+    DAGGER,
+    IMITATION,
+    OFF_POLICY,
+    DaggerConfig,
+    EmbodiedConfig,
+    ImitationConfig,
+)
 from rlinf.config.importing import mistake_in
 
 WITH_TARGETS = ("sac", "iql")
@@ -106,3 +113,26 @@ def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "dagger.expert", f"it is no directory, and as a function: {advice}"
     if config.off_policy.failed_demonstrations:
         yield "off_policy.failed_demonstrations", "dagger imitates what it begins with: leave out what failed"
+
+
+def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with the keys of `imitation`, by key."""
+    settings, alone = config.imitation, config.algorithm.name == IMITATION
+    if settings.mixture and settings.path is not None:
+        yield "imitation.path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
+    if settings.held_out and not alone:
+        yield "imitation.held_out", "a warm-up is not evaluated on it: set algorithm=imitation, or remove it"
+    for key, path in _paths(settings):
+        if not isinstance(path, str):
+            yield key, "write {path: DIRECTORY}, and weight, format, names, bounds where they differ"
+        elif not os.path.exists(os.path.expanduser(path)):
+            yield key, "there is no such directory or file; name one with demonstrations"
+    if alone and config.policy.type in ("soft", "soft_pixels", "steered"):
+        yield "policy.type", f"{config.policy.type} is of sac and its like: take another for imitation"
+
+
+def _paths(settings: ImitationConfig) -> Iterator[tuple[str, Any]]:
+    if settings.path is not None:
+        yield "imitation.path", settings.path
+    for name, about in settings.mixture.items():
+        yield f"imitation.mixture.{name}", about.get("path") if isinstance(about, Mapping) else None

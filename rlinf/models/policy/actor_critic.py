@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from rlinf.algos.advantages import Reduce
 from rlinf.algos.validation import one_of
 from rlinf.models.policy.base import Drawn, Evaluated, Observation, Policy, PolicyConfig, Stored
-from rlinf.models.policy.distributions import Categorical, Distribution, Normal, check_choices, chosen
 from rlinf.models.policy.layers import RunningNorm, perceptron
+from rlinf.models.policy.parts.distributions import Categorical, Distribution, Normal, check_choices, chosen
+from rlinf.models.policy.parts.memory import MEMORY, Memory
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LOG_STD = (-5.0, 2.0)  # beyond, ratios of neighbouring policies are numbers without meaning, or actions are noise
@@ -41,6 +42,11 @@ class ActorCriticConfig(PolicyConfig):
     normalise_values: bool = False
     """The critic predicts returns of mean 0 and variance 1 by what was seen (PopArt, arXiv:1602.07714), so that the
     scale of rewards does not matter to it."""
+    memory: int = 0
+    """Numbers that are remembered of an episode from one decision to the next, by a gated recurrent unit between
+    features and hidden layers; 0 remembers nothing."""
+    sequence: int = 16
+    """Decisions in a row that gradients go back through where there is a memory; it divides policy.horizon."""
     choices: tuple[int, ...] | None = None
     """How many choices each number of an action stands for, A of them; null where numbers are real. The environment
     says it."""
@@ -54,6 +60,8 @@ class ActorCriticConfig(PolicyConfig):
             raise ValueError(f"policy: hidden={list(self.hidden)} must be widths of at least one layer")
         if not _LOG_STD[0] <= self.log_std <= _LOG_STD[1]:
             raise ValueError(f"policy: log_std={self.log_std} must be between {_LOG_STD[0]:g} and {_LOG_STD[1]:g}")
+        if self.memory < 0 or self.sequence < 1:
+            raise ValueError(f"policy: memory={self.memory} must be at least 0 and sequence={self.sequence} at least 1")
         if self.choices is not None:
             check_choices(self.choices, self.action_size)
 
@@ -75,6 +83,8 @@ class ActorCritic(Policy):
         outputs = config.chunk * config.action_size * (1 if config.choices is None else max(config.choices))
         activation, hidden = ACTIVATIONS[config.activation], list(config.hidden)
         own: list[int] = [] if config.shared else hidden
+        self.memory = Memory(features, config.memory) if config.memory else None
+        features = config.memory or features
         width = hidden[-1] if config.shared else features
         self.norm = RunningNorm(state_size) if config.normalise and state_size else None
         self.trunk = perceptron(features, hidden if config.shared else [], None, gain=1.0, activation=activation)
@@ -101,19 +111,26 @@ class ActorCritic(Policy):
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`."""
-        found, values = self._heads(inputs)
+        hidden, memory = self._hidden(inputs)
+        found, values = self._heads(hidden)
         made = found.likeliest() if noise is None else found.drawn(noise)
-        return Drawn(found.actions(made), made, found.logprobs(made), values)
+        return Drawn(found.actions(made), made, found.logprobs(made), values, memory=memory)
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`."""
-        found, values = self._heads(stored)
-        return Evaluated(found.logprobs(stored["actions"]), found.entropy(), values)
+        if self.memory is None or stored[MEMORY].ndim == 2:
+            hidden, actions = self._hidden(stored)[0], stored["actions"]
+        else:  # sequences of decisions, [B, L, ...]
+            rows = {name: each.flatten(0, 1) for name, each in stored.items()}
+            seen = self.features(rows).unflatten(0, stored[MEMORY].shape[:2])
+            hidden, actions = self.trunk(self.memory.along(seen, stored[MEMORY]).flatten(0, 1)), rows["actions"]
+        found, values = self._heads(hidden)
+        return Evaluated(found.logprobs(actions), found.entropy(), values)
 
     @torch.no_grad()
     def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
         """See `Policy.value`."""
-        found = self._values(self.trunk(self.features(self.inputs(observation, instructions))))
+        found = self._values(self._hidden(self.inputs(observation, instructions))[0])
         if found is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
         return found if found.ndim == 1 else found[:, 0]
@@ -150,10 +167,38 @@ class ActorCritic(Policy):
         """The state at a scale that layers like, float32 [N, state_size]."""
         return state if self.norm is None else self.norm(state)
 
-    def _heads(self, inputs: Stored) -> tuple[Distribution, Tensor | None]:
+    def demonstrated(
+        self, observation: Observation, actions: Tensor, instructions: Sequence[str] | None = None
+    ) -> Stored:
+        """See `Policy.demonstrated`; a policy with a memory cannot tell what it would have remembered."""
+        if self.memory is not None:
+            raise ValueError(
+                "policy: memory is set, and demonstrations are learned from decision by decision: leave it out"
+            )
+        return super().demonstrated(observation, actions, instructions)
+
+    @property
+    def sequence(self) -> int:
+        """See `Policy.sequence`."""
+        return 1 if self.memory is None else int(self.config.sequence)
+
+    def looked(self, found: Stored, observation: Observation) -> Stored:
+        """What is kept of an observation, with what is remembered."""
+        if self.memory is None:
+            return found
+        return {**found, MEMORY: self.memory.shown(observation, next(iter(found.values())))}
+
+    def _hidden(self, inputs: Stored) -> tuple[Tensor, Tensor | None]:
+        """Hidden layers that actor and critic share, [N, width], and what is remembered behind a decision."""
+        seen = self.features(inputs)
+        if self.memory is None:
+            return self.trunk(seen), None
+        remembered, memory = self.memory(seen, inputs[MEMORY])
+        return self.trunk(remembered), memory
+
+    def _heads(self, hidden: Tensor) -> tuple[Distribution, Tensor | None]:
         """Distributions [N, C, A] and values, by the same operations for drawing and for scoring, so equal to the last
         bit."""
-        hidden = self.trunk(self.features(inputs))
         config, said = self.config, self.actor(hidden)
         if config.choices is None:
             mean = said.view(-1, config.chunk, config.action_size)

@@ -79,6 +79,9 @@ class Drawn:
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
     also: Stored = field(default_factory=dict)
     """What else `score` needs of the drawing, N rows each, which is stored beside `made`."""
+    memory: Tensor | None = None
+    """What is remembered behind the decision, [N, ...], which comes back as "memory" with the next observation of the
+    episode; None for policies without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +96,8 @@ class Act:
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
     stored: Stored
     """All that `evaluate` needs."""
+    memory: Tensor | None = None
+    """See `Drawn.memory`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +183,12 @@ class Policy(PublishedForm, nn.Module, ABC):
             reduce: adds a tensor of sums up over ranks; None if this is all.
         """
 
+    @property
+    def sequence(self) -> int:
+        """Decisions in a row that `score` takes as one row, [B, L, ...], where it has a memory; 1 for single ones. What
+        it returns are B x L rows then."""
+        return 1
+
     def adapt_values(self, returns: Tensor) -> None:
         """Learn the scale of returns, without changing one prediction. Called before the first update of a step.
 
@@ -222,7 +233,8 @@ class Policy(PublishedForm, nn.Module, ABC):
         noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
         drawn = self.draw(inputs, noise)
         logprobs = at_level(drawn.logprobs, self.config.level)
-        return Act(drawn.actions, logprobs, drawn.values, {**inputs, **drawn.also, "actions": drawn.made})
+        stored = {**inputs, **drawn.also, "actions": drawn.made}
+        return Act(drawn.actions, logprobs, drawn.values, stored, drawn.memory)
 
     def evaluate(self, stored: Stored, *, level: Level | None = None) -> Evaluated:
         """Log-probs, entropy and values of stored actions under the weights as they are now, with gradient.

@@ -99,7 +99,7 @@ def test_the_greedy_action_is_the_likeliest_choice_and_not_the_middle_of_them():
 def test_choices_and_the_numbers_that_they_are_for_the_environment_are_inverses():
     policy = build_policy_model({**MLP, "choices": [1, 7, 1000]})
     made = torch.stack([torch.zeros(7).long(), torch.arange(7), torch.arange(993, 1000)], -1)[:, None]
-    numbers = policy._heads(policy.inputs(observed(MLP, 7)))[0].actions(made)
+    numbers = policy._heads(observed(MLP, 7)["state"].new_zeros(7, 5))[0].actions(made)
     assert numbers.abs().max() < 1.0
     assert torch.equal(policy.encode(numbers), made)
     edges = policy.encode(torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])[:, None])

@@ -44,6 +44,8 @@ def write_tiny(
     state: Sequence[float] = (1.0,) * 8,
     actions: Sequence[float] = (1.0,) * 7,
     asset: str = "physical-intelligence/libero",
+    width: int = 32,
+    sizes: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int = 0,
 ) -> None:
     """Write a directory as openpi would.
@@ -54,12 +56,16 @@ def write_tiny(
         horizon: H.
         state, actions: how far each number of states and actions reaches from 0, in the robot's units.
         asset: name of the statistics.
+        width: numbers that states and actions are padded to.
+        sizes: changes of `SIZES`, part by part.
         seed: of the weights.
     """
     policy = build_policy_model(
         {
-            "type": model, "image": [28, 28, 3], "action_size": len(actions), "horizon": horizon, "seed": seed,
-            "value_level": None, "statistics": {asset: {"state": _spread(state), "actions": _spread(actions)}}, **SIZES,
+            "type": model, "image": [28, 28, 3], "action_size": len(actions), "horizon": horizon, "width": width,
+            "seed": seed, "value_level": None,
+            "statistics": {asset: {"state": _spread(state), "actions": _spread(actions)}},
+            **{part: {**known, **(sizes or {}).get(part, {})} for part, known in SIZES.items()},
         }
     )  # fmt: skip
     policy.files = {"tokenizer.json": tokenizer().to_str().encode()}

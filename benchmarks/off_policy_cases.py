@@ -89,14 +89,6 @@ async def few_climbs(directory: Path, seed: int) -> None:
         await _recorded(system, directory, simulator, 5, seed, script="mountain_car")
 
 
-async def mixed_swings(directory: Path, seed: int) -> None:
-    """40 episodes of a pendulum: 16 by the expert with some noise, 24 by its opposite."""
-    async with ActorSystem.local() as system:
-        simulator = {"simulator": GYM, "options": {"id": "Pendulum-v1"}}
-        await _recorded(system, directory, simulator, 16, seed, script="pendulum", noise=0.5)
-        await _recorded(system, directory, simulator, 24, seed + 1, script="pendulum", noise=0.7, wrong=1.0)
-
-
 def labelled_swings(episodes: int) -> Callable[[Path, int], Awaitable[None]]:
     """So many episodes of the expert, of 200 decisions each."""
 
@@ -108,23 +100,33 @@ def labelled_swings(episodes: int) -> Callable[[Path, int], Awaitable[None]]:
     return make
 
 
-async def two_minded_flow(directory: Path, seed: int) -> None:
-    """A flow policy that imitates points of which half go to the target and half away from it."""
+async def two_minds(directory: Path, seed: int) -> None:
+    """160 episodes of points, of which half go to the target and half away from it."""
     async with ActorSystem.local() as system:
-        simulator = {"simulator": TOY, "options": {"dims": 2}, "max_steps": 6}
+        await _two_minds(system, directory, seed)
+
+
+async def _two_minds(system: ActorSystem, directory: Path, seed: int) -> None:
+    simulator = {"simulator": TOY, "options": {"dims": 2}, "max_steps": 6}
+    await _recorded(system, directory, simulator, 160, seed, script="straight", noise=0.2, wrong=0.5)
+
+
+async def two_minded_flow(directory: Path, seed: int) -> None:
+    """A flow policy that imitates these."""
+    async with ActorSystem.local() as system:
         shown = directory / "shown"
-        await _recorded(system, shown, simulator, 160, seed, script="straight", noise=0.2, wrong=0.5)
-        policy = {"type": "flow", "state_size": 4, "action_size": 2, "hidden": [128, 128], "value_level": None}
-        actor = await system.spawn(PolicyActor, name="policy", policy={**policy, "seed": seed})
-        trainer = await system.spawn(
-            PolicyTrainer, name="trainer", policy={**policy, "seed": seed}, algorithm="grpo", group_size=2
-        )
+        await _two_minds(system, shown, seed)
         for episode in shown.glob("*.json"):  # half of them failed, on purpose
             episode.write_text(episode.read_text(encoding="utf-8").replace('"success": false', '"success": null'))
+        policy = {"type": "flow", "state_size": 4, "action_size": 2, "hidden": [128, 128], "value_level": None}
+        roles = {"policy": {**policy, "seed": seed}}
+        actor = await system.spawn(PolicyActor, name="policy", **roles)
+        trainer = await system.spawn(PolicyTrainer, name="trainer", **roles, algorithm="grpo", group_size=2)
         await imitate(actor, trainer, shown, steps=1500, batch=128, lr=1e-3)
         await trainer.save(str(directory / "saved"))
 
 
+GIVEN = ("off_policy.demonstrations={made}",)
 SWING = {"task": "Pendulum-v1, return", "measure": "reward/mean"}
 CASES: Mapping[str, Case] = {
     "sac": Case(**SWING, panel="Pendulum: SAC and CrossQ", label="SAC", config="pendulum_sac", every=20,
@@ -136,11 +138,10 @@ CASES: Mapping[str, Case] = {
                  "mountaincar_rlpd", "reward/mean", 10, ("off_policy.demonstrations={made}",), few_climbs),
     "rlpd_none": Case("MountainCarContinuous-v0, return", "Mountain car, rewarded at the top", "without them",
                       "mountaincar_rlpd", "reward/mean", 10),
-    "iql": Case(**SWING, panel="Pendulum: 40 mixed episodes", label="IQL", config="pendulum_iql", every=5,
-                overrides=("off_policy.demonstrations={made}", "off_policy.offline_steps=5"), prepare=mixed_swings),
-    "iql_bc": Case(**SWING, panel="Pendulum: 40 mixed episodes", label="imitation", config="pendulum_iql", every=5,
-                   overrides=("off_policy.demonstrations={made}", "off_policy.offline_steps=5", "off_policy.beta=0",
-                              "steps=5"), prepare=mixed_swings),
+    "iql": Case("toy, 2D, success", "Toy: 160 episodes, half of them away", "IQL, then acting", "toy_iql",
+                "success_once", 2, (*GIVEN, "off_policy.offline_steps=8"), two_minds),
+    "iql_bc": Case("toy, 2D, success", "Toy: 160 episodes, half of them away", "imitation", "toy_iql", "success_once",
+                   2, (*GIVEN, "off_policy.offline_steps=8", "off_policy.beta=0", "steps=8"), two_minds),
     "dagger": Case(**SWING, panel="Pendulum: 400 answers", label="DAgger", config="pendulum_dagger", every=1,
                    overrides=("steps=4", "trials.episodes=20")),
     "dagger_bc": Case(**SWING, panel="Pendulum: 400 answers", label="2 episodes imitated", config="pendulum_dagger",
@@ -148,7 +149,7 @@ CASES: Mapping[str, Case] = {
                                           "policy.horizon=1", "env.num_envs=1", "off_policy.capacity=400"),
                       prepare=labelled_swings(2)),
     "steered": Case("toy, 2D, success", "Toy: a flow of two minds, steered", "SAC over its noise", "toy_sac",
-                    "success_once", 5, ("policy.type=steered", "policy.settings.base={made}/saved/policy"),
+                    "success_once", 10, ("steps=80", "policy.type=steered", "policy.settings.base={made}/saved/policy"),
                     two_minded_flow),
 }  # fmt: skip
 """What is run, by name."""

@@ -97,7 +97,6 @@ class DaggerTrainer(RememberingTrainer):
         demonstrations: str | None = None,
         failed_demonstrations: bool = False,
         lr: float = 3e-4,
-        critic_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         grad_clip: float = 0.5,
@@ -114,7 +113,6 @@ class DaggerTrainer(RememberingTrainer):
             demonstrations: directory of demonstrations to begin with; None for none.
             failed_demonstrations: begin with those that did not solve their task, too.
             lr, betas, weight_decay, grad_clip: AdamW.
-            critic_lr: not used: nothing is expected of states.
 
         Raises:
             ValueError: a policy or a setting that cannot be had, or two ranks on a host.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from rlinf.config.embodied import (
@@ -16,7 +17,6 @@ from rlinf.config.embodied import (
     DaggerConfig,
     EmbodiedConfig,
     ImitationConfig,
-    OffPolicyConfig,
 )
 from rlinf.config.importing import mistake_in
 
@@ -34,6 +34,15 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Which algorithms read each key of `off_policy`."""
 
+OPTIMIZER_READ_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER)),
+    "critic_lr": _ALL,
+    "weight_decay": (DAGGER,),
+}
+"""Which of them read each key of `optimizer`; the others are PPO's and its like."""
+_OTHERS = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
+"""Keys of `policy` that only PPO and its like read."""
+
 
 def policy_settings(config: EmbodiedConfig) -> dict[str, Any]:
     """`type` and settings of the policy, with what its algorithm stands on where nothing else is said."""
@@ -47,10 +56,7 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the keys of `off_policy` and `dagger`, by key."""
     name, settings = config.algorithm.name, config.off_policy
     if name in (*OFF_POLICY, DAGGER):
-        usual = OffPolicyConfig()
-        for key, readers in READ_BY.items():
-            if name not in readers and getattr(settings, key) != getattr(usual, key):
-                yield f"off_policy.{key}", f"{name} does not read it, but {', '.join(readers)}: remove it"
+        yield from _unread(config)
     normed = policy_settings(config).get("batch_norm")
     if normed is True and name in WITH_TARGETS:
         yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
@@ -67,6 +73,20 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     if config.policy.type == "steered":
         yield from _steered_mistakes(config)
     yield from _dagger_mistakes(config)
+
+
+def _unread(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    """Keys that were set and that the algorithm does not read."""
+    name, usual = config.algorithm.name, EmbodiedConfig()
+    for key, readers in READ_BY.items():
+        if name not in readers and getattr(config.off_policy, key) != getattr(usual.off_policy, key):
+            yield f"off_policy.{key}", f"{name} does not read it, but {', '.join(readers)}: remove it"
+    others = [key.name for key in fields(config.optimizer) if name not in OPTIMIZER_READ_BY.get(key.name, ())]
+    for section, keys in (("policy", _OTHERS), ("optimizer", others)):
+        given, first = getattr(config, section), getattr(usual, section)
+        for key in keys:
+            if getattr(given, key) != getattr(first, key):
+                yield f"{section}.{key}", f"{name} does not read it: remove it"
 
 
 def _steered_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:

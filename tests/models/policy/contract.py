@@ -25,6 +25,7 @@ INSTANCES: dict[str, str] = {
     "flow": "tests.models.policy.contract.flow",
     "authored": "tests.models.policy.contract.authored",
     "authored, lora": "tests.models.policy.contract.adapted",
+    "gr00t": "tests.models.policy.contract.gr00t",
     "authored, part": "tests.models.policy.contract.partly_frozen",
 }
 """By name, what makes an instance."""
@@ -98,3 +99,10 @@ def adapted(directory: Path) -> Instance:
 def partly_frozen(directory: Path) -> Instance:
     known = authored(directory)
     return Instance(known.config, known.path, training={"train": ["*", "!body.0.*", "!entry.*"]})
+
+
+def gr00t(directory: Path) -> Instance:
+    from tests.models.policy.vla.gr00t.tiny import GIVEN, publish
+
+    publish(directory / "authors")
+    return Instance(GIVEN, directory / "authors", instructions=("push", "pull it"))

@@ -18,6 +18,7 @@ from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.demonstrations.load import open_episodes
 from rlinf.data.demonstrations.save import chosen_of, save_demonstrations
 from rlinf.envs.base import CannotSimulate
+from rlinf.envs.episodes import Decision
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.record import NothingToKeep, record
 from rlinf.job.embodied.roles import TRIALS, _cause, _simulation, _trials, learners_of
@@ -109,7 +110,8 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
             acting = await learners_of(config, None, roles)
         roles |= await spawn_roles(system, placed, acting)
         # one decision: what does not fit is told before anything is played
-        actions = await roles["policy"][0].act((0, 0), await roles[TRIALS][0].reset(0, 0), keep=False)
+        decided = await roles["policy"][0].act((0, 0), await roles[TRIALS][0].reset(0, 0), keep=False)
+        actions = decided.actions if isinstance(decided, Decision) else decided
         size = (await roles[TRIALS][0].shapes())["action_size"]
         if actions.shape[-1] != size:
             raise ValueError(f"actions have {actions.shape[-1]} numbers, and the environment takes {size}")

@@ -35,6 +35,10 @@ class CannotSimulate(RuntimeError):
     """A simulator cannot run on this machine; the text says what is missing, and the command that brings it."""
 
 
+class SimulatorLost(RuntimeError):
+    """What simulates has died or does not answer. Its episodes are lost; a reset of all environments begins others."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """One array of an observation."""

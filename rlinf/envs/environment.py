@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.envs.around.frame_stack import FrameStack
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.around.spoiled import Spoiled, not_finite
 from rlinf.envs.base import Observation, Simulator, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
-from rlinf.envs.wrapping.frame_stack import FrameStack
 
 MOST_STARTS = 5
 """Starts in a row whose observation is not finite, after which a simulator is given up."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.episodes import Decision, EnvOutput
 
 
 class NothingToKeep(RuntimeError):
@@ -52,8 +52,9 @@ async def record(
         simulation, actor, key = env[rank], policy[rank % len(policy)], (rank, 0)
         outputs, actions = [await simulation.reset(0, epoch)], []
         while outputs[-1].chunk is None or bool(outputs[-1].chunk.running.any()):
-            actions.append(await actor.act(key, outputs[-1], greedy=greedy, keep=False))
-            outputs.append(await simulation.step(0, actions[-1]))
+            decided = await actor.act(key, outputs[-1], greedy=greedy, keep=False)
+            outputs.append(await simulation.step(0, decided))
+            actions.append(decided.actions if isinstance(decided, Decision) else decided)
         return demonstrated(outputs, actions)
 
     written = played = epoch = nothing = 0

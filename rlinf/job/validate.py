@@ -290,4 +290,5 @@ def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     most = max((suite.episodes for suite in suites_of(config).values()), default=0)
     if trials.videos > most:
         yield "trials.videos", f"there are only {most} episodes; raise trials.episodes"
-    yield from best_mistakes(config.checkpoint, trials.patience, trials.every if most else 0, "trials")
+    every = trials.every if most or config.algorithm.name == IMITATION else 0  # which has held-out episodes, too
+    yield from best_mistakes(config.checkpoint, trials.patience, every, "trials")

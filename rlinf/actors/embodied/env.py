@@ -148,10 +148,9 @@ class EnvActor(Actor):
         Raises:
             EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
-        if isinstance(actions, Decision):
-            chunk = remembered(await self._said(self._pool.slices[number].step(actions.actions)), actions.memory)
-        else:
-            chunk = await self._said(self._pool.slices[number].step(actions))
+        actions, memory = (actions.actions, actions.memory) if isinstance(actions, Decision) else (actions, None)
+        chunk = await self._said(self._pool.slices[number].step(actions))
+        chunk = chunk if memory is None else remembered(chunk, memory)
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
 

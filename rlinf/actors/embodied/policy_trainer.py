@@ -45,6 +45,13 @@ POLICY = "policy"
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
 
+    _how = Preparation()
+    _told = False
+    """Whether those who act have weights of all parameters."""
+    _batches = 0
+    """Batches that were learned from."""
+    _scale: RewardScale | None = None
+
     _micro_batch: int | None = None
     """Decisions that a rank computes at once; None for all that it has."""
 
@@ -106,7 +113,6 @@ class PolicyTrainer(BaseTrainer):
         await self.compute(prepare, self.policy, self._how, slices)
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
-        self._told = False  # those who act have weights of all parameters
         self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
         self._scale = None

@@ -74,7 +74,7 @@ class Deciding(PolicyActor):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 async def named(trainer: Any) -> dict[str, Tensor]:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer, models
+from torch import nn
 
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.models.policy.published import EXTRA
+from rlinf.models.policy.vla.flow.gemma import AdaptiveNorm
 
 _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES: Mapping[str, Any] = {
@@ -47,8 +49,8 @@ def write_tiny(
     width: int = 32,
     sizes: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int = 0,
-) -> None:
-    """Write a directory as openpi would.
+) -> Path:
+    """Write a directory as openpi would, and return it.
 
     Args:
         directory: made if need be.
@@ -68,10 +70,14 @@ def write_tiny(
             **{part: {**known, **(sizes or {}).get(part, {})} for part, known in SIZES.items()},
         }
     )  # fmt: skip
+    for norm in policy.modules():
+        if isinstance(norm, AdaptiveNorm):  # open gates, as trained ones have: closed ones let nothing through
+            nn.init.ones_(norm.dense.bias[2 * norm.dense.in_features :])
     policy.files = {"tokenizer.json": tokenizer().to_str().encode()}
     save_policy(policy, directory)
     for ours in ("policy.json", EXTRA):
         (directory / ours).unlink()
+    return directory
 
 
 def tokenizer() -> Tokenizer:

@@ -1,1 +1,0 @@
-"""Simulators around other simulators."""

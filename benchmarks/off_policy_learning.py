@@ -85,6 +85,14 @@ def row(case: Case, outcomes: Sequence[Outcome]) -> str:
     return f"| {case.task} | {case.label} | {numbers} | {steps:,} | {minutes:.1f} |"
 
 
+def table(path: Path) -> list[str]:
+    """The rows of what was saved."""
+    runs: dict[str, list[Outcome]] = defaultdict(list)
+    for each in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        runs[each["case"]].append(Outcome(**{**each, "curve": tuple(map(tuple, each["curve"]))}))
+    return [row(CASES[name], found) for name, found in runs.items()]
+
+
 def save(outcomes: Sequence[Outcome]) -> Path:
     """Write what was measured, by date, over the same runs of an earlier call; and the curves."""
     now = datetime.datetime.now().astimezone()

@@ -111,6 +111,8 @@ def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "dagger.expert", "dagger learns from an expert: name a function, or the directory of a saved policy"
     elif not os.path.isdir(os.path.expanduser(expert)) and (advice := mistake_in(expert)) is not None:
         yield "dagger.expert", f"it is no directory, and as a function: {advice}"
+    if config.policy.settings.get("memory"):
+        yield "policy.settings.memory", "dagger learns decision by decision, without what came before: remove it"
     if config.off_policy.failed_demonstrations:
         yield "off_policy.failed_demonstrations", "dagger imitates what it begins with: leave out what failed"
 

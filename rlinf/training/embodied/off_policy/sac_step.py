@@ -178,7 +178,7 @@ class CrossQLearner(SacLearner):
         if mesh is not None and mesh.size() > 1:
             raise ValueError(
                 f"crossq: batch normalisation needs whole batches, and {mesh.size()} ranks would each see a part: "
-                "place the trainer on one rank"
+                "set placement.trainer to a single host or device"
             )
         super().__init__(policy, settings, mesh)
 

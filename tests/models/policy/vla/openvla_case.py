@@ -16,11 +16,13 @@ def loaded(directory, kind, **settings):
     return make_policy({"type": kind, **given, **settings}, str(directory), CPU)
 
 
-def instance_of(directory, kind, **settings):
+def instance_of(directory, kind, training=None, **settings):
     """An instance for `tests/models/policy/contract.py`."""
     given = {"embodiment": "plain", "image": (28, 28, 3), "action_size": 3, "chunk": 2, "prompt_length": 24}
     write_tiny(directory, kind, action_size=3)
-    return Instance({"type": kind, **given, **settings}, directory, instructions=("push", "pick up the bowl"))
+    return Instance(
+        {"type": kind, **given, **settings}, directory, training or {}, instructions=("push", "pick up the bowl")
+    )
 
 
 def openvla(directory):
@@ -29,6 +31,11 @@ def openvla(directory):
 
 def oft(directory):
     return instance_of(directory, "openvla-oft", value_level="action")
+
+
+def adapted(directory):
+    lora = {"r": 2, "alpha": 2, "target_modules": ["auto"]}
+    return instance_of(directory, "openvla-oft", {"lora": lora}, value_level="action")
 
 
 def seen(rows=4, channels=3, seed=0):

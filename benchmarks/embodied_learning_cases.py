@@ -12,6 +12,7 @@ from torch import Tensor
 from rlinf.envs.base import Transition
 from rlinf.envs.episodes import EnvOutput
 from rlinf.envs.toy import REACH, Reach
+from rlinf.models.policy.vla.openvla.tiny import NETWORK
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 
@@ -67,6 +68,22 @@ class Case:
 
 _LAYER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 
+
+def _flow(method: str) -> Case:
+    return Case(
+        task="2-D, state, distance as reward",
+        simulator="rlinf.envs.toy.Reach",
+        options={"dims": 2},
+        policy={"type": "flow", "hidden": [64, 64], "method": method, "steps": 4, "normalise": False},
+        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+        learning={"lr": 1e-3, "epochs": 4, "minibatch": 256},
+        demonstrations=12,
+        imitation={"steps": 40, "batch": 64, "lr": 1e-3},
+        num_envs=64,
+        steps=60,
+    )
+
+
 CASES = {
     # From pictures of 16 x 16 alone: what the script is told, the policy must see.
     "vla-ppo": Case(
@@ -90,12 +107,12 @@ CASES = {
         num_envs=64,
         steps=60,
     ),
-    # The same from pictures of 28 x 28 by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
+    # The same by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
     # that a core computes. Two actions are decided at a time, each with a value of its own.
     "oft-ppo": Case(
         task="2-D, pixels and words, distance as reward",
         simulator="rlinf.envs.toy.Reach",
-        options={"dims": 2, "pixels": 28},
+        options={"dims": 2, "pixels": 16},
         policy={
             "type": "openvla-oft",
             "embodiment": "plain",
@@ -106,11 +123,53 @@ CASES = {
         algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
         learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 64},
         demonstrations=512,
-        imitation={"steps": 500, "batch": 64, "lr": 1e-3},
+        imitation={"steps": 1000, "batch": 64, "lr": 1e-3},
         num_envs=64,
         steps=60,
-        checkpoint={"action_size": 2, "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}}},
+        checkpoint={
+            "action_size": 2,
+            "network": {
+                "image_sizes": [16, 16],
+                "vision_sizes": [{**each, "image": 16, "patch": 4} for each in NETWORK["vision_sizes"]],
+            },
+            "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}},
+        },
     ),
+    # pi0.5 from the same pictures as the small VLA: its true structure, tokenizer and files. Every step of its chain
+    # draws (Flow-Noise). All of it learns: its first weights are random, of PaliGemma's too.
+    "pi05-ppo": Case(
+        task="2-D, pixels and words, distance as reward",
+        simulator="rlinf.envs.toy.Reach",
+        options={"dims": 2, "pixels": 16},
+        policy={
+            "type": "pi05",
+            "instruction": "reach",
+            "prompt_length": 8,
+            "state_size": 0,
+            "method": "flow_noise",
+            "steps": 3,
+            "critic_hidden": (64, 64),
+        },
+        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+        learning={"lr": 6e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 128, "train": ["*"]},
+        demonstrations=512,
+        imitation={"steps": 330, "batch": 64, "lr": 1e-3},
+        num_envs=64,
+        steps=36,
+        checkpoint={
+            "horizon": 1,
+            "width": 4,
+            "actions": (REACH, REACH),
+            "sizes": {
+                "vision": {**_LAYER, "image_size": 16, "patch_size": 4},
+                "language": {**_LAYER, "num_hidden_layers": 2, "head_dim": 32},
+                "expert": {**_LAYER, "num_hidden_layers": 2, "head_dim": 32},
+            },
+        },
+    ),
+    # The small policy that denoises, once by each way to draw, from a few demonstrations.
+    "flow_sde-ppo": _flow("flow_sde"),
+    "flow_noise-ppo": _flow("flow_noise"),
     # Nothing says how far the target is; episodes that began alike are compared, and where all of them or none solved
     # the task there is nothing to learn.
     "mlp-grpo": Case(

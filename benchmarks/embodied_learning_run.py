@@ -24,7 +24,8 @@ from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
 from rlinf.models.policy.build import fitted, make_policy
-from rlinf.models.policy.vla.openvla.tiny import write_tiny
+from rlinf.models.policy.vla.flow import tiny as flow_tiny
+from rlinf.models.policy.vla.openvla import tiny as openvla_tiny
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectory_batch import summary
@@ -73,6 +74,7 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
         env, config = await _environments(system, case, seed)
         path = None
         if case.checkpoint is not None:
+            write_tiny: Any = (flow_tiny if config["type"] in ("pi0", "pi05") else openvla_tiny).write_tiny
             path = str(write_tiny(directory / "checkpoint", config["type"], seed=seed, **case.checkpoint))
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
         policy = await system.spawn(PolicyActor, name="policy", policy=config, path=path)

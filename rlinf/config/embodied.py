@@ -5,6 +5,8 @@ A file with a section `env` is one of these; every other one is for text (`text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +17,8 @@ from rlinf.config.text import LoraConfig
 
 OFF_POLICY = ("sac", "crossq", "iql")
 """Algorithms that learn from a replay buffer, by `off_policy`."""
+IMITATION = "imitation"
+"""The algorithm that learns from demonstrations alone."""
 DAGGER = "dagger"
 """The algorithm that learns from what an expert would do."""
 
@@ -66,8 +70,9 @@ class PolicyConfig:
     """The policy that acts and learns."""
 
     type: str | None = None
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words); for sac and its like `soft` (state), `soft_pixels`, or
-    `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null takes mlp, or soft."""
+    """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05` and
+    `gr00t` (published ones); for sac and its like `soft` (state), `soft_pixels`, or `steered` (the noise of a frozen
+    policy); or the dotted path of a class of your own. null takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
@@ -93,8 +98,8 @@ class PolicyConfig:
 @dataclass
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
-    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; or dagger, with `dagger`.
-    `algorithm: ppo` is short for its name."""
+    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; dagger, with `dagger`; or
+    imitation, with `imitation`. `algorithm: ppo` is short for its name."""
 
     __shorthand__: ClassVar[str] = "name"
 
@@ -135,7 +140,7 @@ class ControlAlgorithmConfig:
     """Groups of episodes whose mean return lies outside of these bounds are not learned from (grpo and its like), such
     as [0.5, 4.5] where a solved task earns 5; null for no bounds."""
     filter_success: tuple[float, float] | None = None
-    """The same of the share of a group's episodes that solved the task, such as [0.1, 0.9], where the simulator says it.
+    """The same of the share of a group's episodes that solved the task, such as [0.1, 0.9], where a simulator says it.
     Groups in which all did, or not one, are never learned from."""
     reward_scaling: bool = False
     """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
@@ -232,16 +237,37 @@ class DaggerConfig:
 
 @dataclass
 class ImitationConfig:
-    """Supervised warm-up on demonstrations, before learning by acting."""
+    """Supervised learning from demonstrations: a warm-up before learning by acting, or, where the algorithm is
+    imitation, all that the run does (with the optimizer of `optimizer`)."""
 
     path: str | None = None
-    """Directory of demonstrations, as `rlinf.flows.record` writes them; null skips the warm-up."""
+    """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill (HDF5), or
+    RLDS-like archives (npz); null skips the warm-up."""
+    format: Literal["rlinf", "lerobot", "maniskill", "rlds"] | None = None
+    """What lies there; null goes by its files."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Our name for each feature of the data set, such as {observation.images.front: rgb, observation.state: state,
+    action: actions}; features of one name are joined, as cameras are; empty takes the format's own choice."""
+    bounds: Any = None
+    """What becomes -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the data
+    set itself; null takes actions as they are."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Several data sets instead of path: by name {path, weight: 1.0, format, names, bounds}. Of every batch each has
+    its share."""
+    solved: bool = True
+    """Leave out episodes that did not solve their task, where the data says so."""
+    held_out: float = number(0.0, low=0, below=1)
+    """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
+    on it."""
+    memory_gb: float = number(4.0, above=0)
+    """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
+    one after the other."""
     steps: int = number(300, low=1)
-    """Optimizer steps."""
+    """Optimizer steps of the warm-up; of a run of imitation, in each of its `steps`."""
     batch: int = number(64, low=1)
     """Decisions in each, over all ranks."""
     lr: float = number(1e-3, above=0)
-    """Learning rate (AdamW)."""
+    """Learning rate of the warm-up (AdamW); a run of imitation has optimizer.lr."""
 
 
 @dataclass
@@ -258,10 +284,70 @@ class TrialsConfig:
     """End the run after so many evaluations in a row that are no better than the best one before them, by
     checkpoint.best or else by evaluation/success_once; 0 takes all steps."""
     videos: int = number(0, low=0)
-    """Of how many of them a video is kept in the run directory; the simulator must be able to render."""
+    """Of how many of them a video is kept in the run directory, failures first: they are played again for it. The
+    simulator must be able to render."""
+    seed: int | None = number(None, low=0)
+    """Of their starts, which are kept for trials: no episode of training begins by one of their seeds. null takes the
+    run's seed; a number gives runs of several seeds the same trials."""
+    suites: dict[str, Any] = field(default_factory=dict)
+    """Further sets of environments, by name, each tried for itself: {far: {options: {distance: 2.0}, episodes: 100}},
+    with options besides env.options and trials.options, and episodes or max_steps where they differ. Their metrics
+    begin with evaluation/suites/NAME/, such as evaluation/suites/far/success_once."""
     options: dict[str, Any] = field(default_factory=dict)
     """What their simulators are made with besides env.options, such as {pictures: true}, which ManiSkill needs for
     videos, and which slows its building down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A set of environments that trials are played in."""
+
+    episodes: int
+    """How many."""
+    options: dict[str, Any]
+    """Of its simulators."""
+    max_steps: int | None
+    """Steps after which an episode is cut off; None for the simulator's own limit."""
+
+
+_SUITE = {"options": dict, "episodes": int, "max_steps": int}
+"""Keys of an entry of `trials.suites`, and their types."""
+
+
+def suites_of(config: EmbodiedConfig) -> dict[str, Suite]:
+    """The sets of environments that trials are played in, by name; those of training are "" and come first.
+
+    Args:
+        config: without mistakes in `trials.suites`.
+    """
+    env, trials = config.env, config.trials
+    common = {**env.options, **trials.options}
+    suites = {"": Suite(trials.episodes, common, env.max_steps)}
+    for name, entry in trials.suites.items():
+        options = {**common, **entry.get("options", {})}
+        suites[name] = Suite(entry.get("episodes", trials.episodes), options, entry.get("max_steps", env.max_steps))
+    return {name: suite for name, suite in suites.items() if suite.episodes}
+
+
+def suite_mistakes(suites: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, advice) for every mistake in `trials.suites`.
+
+    Args:
+        suites: as they were written.
+    """
+    for name, entry in suites.items():
+        key = f"trials.suites.{name}"
+        if not re.fullmatch(r"[\w.-]+", str(name)) or str(name).startswith("."):
+            yield key, "this names metrics and directories: write it with letters, digits, - and _ alone"
+        if not isinstance(entry, Mapping):
+            yield key, "write {options: {...}}, and episodes or max_steps where they differ"
+            continue
+        for each, value in entry.items():
+            if each not in _SUITE:
+                yield f"{key}.{each}", f"it has no such key; its keys are {', '.join(_SUITE)}"
+            elif not isinstance(value, _SUITE[each]) or isinstance(value, bool) or value == 0:
+                wanted = "a mapping of options" if each == "options" else "a whole number from 1 on"
+                yield f"{key}.{each}", f"{value!r}: write {wanted}"
 
 
 @dataclass

@@ -35,6 +35,10 @@ class CannotSimulate(RuntimeError):
     """A simulator cannot run on this machine; the text says what is missing, and the command that brings it."""
 
 
+class SimulatorLost(RuntimeError):
+    """What simulates has died or does not answer. Its episodes are lost; a reset of all environments begins others."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """One array of an observation."""
@@ -209,6 +213,11 @@ class Simulator(ABC):
     def instructions(self) -> Sequence[str] | None:
         """What each environment is to do, in words, N texts; None if the task has none. May change with a reset."""
         return None
+
+    def tasks(self) -> Sequence[str] | None:
+        """Name of each environment's task, N texts, by which success is counted: its instruction, unless an adapter
+        knows better; None where all have the same. May change with a reset."""
+        return self.instructions()
 
     def render(self, env_ids: Tensor) -> Tensor:
         """Pictures for people, uint8 [n, H, W, 3].

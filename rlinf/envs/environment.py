@@ -14,14 +14,14 @@ and another one is begun in its place, or in the place of all of its group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.data.rng import mix
 from rlinf.envs.around.frame_stack import FrameStack
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.around.spoiled import Spoiled, not_finite
 from rlinf.envs.base import Observation, Simulator, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
@@ -29,37 +29,6 @@ from rlinf.envs.video import Recorder
 
 MOST_STARTS = 5
 """Starts in a row whose observation is not finite, after which a simulator is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How episodes begin and end, and how much of them is seen."""
-
-    seed: int = 0
-    """Of all starts."""
-    group_size: int = 1
-    """So many neighbouring environments begin their episodes of equal number alike."""
-    auto_reset: bool = True
-    """After a chunk in which an episode ended, the next one begins; otherwise the environment waits for `reset`."""
-    chunks: int | None = None
-    """So many chunks follow on a `reset`, and after the last one no episode is begun that nobody would act in; None: it
-    is not known."""
-    ignore_terminations: bool = False
-    """Episodes go on when their task ends, so that all last until their time limit."""
-    max_steps: int | None = None
-    """Steps after which an episode is cut off; None for the simulator's own limit."""
-    frame_stack: int = 1
-    """So many last observations are seen at once; see `FrameStack`."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size={self.group_size} must be at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps={self.max_steps} must be at least 1")
-        if self.chunks is not None and self.chunks < 1:
-            raise ValueError(f"chunks={self.chunks} must be at least 1")
-        if self.frame_stack < 1:
-            raise ValueError(f"frame_stack={self.frame_stack} must be at least 1")
 
 
 class Environment:
@@ -97,6 +66,7 @@ class Environment:
         self._epoch: int | None = None
         self._done = 0  # chunks since the last reset
         self._spoiled = Spoiled(self._place)
+        self._tasks: list[str] | None = None  # of each environment's episode
 
     def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
         """Begin new episodes everywhere.
@@ -166,6 +136,7 @@ class Environment:
             "chunks": self._done,
             "observation": {name: array.clone() for name, array in self._observation.items()},
             "tells_success": self._tells_success,
+            "tasks": self._tasks,
             **{name: getattr(self, f"_{name}").clone() for name in _COUNTERS},
         }
 
@@ -187,11 +158,21 @@ class Environment:
         self.simulator.restore(state["simulator"], self._everyone)
         self._epoch, self._done = state["epoch"], state["chunks"]
         self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
-        self._tells_success = state["tells_success"]
+        self._tells_success, self._tasks = state["tells_success"], state.get("tasks")
         for name in _COUNTERS:
             place = torch.device("cpu") if name == "episode" else device
             setattr(self, f"_{name}", state[name].to(place, copy=True))
         return Start(self._observation, self._episode.clone(), self._instructions())
+
+    def watch(self, envs: Sequence[int]) -> None:
+        """Keep videos of these environments alone from now on, counted over all workers and slices.
+
+        Raises:
+            RuntimeError: it has no recorder.
+        """
+        if self._recorder is None:
+            raise RuntimeError("these environments were made without a recorder: give them a Recording")
+        self._recorder.watch(envs)
 
     def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
@@ -206,14 +187,14 @@ class Environment:
         self.simulator.close()
 
     def seed_of(self, env: int, episode: int) -> int:
-        """Seed of an episode's start, from 0 to 2^31 - 1, which is what every simulator takes.
+        """Seed of an episode's start; see `Rules.seed_of`.
 
         Args:
             env: environment, from 0 to N - 1.
             episode: its number in the epoch.
         """
         assert self._epoch is not None
-        return mix(self.rules.seed, self._epoch, (self.first + env) // self.rules.group_size, episode) >> 32
+        return self.rules.seed_of(self._epoch, self.first + env, episode)
 
     def _begin(self, envs: Tensor) -> Observation:
         """Begin the episodes whose numbers `_episode` says, in some environments; their first observations. Starts that
@@ -232,6 +213,8 @@ class Environment:
             self._episode[envs[rows]] += 1
             observation = with_rows(observation, rows, self._started(envs[rows]))
             attempts += 1
+        if (tasks := self.simulator.tasks()) is not None:
+            self._tasks = list(tasks)
         if self._recorder is not None:
             names = [(self.first + env, self._epoch or 0, int(self._episode[env])) for env in envs.tolist()]
             self._recorder.begin(self.simulator, envs.tolist(), names)
@@ -335,6 +318,7 @@ class Environment:
                     success_once=once if self._tells_success else None,
                     success_at_end=solved if self._tells_success else None,
                     truncated=cut,
+                    task=None if self._tasks is None else self._tasks[env],
                 )
             )
             if self._recorder is not None:

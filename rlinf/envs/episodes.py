@@ -42,6 +42,8 @@ class Episode:
     """The task was solved after the last step."""
     truncated: bool
     """It was cut off; otherwise the task ended it."""
+    task: str | None = None
+    """Name of what it was to do, as the simulator says when it begins; None where there is one task alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ calls begins new ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.around.rules import Rules
+from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, SimulatorLost
+from rlinf.envs.environment import Environment
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.gpu.own_device import choose_device
 
@@ -82,20 +83,31 @@ class Program:
         return packed(start)
 
     def step(self, part: int, actions: np.ndarray) -> Any:
-        """`Environment.step` of one slice; None if it has no episodes, because this process is new."""
-        if not self._begun[part]:
-            return None
-        return packed(self._environments[part].step(torch.from_numpy(actions)))
+        """`Environment.step` of one slice; a text says why it has no episodes."""
+        return self._or_lost(part, lambda: packed(self._environments[part].step(torch.from_numpy(actions))))
 
     def save(self, part: int) -> Any:
-        """`Environment.state_dict` of one slice; None if it has no episodes."""
-        return self._environments[part].state_dict() if self._begun[part] else None
+        """`Environment.state_dict` of one slice; a text says why it has no episodes."""
+        return self._or_lost(part, self._environments[part].state_dict)
 
     def load(self, part: int, state: dict[str, Any]) -> Any:
         """`Environment.load_state_dict` of one slice."""
         start = self._environments[part].load_state_dict(state)
         self._begun[part] = True
         return packed(start)
+
+    def watch(self, part: int, envs: tuple[int, ...]) -> None:
+        """`Environment.watch` of one slice."""
+        self._environments[part].watch(envs)
+
+    def _or_lost(self, part: int, call: Callable[[], Any]) -> Any:
+        if not self._begun[part]:
+            return "its process is new"
+        try:
+            return call()
+        except SimulatorLost as error:
+            self._begun[part] = False
+            return str(error)
 
     def offload(self, part: int) -> None:
         """`Environment.offload` of one slice."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlinf.envs.environment import Rules
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.episodes import Chunk, Start, lost_chunk
 from rlinf.envs.worker import SliceRange, unpacked
 from rlinf.runtime.base.errors import RuntimeFault
@@ -96,16 +96,16 @@ class WorkerSlice:
         """`Environment.step`, or the chunk of a loss."""
         self._check_begun()
         died: Exception | None = None
-        packed = None
+        packed: Any = "a loss was told of before"
         if self._owed is None:
             try:
                 packed = await self._worker.call(
                     "step", self._part, actions.contiguous().numpy(), timeout=self._step_timeout
                 )
             except (ChildDied, CallTimeout) as error:
-                died = error
-        if packed is None:
-            start = self._owed or await self._redraw(died)
+                packed, died = str(error), error
+        if isinstance(packed, str):  # why there are no episodes
+            start = self._owed or await self._redraw(packed, died)
             chunk = lost_chunk(start, self._episode, self._running, actions.shape[1])
         else:
             chunk = unpacked(packed)
@@ -137,13 +137,12 @@ class WorkerSlice:
         """`Environment.state_dict`, and what this side knows."""
         self._check_begun()
         died: Exception | None = None
-        saved = None
         try:
             saved = await self.call("save")
         except (ChildDied, CallTimeout) as error:
-            died = error
-        if saved is None:
-            self._owed = await self._redraw(died)
+            saved, died = str(error), error
+        if isinstance(saved, str):
+            self._owed = await self._redraw(saved, died)
             saved = await self.call("save")
         owed = self._owed is not None
         told = {"episode": self._episode, "running": self._running, "epoch": self._epoch, "owed": owed}
@@ -166,13 +165,13 @@ class WorkerSlice:
         self._running = torch.ones_like(start.episode, dtype=torch.bool)
         return start
 
-    async def _redraw(self, died: Exception | None) -> Start:
+    async def _redraw(self, why: str, died: Exception | None) -> Start:
         """Begin new episodes after a loss, unless the pool is being closed."""
         if self.closing and died is not None:
             raise died
         self._losses += 1
-        what = str(died).splitlines()[0] if died is not None else f"{self._worker.name!r} is a new process"
-        logger.warning("episodes of environments %s are lost: %s", self._numbers(), what)
+        who, reason = self._worker.name, why.splitlines()[0]
+        logger.warning("episodes of environments %s (%s) are lost: %s", self._numbers(), who, reason)
         return await self._begin(self._episode, died)
 
     async def _begin(self, episode: Tensor, died: Exception | None) -> Start:

@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.algos import recipes, spec
 from rlinf.algos.parts import Clipped, Correction, Gae, GroupRelative, Rejection
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
 from rlinf.config.text import RunConfig
 from rlinf.data.step import works_ahead
@@ -82,13 +82,21 @@ def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> st
     )
 
 
-def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec:
-    """The algorithm of a run in which a policy acts.
+def acting_flow_of(config: EmbodiedConfig) -> str:
+    """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
+    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    return config.flow or usual.get(config.algorithm.name, "rlinf.flows.embodied")
+
+
+def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec | None:
+    """The algorithm of a run in which a policy acts; None if it learns from single transitions or from an expert.
 
     Raises:
         ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
     """
     algorithm = config.algorithm
+    if algorithm.name in (*OFF_POLICY, DAGGER, IMITATION):
+        return None
     places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
     values = {place: getattr(algorithm, place) for place in places}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from rlinf.agents.agent import Agent
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.common import TrackingConfig
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import resolve
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.placement import Placing
@@ -29,6 +29,7 @@ from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
 from rlinf.job.algorithm import (
+    acting_flow_of,
     algorithm_of,
     control_algorithm_of,
     flow_of,
@@ -64,6 +65,7 @@ from rlinf.placement.seats import CONTROL, KIND, Placed, RoleKind, place, placed
 from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runtime.gpu.own_device import own_device
 
+Spec = TypeVar("Spec", bound=AlgorithmSpec | None)
 Flow = Callable[..., Awaitable[Mapping[str, float]]]
 """One step; it takes what it names of `step` and the roles, and returns the step's metrics."""
 
@@ -215,14 +217,12 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
 
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
-    off_policy = (name := config.algorithm.name) in OFF_POLICY
-    algorithm = None if off_policy or name == DAGGER else _algorithm(name, lambda: control_algorithm_of(config))
-    path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
+    algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
     in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
     problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
     problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
-    if config.placement.mode == "auto" and flow is sac and off_policy:
+    if config.placement.mode == "auto" and flow is sac and algorithm is None:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))
     callbacks = Callbacks.of(config.callbacks, problems)
@@ -236,7 +236,7 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     )
 
 
-def _algorithm(name: str, make: Callable[[], AlgorithmSpec]) -> AlgorithmSpec:
+def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:
     try:
         return make()
     except ValueError as error:

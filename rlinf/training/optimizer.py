@@ -68,7 +68,10 @@ def minimize(
         sum_over_copies([each for each in parameters if not isinstance(each, DTensor)], mesh)
     leads = sharded or mesh is None or mesh.get_local_rank() == 0
     whole = reduce(add, parts)
-    return optimizer_step(whole, parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
+    try:
+        return optimizer_step(whole, parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
+    finally:
+        forget_gradients(optimizer)
 
 
 def _add_gradients(total: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -45,6 +45,8 @@ async def roles(system, *, name="", slices=1, env=None, policy=None, kind=SacTra
     """Roles of an off-policy run, with `trainer`'s settings changed."""
     config = policy_for({**SOFT, **(policy or {})})
     learning = {**LEARNING, **trainer}
+    if trainer.get("algorithm") == "iql":
+        del learning["alpha"]  # it has no temperature
     return {
         "env": await environments(system, f"env{name}", slices=slices, **(env or {})),
         "policy": await system.spawn(PolicyActor, keep_following=True, name=f"policy{name}", policy=config),

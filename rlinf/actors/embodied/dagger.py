@@ -32,8 +32,6 @@ from rlinf.training.optimizer import minimize, share_of
 
 Expert = Callable[[Mapping[str, Tensor], Sequence[str] | None], Tensor]
 """From N observations and instructions to chunks of actions in [-1, 1], float32 [N, C, A]."""
-_LABEL = "expert"
-"""Name of the expert's actions among what is stored of a decision."""
 
 
 class DaggerPolicy(PolicyActor):
@@ -80,7 +78,8 @@ class DaggerPolicy(PolicyActor):
         # a place that no policy draws from
         guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
         actions = torch.where(guided[..., None].to(shown.device), shown, act.actions)
-        return replace(act, actions=actions, stored={**act.stored, _LABEL: self._policy.encode(shown)})
+        inputs = self._policy.inputs(observation, output.instructions)
+        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(shown)})
 
 
 class DaggerTrainer(RememberingTrainer):
@@ -98,7 +97,6 @@ class DaggerTrainer(RememberingTrainer):
         demonstrations: str | None = None,
         failed_demonstrations: bool = False,
         lr: float = 3e-4,
-        critic_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         grad_clip: float = 0.5,
@@ -115,7 +113,6 @@ class DaggerTrainer(RememberingTrainer):
             demonstrations: directory of demonstrations to begin with; None for none.
             failed_demonstrations: begin with those that did not solve their task, too.
             lr, betas, weight_decay, grad_clip: AdamW.
-            critic_lr: not used: nothing is expected of states.
 
         Raises:
             ValueError: a policy or a setting that cannot be had, or two ranks on a host.
@@ -150,10 +147,9 @@ class DaggerTrainer(RememberingTrainer):
         whole = joined(trajectories)
         valid = whole.chunks.valid.bool()
         done = valid.any(-1)
-        labels = whole.stored[_LABEL]
-        stored = {name: rows[done] for name, rows in whole.stored.items() if name not in (_LABEL, "actions")}
-        if bool(done.any()):
-            self._keep({**stored, "actions": labels[done]}, torch.ones_like(valid[done]))
+        if bool(done.any()):  # the expert answered with whole chunks, however much of them was done
+            stored = {name: rows[done] for name, rows in whole.stored.items()}
+            self._keep(stored, torch.ones_like(valid[done]))
         return {
             "env_steps": float(valid.sum()),
             "decisions": float(done.sum()),
@@ -166,16 +162,17 @@ class DaggerTrainer(RememberingTrainer):
     def _catch_up(self) -> dict[str, float]:
         parts: list[LossSum] = []
         for _ in range(self._per_step if len(self._replay) else 0):
-            drawn = self._replay.draw(self._batch, mix(self._seed, self._updates))
+            seed = mix(self._seed, self._updates)
             self._updates += 1
-            parts.append(self._imitated(drawn))
+            parts.append(self._imitated(self._replay.draw(self._batch, seed), seed))
         found = self._learned(parts)
         return {**found, **({"dagger/loss": float(sum(parts[1:], parts[0]).mean())} if parts else {})}
 
-    def _imitated(self, drawn: Rows) -> LossSum:
+    def _imitated(self, drawn: Rows, seed: int) -> LossSum:
         share, counts = share_of(torch.arange(len(drawn["valid"])), self.mesh)
         stored = {name: rows[share].to(self.device) for name, rows in drawn.items()}
-        loss = self.policy.imitate(stored, stored.pop("valid") & counts)
+        seeds = torch.tensor([mix(seed, row) for row in share.tolist()], device=self.device)
+        loss = self.policy.imitate(stored, stored.pop("valid") & counts, seeds)
         return minimize(loss, self._learning, self._optimizer, mesh=self.mesh, grad_clip=self._clip)[0]
 
 

@@ -6,15 +6,15 @@ only where they share a worker, so while one is simulated the policy can decide 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlinf.data.rng import mix
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import Observation
-from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Decision, EnvOutput, remembered
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
@@ -43,6 +43,7 @@ class EnvActor(Actor):
         ignore_terminations: bool = False,
         max_steps: int | None = None,
         frame_stack: int = 1,
+        held_out: bool = False,
         recording: Recording | None = None,
         step_timeout: float = 60.0,
         start_timeout: float = 300.0,
@@ -56,7 +57,7 @@ class EnvActor(Actor):
             workers: child processes that they are divided over; 0 simulates in a thread of this process.
             slices: parts that are acted on independently.
             seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack: see `Rules`.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack, held_out: see `Rules`.
             recording: which episodes become videos; None for none.
             step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
@@ -73,6 +74,7 @@ class EnvActor(Actor):
             ignore_terminations=ignore_terminations,
             max_steps=max_steps,
             frame_stack=frame_stack,
+            held_out=held_out,
         )
         self._pool = EnvironmentPool(
             simulator,
@@ -151,6 +153,16 @@ class EnvActor(Actor):
         chunk = chunk if memory is None else remembered(chunk, memory)
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
+
+    @endpoint
+    async def watch(self, number: int, envs: Sequence[int]) -> None:
+        """Keep videos of some environments of a slice alone from now on.
+
+        Args:
+            number: of the slice.
+            envs: counted over all slices; () for none.
+        """
+        await self._pool.slices[number].watch(envs)
 
     @endpoint(device=True)
     async def state(self) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.parts import Gae
 from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.demonstrations import DecisionStream, Shown, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
@@ -44,6 +44,16 @@ POLICY = "policy"
 
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
+
+    _how = Preparation()
+    _told = False
+    """Whether those who act have weights of all parameters."""
+    _batches = 0
+    """Batches that were learned from."""
+    _scale: RewardScale | None = None
+
+    _micro_batch: int | None = None
+    """Decisions that a rank computes at once; None for all that it has."""
 
     async def setup(  # type: ignore[override]
         self,
@@ -98,7 +108,7 @@ class PolicyTrainer(BaseTrainer):
         await self._open_mesh()
         self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
         has_critic = self.policy.config.value_level is not None
-        check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
+        self._check_critic(has_critic, group_size)
         if critic_warmup and not self.policy.of_critic():
             raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
         spread = self._how.slices(self.policy, self.world_size)
@@ -106,7 +116,6 @@ class PolicyTrainer(BaseTrainer):
         await self.compute(prepare, self.policy, self._how, slices)
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
-        self._told = False  # those who act have weights of all parameters
         self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
         self._groups = GroupFilter(filter_returns, filter_success)
@@ -206,10 +215,14 @@ class PolicyTrainer(BaseTrainer):
             return torch.arange(len(chosen)) % self.world_size
         return batch.sequences[chosen, 0] % self.world_size
 
+    def _check_critic(self, has_critic: bool, group_size: int) -> None:
+        """Whether the algorithm can do with the policy and the environments; raises ValueError if not."""
+        check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
+
     @endpoint(device=True, joint=True)
     async def imitate(
         self,
-        path: str | Path,
+        path: str | Path | Shown,
         *,
         steps: int,
         batch: int = 64,
@@ -219,7 +232,7 @@ class PolicyTrainer(BaseTrainer):
         """Learn to act as in demonstrations, with an optimizer of its own.
 
         Args:
-            path: directory of demonstrations, where every rank can read it.
+            path: demonstrations, where every rank can read them: a directory in any format, or several data sets.
             steps: optimizer steps.
             batch: decisions in each, over all ranks.
             lr: learning rate of AdamW.
@@ -235,21 +248,16 @@ class PolicyTrainer(BaseTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
+        shown = path if isinstance(path, Shown) else Shown.at(path)
+        return await self.computed_jointly(self._imitate, shown, steps, batch, lr, tuple(fixed))
 
-    def _imitate(self, path: Path, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
-        shown = decisions(read_demonstrations(path.expanduser()), self.policy.config.chunk)
-        found = imitate(
-            self.policy,
-            shown,
-            self.device,
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            fixed=fixed,
-            seed=self._seed,
-            mesh=self.mesh,
-        )
+    def _imitate(self, shown: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
+        at_least_one("imitate", batch=batch)
+        learned, _ = open_parts(shown, self._seed)
+        chunk = self.policy.config.chunk
+        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory)
+        how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
+        found = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
         return found
 

@@ -3,10 +3,11 @@ them: decisions to learn from, batches in an order drawn from a seed, statistics
 """
 
 from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined
-from rlinf.data.demonstrations.load import first_demonstration, open_episodes, read_demonstrations
+from rlinf.data.demonstrations.load import Shown, first_demonstration, open_episodes, open_parts, read_demonstrations
 from rlinf.data.demonstrations.records import write_demonstrations
+from rlinf.data.demonstrations.stream import DecisionStream
 
 __all__ = [
-    "Decisions", "Demonstration", "Window", "decisions", "first_demonstration", "joined", "open_episodes",
-    "read_demonstrations", "write_demonstrations",
+    "DecisionStream", "Decisions", "Demonstration", "Shown", "Window", "decisions", "first_demonstration", "joined",
+    "open_episodes", "open_parts", "read_demonstrations", "write_demonstrations",
 ]  # fmt: skip

@@ -119,6 +119,10 @@ class Window:
         """Decisions, D."""
         return len(self._last)
 
+    def between(self, first: int, end: int) -> Decisions:
+        """Neighbouring decisions, as far as there are some."""
+        return self.rows(torch.arange(first, min(end, len(self))))
+
     def rows(self, chosen: Tensor) -> Decisions:
         """Some of the decisions, `chosen` int64 [d]."""
         episode, last = self._episode[chosen], self._last[chosen]

@@ -6,11 +6,15 @@ In: a path, and what its features are to be called. Out: `Episodes`, of which no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rlinf.data.demonstrations.episode import Demonstration
 from rlinf.data.demonstrations.source import Episodes
+from rlinf.data.demonstrations.stream import Part, bounded
+from rlinf.data.rng import permutation
 
 FORMATS = {
     "rlinf": "rlinf.data.demonstrations.records.Records",
@@ -82,3 +86,57 @@ def first_demonstration(directory: Path, *, solved: bool = True) -> Demonstratio
     """The first episode that `read_demonstrations` would give; raises what that does, if there is none."""
     found = open_episodes(directory)
     return found.read(found.chosen(solved)[0])
+
+
+SET_KEYS = ("path", "weight", "format", "names", "bounds")
+"""What may be said of each of several data sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a policy is to learn from."""
+
+    sets: Mapping[str, Mapping[str, Any]]
+    """By name: `path`, and `weight`, `format`, `names`, `bounds` where they differ from the defaults."""
+    solved: bool = True
+    """Leave out episodes of which somebody says that they did not solve their task."""
+    held_out: float = 0.0
+    """Share of the episodes of each data set that is not learned from, but watched."""
+    memory: int = 4 << 30
+    """Bytes of episodes that are held at a time."""
+
+    @classmethod
+    def at(cls, path: str | Path) -> Shown:
+        """One data set, all of it."""
+        return cls(sets={"data": {"path": str(path)}})
+
+
+def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
+    """The data sets, each cut into what is learned from and what is held out.
+
+    Args:
+        shown: which.
+        seed: of which episodes are held out.
+
+    Raises:
+        FileNotFoundError: a data set is not there.
+        ValueError: one is broken, has too few episodes to hold any out, or a setting of it cannot be used.
+    """
+    learned, watched = [], []
+    for number, (name, about) in enumerate(shown.sets.items()):
+        if unknown := sorted({*about} - {*SET_KEYS}):
+            raise ValueError(f"{name} has no {unknown[0]!r}; of a data set there are {', '.join(SET_KEYS)}")
+        weight = float(about.get("weight", 1.0))
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"{name}: weight={weight} must be above 0")
+        episodes = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+        places = episodes.chosen(shown.solved)
+        order = [places[each] for each in permutation(len(places), seed, number).tolist()]
+        left = round(shown.held_out * len(places))
+        if shown.held_out and not 0 < left < len(places):
+            raise ValueError(f"{episodes.path}: {shown.held_out:g} of its {len(places)} episodes cannot be held out")
+        part = bounded(Part(episodes, tuple(sorted(order[left:])), weight), about.get("bounds"))
+        learned.append(part)
+        if left:
+            watched.append(Part(episodes, tuple(sorted(order[:left])), weight, part.low, part.high))
+    return learned, watched

@@ -9,7 +9,7 @@ number of its step and on nothing that was drawn before, so a run goes on anywhe
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -140,6 +140,11 @@ class DecisionStream:
         except (KeyError, RuntimeError) as error:
             raise ValueError(f"the data sets do not show the same: {_named(error)}") from error
 
+    def beginning(self, most: int) -> Iterator[Decisions]:
+        """What is in memory first, `most` decisions at a time: of data sets that fit into it, everything."""
+        for each in self._sets:
+            yield from each.beginning(most)
+
     def seeds(self, step: int) -> Tensor:
         """A seed for each row of a step's batch, int64 [batch], for policies that learn from something drawn."""
         return torch.tensor([mix(self._seed, step, row) for row in range(self.batch)], dtype=torch.int64)
@@ -181,6 +186,12 @@ class _Endless:
             found.append(self._window(windows[number]).rows(chosen))
             first, count = first + taken, count - taken
         return found
+
+    def beginning(self, most: int) -> Iterator[Decisions]:
+        """The decisions of the first window, in their order."""
+        window = self._window(self._windows(0)[0][0])
+        for chosen in torch.arange(len(window)).split(most):
+            yield window.rows(chosen)
 
     def _windows(self, epoch: int) -> tuple[list[tuple[int, ...]], list[int]]:
         """The episodes of each window of an epoch, and after how many of its decisions each ends."""

@@ -135,12 +135,11 @@ class Simulation:
 
 def _made(task: str) -> Any:
     """Meta-World's environment of a task, which trusts MuJoCo that its matrices are rotations: a tenth of a step."""
-    transform: Any = importlib.import_module("scipy.spatial.transform")
-    turns: Any = transform.Rotation
+    turns: Any = importlib.import_module("scipy.spatial.transform").Rotation
     kind = registry().ALL_V3_ENVIRONMENTS[task]
-    module = sys.modules[kind.__module__]
-    if getattr(module, "Rotation", None) == turns and "assume_valid" in inspect.signature(turns.from_matrix).parameters:
-        module.__dict__["Rotation"] = SimpleNamespace(from_matrix=partial(turns.from_matrix, assume_valid=True))
+    its = vars(sys.modules[kind.__module__])
+    if its.get("Rotation") == turns and "assume_valid" in inspect.signature(turns.from_matrix).parameters:
+        its["Rotation"] = SimpleNamespace(from_matrix=partial(turns.from_matrix, assume_valid=True))
     return kind()
 
 

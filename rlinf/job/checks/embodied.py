@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from rlinf.config.embodied import OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, suites_of
 from rlinf.config.importing import resolve
 from rlinf.config.loading import Problem
-from rlinf.data.demonstrations import first_demonstration
+from rlinf.data.demonstrations import open_episodes
 from rlinf.envs.base import Simulator, WrongOption
 from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.shown import shown_of
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
 from rlinf.models.policy.off_policy.soft import SoftPolicy
@@ -39,7 +40,8 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     Args:
         config: of the run.
     """
-    yield from _simulator_mistakes(config)
+    if config.algorithm.name != IMITATION or config.trials.episodes:
+        yield from _simulator_mistakes(config)
     found = _policy(config)
     if isinstance(found, Problem):
         yield found
@@ -50,16 +52,7 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
         yield from _memory_mistakes(config, found)
     if config.policy.path is not None:
         yield from _saved_mistakes(config.policy.path, config.policy.type)
-    for key, directory in (
-        ("imitation.path", config.imitation.path),
-        ("off_policy.demonstrations", config.off_policy.demonstrations),
-    ):
-        if directory is not None:
-            try:
-                solved = key == "imitation.path" or not config.off_policy.failed_demonstrations
-                first_demonstration(Path(directory).expanduser(), solved=solved)
-            except Exception as error:  # of files that may hold anything
-                yield problem(key, directory, error)
+    yield from _demonstration_mistakes(config)
     chunk = 1 if isinstance(found, Problem) else found.config.chunk
     if (
         config.env.max_steps is not None
@@ -67,6 +60,26 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     ):
         yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
     yield from _oversized(config, chunk)
+
+
+def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What is wrong with demonstrations, as far as their index and their first episode show."""
+    wanted: list[tuple[str, Mapping[str, Any], bool]] = []
+    if (shown := shown_of(config.imitation)) is not None:
+        key = "imitation.mixture.{}" if config.imitation.mixture else "imitation.path"
+        wanted += [(key.format(name), about, shown.solved) for name, about in shown.sets.items()]
+    elif config.algorithm.name == IMITATION:
+        advice = "there is nothing to imitate: name demonstrations"
+        yield Problem("configuration", "imitation.path", None, advice)
+    if (directory := config.off_policy.demonstrations) is not None:
+        solved = not config.off_policy.failed_demonstrations
+        wanted.append(("off_policy.demonstrations", {"path": directory}, solved))
+    for key, about, solved in wanted:
+        try:
+            found = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+            found.read(found.chosen(solved)[0])
+        except Exception as error:  # of files that may hold anything
+            yield problem(key, about["path"], error)
 
 
 def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
@@ -105,8 +118,8 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         yield Problem("configuration", "env.simulator", name, advice)
         return
     wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
-    if config.trials.episodes and config.trials.options:
-        wanted.append(("trials.options", {**config.env.options, **config.trials.options}))
+    for name, suite in suites_of(config).items():
+        wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
     for key, options in wanted:
         try:
             found.check_options(options)
@@ -222,7 +235,7 @@ def _oversized(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
     factors = {"env.num_envs": env.num_envs, "policy.horizon": policy.horizon, "policy.settings.chunk": chunk}
     most = max(factors, key=lambda key: factors[key])
     rows = [(most, factors[most], kept * env.num_envs * policy.horizon, "what environments show in a step")]
-    if config.imitation.path is not None:
+    if config.imitation.path is not None or config.imitation.mixture:
         rows.append(("imitation.batch", config.imitation.batch, kept * config.imitation.batch, "a batch"))
     if config.algorithm.name in OFF_POLICY:
         learned = config.off_policy

@@ -1,4 +1,4 @@
-"""Keys of runs that learn from a replay buffer or from an expert: who reads which, and what may not be together.
+"""Keys of runs that learn from a replay buffer, an expert or demonstrations: who reads which, what may not be together.
 
 In: an `EmbodiedConfig`. Out: mistakes, by key. Nothing heavy is imported: checking a configuration is quick.
 """
@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
-from rlinf.config.embodied import DAGGER, OFF_POLICY, DaggerConfig, EmbodiedConfig, OffPolicyConfig
+from rlinf.config.embodied import (
+    DAGGER,
+    IMITATION,
+    OFF_POLICY,
+    DaggerConfig,
+    EmbodiedConfig,
+    ImitationConfig,
+)
 from rlinf.config.importing import mistake_in
 
 WITH_TARGETS = ("sac", "iql")
@@ -26,6 +34,15 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Which algorithms read each key of `off_policy`."""
 
+OPTIMIZER_READ_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER)),
+    "critic_lr": _ALL,
+    "weight_decay": (DAGGER,),
+}
+"""Which of them read each key of `optimizer`; the others are PPO's and its like."""
+_OTHERS = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
+"""Keys of `policy` that only PPO and its like read."""
+
 
 def policy_settings(config: EmbodiedConfig) -> dict[str, Any]:
     """`type` and settings of the policy, with what its algorithm stands on where nothing else is said."""
@@ -39,10 +56,12 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the keys of `off_policy` and `dagger`, by key."""
     name, settings = config.algorithm.name, config.off_policy
     if name in (*OFF_POLICY, DAGGER):
-        usual = OffPolicyConfig()
-        for key, readers in READ_BY.items():
-            if name not in readers and getattr(settings, key) != getattr(usual, key):
-                yield f"off_policy.{key}", f"{name} does not read it, {' and '.join(readers)} do: remove it"
+        yield from _unread(config)
+    normed = policy_settings(config).get("batch_norm")
+    if normed is True and name in WITH_TARGETS:
+        yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
+    if normed is False and name == "crossq":
+        yield "policy.settings.batch_norm", "crossq stands on it: remove this"
     if settings.offline_steps and settings.demonstrations is None:
         yield "off_policy.offline_steps", "there is nothing to learn from offline: name off_policy.demonstrations"
     if settings.solved_only and not config.env.fresh:
@@ -51,7 +70,35 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "off_policy.shift", f"policy.type={config.policy.type or 'soft'} looks at no pictures: take soft_pixels"
     if name == "iql" and config.policy.type not in (None, "soft"):
         yield "policy.type", "iql learns from states: take soft"
+    if config.policy.type == "steered":
+        yield from _steered_mistakes(config)
     yield from _dagger_mistakes(config)
+
+
+def _unread(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    """Keys that were set and that the algorithm does not read."""
+    name, usual = config.algorithm.name, EmbodiedConfig()
+    for key, readers in READ_BY.items():
+        if name not in readers and getattr(config.off_policy, key) != getattr(usual.off_policy, key):
+            yield f"off_policy.{key}", f"{name} does not read it, but {', '.join(readers)}: remove it"
+    others = [key.name for key in fields(config.optimizer) if name not in OPTIMIZER_READ_BY.get(key.name, ())]
+    for section, keys in (("policy", _OTHERS), ("optimizer", others)):
+        given, first = getattr(config, section), getattr(usual, section)
+        for key in keys:
+            if getattr(given, key) != getattr(first, key):
+                yield f"{section}.{key}", f"{name} does not read it: remove it"
+
+
+def _steered_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    base = config.policy.settings.get("base")
+    if not isinstance(base, str) or not os.path.isdir(os.path.expanduser(base)):
+        yield "policy.settings.base", f"{base!r} is no directory: name that of the policy that is steered"
+    for key, directory in (
+        ("imitation.path", config.imitation.path),
+        ("off_policy.demonstrations", config.off_policy.demonstrations),
+    ):
+        if directory is not None:
+            yield key, "a steered policy cannot learn from demonstrations; the policy in settings.base can: remove it"
 
 
 def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
@@ -66,3 +113,26 @@ def _dagger_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "dagger.expert", f"it is no directory, and as a function: {advice}"
     if config.off_policy.failed_demonstrations:
         yield "off_policy.failed_demonstrations", "dagger imitates what it begins with: leave out what failed"
+
+
+def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with the keys of `imitation`, by key."""
+    settings, alone = config.imitation, config.algorithm.name == IMITATION
+    if settings.mixture and settings.path is not None:
+        yield "imitation.path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
+    if settings.held_out and not alone:
+        yield "imitation.held_out", "a warm-up is not evaluated on it: set algorithm=imitation, or remove it"
+    for key, path in _paths(settings):
+        if not isinstance(path, str):
+            yield key, "write {path: DIRECTORY}, and weight, format, names, bounds where they differ"
+        elif not os.path.exists(os.path.expanduser(path)):
+            yield key, "there is no such directory or file; name one with demonstrations"
+    if alone and config.policy.type in ("soft", "soft_pixels", "steered"):
+        yield "policy.type", f"{config.policy.type} is of sac and its like: take another for imitation"
+
+
+def _paths(settings: ImitationConfig) -> Iterator[tuple[str, Any]]:
+    if settings.path is not None:
+        yield "imitation.path", settings.path
+    for name, about in settings.mixture.items():
+        yield f"imitation.mixture.{name}", about.get("path") if isinstance(about, Mapping) else None

@@ -12,25 +12,25 @@ from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, suites_of
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
 from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
-from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.off_policy.offline import offline
-from rlinf.job.embodied.roles import TRIALS, VIDEOS, learners_of, start_roles
-from rlinf.job.embodied.trials import in_words, keep_videos
+from rlinf.job.embodied.roles import VIDEOS, learners_of, start_roles
+from rlinf.job.embodied.shown import shown_of
+from rlinf.job.embodied.trials import in_words, measured, try_suites
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Roles, only, spawn_roles
 from rlinf.metrics.alarm import StalenessAlarm
+from rlinf.metrics.console.success import success_table
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory_batch import summary
 
 SIMULATORS = "environments.pt"
 MOST_SKIPPED = 3
@@ -59,7 +59,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     @property
     def evaluates_every(self) -> int:
-        return self.config.trials.every if self.config.trials.episodes else 0
+        return self.config.trials.every if suites_of(self.config) else 0
 
     @property
     def patience(self) -> int:
@@ -79,19 +79,19 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     async def warm_up(self) -> None:
         settings = self.config.imitation
-        if settings.path is None:
+        if (shown := shown_of(settings)) is None:
             return
         roles = (self.roles["policy"], self.roles["trainer"])
         try:
-            found = await imitate(*roles, settings.path, steps=settings.steps, batch=settings.batch, lr=settings.lr)
-        except (ValueError, FileNotFoundError) as error:
+            found = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+        except (ValueError, FileNotFoundError, ImportError) as error:
             raise InputError(f"imitation.path: {error}") from error
         self.report.line(
             f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
             f"{found['imitation/last']:.2f} nats per number"
         )
 
-    async def draw(self, index: int) -> EmbodiedStep:
+    async def draw(self, index: int) -> AnyStep:
         config = self.config
         until = self.quiet_after(index)
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
@@ -125,13 +125,9 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
-        if TRIALS not in self.roles:
+        if not suites_of(self.config):
             return None
-        wanted = self.config.trials
-        found = await trials(self.roles[TRIALS], self.roles["policy"], wanted.episodes, greedy=wanted.greedy)
-        if wanted.videos:
-            await asyncio.to_thread(keep_videos, self.directory.path / VIDEOS, self.done)
-        return summary(found)
+        return measured(await try_suites(self.roles, self.config, self.directory.path / VIDEOS, self.done))
 
     def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
         return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
@@ -150,6 +146,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             if name in before and name in after:
                 style = ".1%" if name.startswith("success") else ".2f"
                 yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
+        yield from success_table(before, after)
 
     async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         environments: list[Any] = []

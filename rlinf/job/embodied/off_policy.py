@@ -14,11 +14,8 @@ from rlinf.actors.embodied.dagger import DaggerPolicy, DaggerTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.config.embodied import DAGGER, EmbodiedConfig
-from rlinf.job.embodied.keys import READ_BY
+from rlinf.job.embodied.keys import OPTIMIZER_READ_BY, READ_BY
 from rlinf.job.roles.running import Role
-
-_SCHEDULE = ("schedule", "warmup_steps", "min_lr_ratio")
-"""Of the optimizer's settings those that these trainers do not have."""
 
 
 def remembering(
@@ -38,7 +35,7 @@ def remembering(
     name = config.algorithm.name
     settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
     settings.pop("offline_steps", None)  # the loop's
-    rates = {key: value for key, value in optimizer.items() if key not in _SCHEDULE}
+    rates = {key: value for key, value in optimizer.items() if name in OPTIMIZER_READ_BY.get(key, ())}
     made = {"seed": config.seed, **policy, **rates, **settings}
     if name == DAGGER:
         expert = asdict(config.dagger)
@@ -47,7 +44,6 @@ def remembering(
             "policy": Role(DaggerPolicy, {**policy, **expert}, held["policy"]),
             "trainer": Role(DaggerTrainer, {**made, "updates": updates}, held["trainer"]),
         }
-    made.pop("weight_decay", None)  # it has none
     return {
         "policy": Role(PolicyActor, {**policy, "keep_following": True}, held["policy"]),
         "trainer": Role(SacTrainer, {**made, "algorithm": name}, held["trainer"]),

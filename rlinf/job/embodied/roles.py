@@ -5,6 +5,7 @@ In: an `EmbodiedConfig`. Out: running roles.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,11 @@ from typing import Any, cast
 import torch
 
 from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, Suite, suites_of
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
@@ -28,6 +30,7 @@ from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
 from rlinf.job.embodied.off_policy import remembering
+from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.models.policy.base import Policy
@@ -64,20 +67,43 @@ async def start_roles(
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
     simulators = {}
-    if prepared is not None:
+    if prepared is not None and config.algorithm.name != IMITATION:
         simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
-    if config.trials.episodes:
-        hosts = placed.seats["env"].hosts[:1]
-        simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
-    options = "env.options, trials.options" if config.trials.options and TRIALS in simulators else "env.options"
-    with _told_of(f"env.simulator, {options}"):
+    hosts = placed.seats["env"].hosts[:1]
+    keys = ["env.simulator", "env.options"]
+    for name, suite in suites_of(config).items():
+        settings = {**_simulation(config), **_trials(config, name, suite, videos)}
+        simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
+        key = f"trials.suites.{name}" if name else "trials.options"
+        keys += [key] if name or config.trials.options else []
+    with _told_of(", ".join(keys)):
         roles = await spawn_roles(system, placed, simulators)
+        await _check_alike(roles)
         first = await next(iter(roles.values()))[0].reset(0, 0)
     with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
         roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
     return roles
+
+
+def role_of(suite: str) -> str:
+    """Name of the role that has a suite's simulators."""
+    return f"{TRIALS}_{suite}" if suite else TRIALS
+
+
+async def _check_alike(simulators: Roles) -> None:
+    """Refuse suites that one policy could not be tried in.
+
+    Raises:
+        ValueError: they do not show the same, or do not take the same actions.
+    """
+    found = {role: await group[0].shapes() for role, group in simulators.items()}
+    (first, wanted), *others = found.items()
+    for role, shapes in others:
+        for what in ("shapes", "action_size"):
+            if shapes[what] != wanted[what]:
+                raise ValueError(f"{role} has {what} {shapes[what]}, and {first} has {wanted[what]}: one policy acts")
 
 
 @contextmanager
@@ -96,20 +122,32 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         config, prepared: as for `start_roles`.
         simulators: running; the policy is fitted to what they show.
     """
-    shapes = await next(iter(simulators.values()))[0].shapes()
+    alone = config.algorithm.name == IMITATION
+    if alone and not config.trials.episodes:
+        shapes = await asyncio.to_thread(shapes_of, config.imitation)
+    else:
+        shapes = await next(iter(simulators.values()))[0].shapes()
     given = policy_settings(config)
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype}
     model = _without_memory(made)
     footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
-    if prepared is not None:
+    if prepared is not None and not alone:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
         return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
         return remembering(config, made, held, optimizer(config))
+    if alone:
+        kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
+        settings = {name: value for name, value in optimizer(config).items() if name in kept}
+        settings |= {**preparation_of(config), "total_steps": config.steps, "shown": shown_of(config.imitation)}
+        settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
+        trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
+        acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
+        return {**acts, "trainer": trainer}
     settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
     return {
         "policy": Role(PolicyActor, acting, held["policy"]),
@@ -167,19 +205,20 @@ def _env(config: EmbodiedConfig) -> dict[str, Any]:
     return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
 
 
-def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
-    workers = max(1, min(config.env.workers, config.trials.episodes))
-    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
-    videos = tuple(range(min(config.trials.videos, count)))
-    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
-    seed = config.seed + (1 << 32)  # other starts than in training
+def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, suite.episodes))
+    count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
+    drawn = config.trials.videos and directory is not None
+    seed = config.seed if config.trials.seed is None else config.trials.seed
     return {
-        "options": {**config.env.options, **config.trials.options},
+        "options": suite.options,
+        "max_steps": suite.max_steps,
         "num_envs": count,
         "workers": workers if config.env.workers else 0,
         "auto_reset": False,
-        "seed": seed,
-        "recording": kept,
+        "held_out": True,
+        "seed": seed + (1 << 32),  # what policies draw differs from training, too
+        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if drawn and directory else None,
     }
 
 

@@ -18,6 +18,7 @@ from rlinf.metrics.html.answers import answers_section
 from rlinf.metrics.html.lanes import Lanes
 from rlinf.metrics.html.lanes_svg import STYLE, actor_lanes_svg
 from rlinf.metrics.html.run_data import RunData, curves
+from rlinf.metrics.html.success import success_section
 from rlinf.metrics.timing import ACTIVITIES
 from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
 
@@ -80,6 +81,7 @@ def page(run: RunData, lanes: Sequence[Lanes]) -> str:
         (
             _header(run),
             f'<section class="headline">{"".join(_headline(run))}</section>',
+            success_section([*run.before, *run.rows]),
             _charts(numbers) if run.rows else "<p>No step is over yet.</p>",
             _where_time_went(run),
             _beside_the_possible(run),

@@ -46,6 +46,7 @@ POLICIES = {
     "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
     "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
     "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
+    "steered": "rlinf.models.policy.off_policy.steered.SteeredPolicy",
     "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
     "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",

@@ -6,13 +6,14 @@ share of a minibatch; `training/optimizer.py` adds the gradients up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rlinf.algos.apply import loss_of, value_loss_of
 from rlinf.algos.losses.aggregate import coefficients
@@ -82,11 +83,15 @@ class PolicyLearner:
         rates = ((policy.without_critic(), settings.lr), (policy.of_critic(), settings.critic_lr or settings.lr))
         deciding, self._of_critic = ([each for each in part if each.requires_grad] for part, _ in rates)
         self._parameters = [*deciding, *self._of_critic]
-        groups = [{"params": deciding, "lr": rates[0][1]}, {"params": self._of_critic, "lr": rates[1][1]}]
+        groups = [
+            {"params": alike, "lr": rate}
+            for part, (_, rate) in zip((deciding, self._of_critic), rates, strict=True)
+            for alike in _by_kind(part)
+        ]
         # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
         on_cpu = all(parameter.device.type == "cpu" for parameter in policy.parameters())
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -185,6 +190,13 @@ class PolicyLearner:
             return loss, None
         values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
         return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
+
+
+def _by_kind(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Those in slices and those that are whole, apart, since no operation takes both."""
+    for sliced in (True, False):
+        if alike := [each for each in parameters if isinstance(each, DTensor) == sliced]:
+            yield alike
 
 
 def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> Tensor:

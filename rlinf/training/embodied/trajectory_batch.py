@@ -5,7 +5,7 @@ In: a step's trajectories. Out: a `TrajectoryBatch`, of which trainers take mini
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -182,13 +182,15 @@ def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: Traje
     chunks = trajectory.chunks
     valid = chunks.valid.bool()
     steps = float(valid.sum())
+    judged = [episode for part in in_order(parts) for episode in counted(part)]
     return {
         "env_steps": steps,
         "decisions": float(valid.any(-1).sum()),
         "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
         "episodes/lost": float(trajectory.lost),
         "learned_from": float(batch.mask.float().mean()),
-        **summary([episode for part in in_order(parts) for episode in counted(part)]),
+        **summary(judged),
+        **summary_by_task(judged),
     }
 
 
@@ -234,6 +236,22 @@ def summary(episodes: Sequence[Episode]) -> dict[str, float]:
         if None not in told:
             found[name] = told[True] / count
     return found
+
+
+def by_task(episodes: Sequence[Episode]) -> dict[str, tuple[Episode, ...]]:
+    """The episodes of each task by its name, in the order of names; none where there are no two tasks."""
+    found: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        if episode.task is not None:
+            found[episode.task].append(episode)
+    return {name: tuple(found[name]) for name in sorted(found)} if len(found) > 1 else {}
+
+
+def summary_by_task(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`tasks/NAME/…` of each task: its `episodes`, and their `success_once` and `reward/mean`."""
+    told = ("episodes", "success_once", "reward/mean")
+    parts = {name: summary(found) for name, found in by_task(episodes).items()}
+    return {f"tasks/{name}/{what}": part[what] for name, part in parts.items() for what in told if what in part}
 
 
 def _without_nan(trajectory: Trajectory) -> Trajectory:

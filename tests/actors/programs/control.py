@@ -1,4 +1,7 @@
-"""A policy that acts, trained over all ranks of a job: what it learned is written for a test to look at."""
+"""A policy that acts, trained over all ranks of a job: what it learned is written for a test to look at.
+
+Usage: control.py OUT [BEGUN], a file, and the directory of a run with another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from rlinf.models.policy.mlp import MlpConfig, MlpPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of
+from tests.actors.programs.spread import BLOCKS, spread_over
 from tests.envs.scripted import Scripted
 
 REACH = "rlinf.envs.toy.Reach"
@@ -156,6 +160,9 @@ async def main(system: rlinf.ActorSystem) -> None:
         await again.train(trajectories)
         found["resumed"] = dict((await again.weights()).named())
         results[name] = found
+    trajectories = await collected(system, BLOCKS, 4, name="blocks")
+    begun = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    results["spread"] = await spread_over(system, trajectories, out.parent, begun)
     torch.save(results, out)
 
 

@@ -23,8 +23,15 @@ INSTANCES: dict[str, str] = {
     "cnn": "tests.models.policy.contract.cnn",
     "vla": "tests.models.policy.contract.vla",
     "flow": "tests.models.policy.contract.flow",
+    "openvla": "tests.models.policy.vla.openvla_case.openvla",
+    "openvla-oft": "tests.models.policy.vla.openvla_case.oft",
+    "flow, noise": "tests.models.policy.contract.flow_noise",
+    "pi0": "tests.models.policy.vla.flow.contract.pi0",
+    "pi05": "tests.models.policy.vla.flow.contract.pi05",
+    "pi0, lora": "tests.models.policy.vla.flow.contract.pi0_lora",
     "authored": "tests.models.policy.contract.authored",
     "authored, lora": "tests.models.policy.contract.adapted",
+    "gr00t": "tests.models.policy.contract.gr00t",
     "authored, part": "tests.models.policy.contract.partly_frozen",
 }
 """By name, what makes an instance."""
@@ -84,6 +91,10 @@ def flow(_: Path) -> Instance:
     return Instance({"type": "flow", "state_size": 5, "action_size": 3, "chunk": 2, "hidden": [16, 16]})
 
 
+def flow_noise(directory: Path) -> Instance:
+    return Instance({**flow(directory).config, "method": "flow_noise"})
+
+
 def authored(directory: Path) -> Instance:
     publish_as_authors(directory)
     return Instance({key: value for key, value in AUTHORED.items() if key != "width"}, directory)
@@ -98,3 +109,10 @@ def adapted(directory: Path) -> Instance:
 def partly_frozen(directory: Path) -> Instance:
     known = authored(directory)
     return Instance(known.config, known.path, training={"train": ["*", "!body.0.*", "!entry.*"]})
+
+
+def gr00t(directory: Path) -> Instance:
+    from tests.models.policy.vla.gr00t.tiny import GIVEN, publish
+
+    publish(directory / "authors")
+    return Instance(GIVEN, directory / "authors", instructions=("push", "pull it"))

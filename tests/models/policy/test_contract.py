@@ -73,7 +73,8 @@ async def test_a_policy_is_the_same_when_it_acts_learns_is_published_and_is_save
             weights = await trainer.weights()
             await decider.load(weights)
             act, without = await agree(decider, trainer[0], shown)
-        assert not torch.equal(act.logprobs, first.logprobs)
+        # log-probs may depend on the noise alone
+        assert not torch.equal(act.stored["actions"], first.stored["actions"])
         assert [each for each in without if not matches(each, known.unused)] == []
         await trainer.save(str(tmp_path / "checkpoint"))
     loaded = load_policy(tmp_path / "checkpoint" / "policy")

@@ -9,7 +9,7 @@ of transformers, and module names those of openpi's checkpoints. In pi0.5 the ex
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,9 @@ class Layer(nn.Module):
             keys, values: of P places before, [N, kv heads, P, head_dim]; None for none.
             condition: of adaptive norms, [N, width].
         """
+        # looked up here, since FSDP2 has parameters in what is computed in within a layer's own call only
+        dtype = next(self.mlp.parameters()).dtype
+        x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
         before = None if keys is None or values is None else (keys, values)
         seen, gate = _normed(self.input_layernorm, x, condition)
         found, k, v = self.self_attn(seen, cos, sin, mask, before)
@@ -148,8 +151,6 @@ class Gemma(nn.Module):
             before: keys and values of P places before; None for none.
             condition: of adaptive norms, [N, width].
         """
-        first: Any = self.layers[0]
-        x = x.to(first.self_attn.q_proj.weight.dtype)
         cos, sin = self.rotary_emb(x, positions)
         cache: Cache = []
         for number, layer in enumerate(self.layers):

@@ -81,10 +81,10 @@ class PaliGemma(nn.Module):
 
     def _patches(self, pixels: Tensor) -> Tensor:
         """Projected features of pictures, [M, patches, width]; embeddings may be in another dtype than layers."""
-        vision: Any = self.model.vision_tower.vision_model  # type: ignore[union-attr]
-        x = vision.embeddings(pixels).to(vision.encoder.layers[0].mlp.fc1.weight.dtype)
-        x = vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state)
-        found: Tensor = self.model.multi_modal_projector.linear(x)  # type: ignore[operator,union-attr]
+        parts: Any = self.model
+        vision, linear = parts.vision_tower.vision_model, parts.multi_modal_projector.linear
+        x = vision.embeddings(pixels).to(linear.weight.dtype)
+        found: Tensor = linear(vision.post_layernorm(vision.encoder(inputs_embeds=x).last_hidden_state))
         return found
 
 

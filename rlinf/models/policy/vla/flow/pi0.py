@@ -115,6 +115,7 @@ class PiPolicy(FlowPolicy):
         "*.vision_model.embeddings.*", "*.input_layernorm.*", "*.post_attention_layernorm.*", "*model.norm.*",
         "action_*", "state_proj.*", "time_mlp_*", "critic.*", "deviation.*",
     )  # fmt: skip
+    trains = ("*", "!paligemma_with_expert.paligemma.*")
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config: PiConfig):
@@ -131,7 +132,6 @@ class PiPolicy(FlowPolicy):
             self.paligemma_with_expert.paligemma = PaliGemma(config.vision, config.language)
             self.paligemma_with_expert.gemma_expert = Expert(config.expert, adaptive=self.adaptive)
             self._projections(config.width, expert["hidden_size"])
-        self.paligemma_with_expert.paligemma.requires_grad_(False)
         self.critic: nn.Module | None = None
         if config.value_level is not None:
             self.critic = self._critic({**LANGUAGE, **config.language}["hidden_size"], expert["hidden_size"])

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer, models
+from torch import nn
 
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.models.policy.published import EXTRA
+from rlinf.models.policy.vla.flow.gemma import AdaptiveNorm
 
 _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES: Mapping[str, Any] = {
@@ -44,9 +46,11 @@ def write_tiny(
     state: Sequence[float] = (1.0,) * 8,
     actions: Sequence[float] = (1.0,) * 7,
     asset: str = "physical-intelligence/libero",
+    width: int = 32,
+    sizes: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int = 0,
-) -> None:
-    """Write a directory as openpi would.
+) -> Path:
+    """Write a directory as openpi would, and return it.
 
     Args:
         directory: made if need be.
@@ -54,18 +58,26 @@ def write_tiny(
         horizon: H.
         state, actions: how far each number of states and actions reaches from 0, in the robot's units.
         asset: name of the statistics.
+        width: numbers that states and actions are padded to.
+        sizes: changes of `SIZES`, part by part.
         seed: of the weights.
     """
     policy = build_policy_model(
         {
-            "type": model, "image": [28, 28, 3], "action_size": len(actions), "horizon": horizon, "seed": seed,
-            "value_level": None, "statistics": {asset: {"state": _spread(state), "actions": _spread(actions)}}, **SIZES,
+            "type": model, "image": [28, 28, 3], "action_size": len(actions), "horizon": horizon, "width": width,
+            "seed": seed, "value_level": None,
+            "statistics": {asset: {"state": _spread(state), "actions": _spread(actions)}},
+            **{part: {**known, **(sizes or {}).get(part, {})} for part, known in SIZES.items()},
         }
     )  # fmt: skip
+    for norm in policy.modules():
+        if isinstance(norm, AdaptiveNorm):  # open gates, as trained ones have: closed ones let nothing through
+            nn.init.ones_(norm.dense.bias[2 * norm.dense.in_features :])
     policy.files = {"tokenizer.json": tokenizer().to_str().encode()}
     save_policy(policy, directory)
     for ours in ("policy.json", EXTRA):
         (directory / ours).unlink()
+    return directory
 
 
 def tokenizer() -> Tokenizer:

@@ -36,11 +36,28 @@ EAGLE_CONFIG: Mapping[str, Any] = {
 """Of the published GR00T N1.5, where no `eagle/config.json` lies beside it."""
 
 
+MODEL: Mapping[str, Any] = {
+    "model_type": "gr00t_n1_5",
+    "backbone_cfg": {"select_layer": 12},
+    "action_head_cfg": {
+        "action_dim": 32, "action_horizon": 16, "max_state_dim": 64, "hidden_size": 1024, "input_embedding_dim": 1536,
+        "backbone_embedding_dim": 2048, "num_inference_timesteps": 4, "num_target_vision_tokens": 32,
+        "num_timestep_buckets": 1000, "max_num_embodiments": 32, "max_seq_len": 1024,
+        "diffusion_model_cfg": {
+            "num_layers": 16, "num_attention_heads": 32, "attention_head_dim": 48, "output_dim": 1024,
+            "interleave_self_attention": True, "norm_type": "ada_norm", "positional_embeddings": None,
+        },
+        "vl_self_attention_cfg": {"num_layers": 4, "num_attention_heads": 32, "attention_head_dim": 64},
+    },
+}  # fmt: skip
+"""The published GR00T N1.5, where no checkpoint is named: for estimates."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gr00tConfig(FlowConfig):
     """Of `Gr00tPolicy`."""
 
-    model: Mapping[str, Any]
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     """The authors' config.json: `action_head_cfg` and `backbone_cfg`."""
     eagle: Mapping[str, Any] = field(default_factory=lambda: EAGLE_CONFIG)
     """Eagle's config.json: `vision_config`, `text_config`, `image_token_index`."""

@@ -68,6 +68,7 @@ class Gr00tPolicy(FlowPolicy):
     beside = (METADATA, f"{EAGLE}/*")
     own = ("critic.*", "deviation.*")
     float32 = ("critic.*", "deviation.*")
+    trains = ("action_head.*", "critic.*", "deviation.*")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "o_proj")
 
     def __init__(self, config: Gr00tConfig):
@@ -78,11 +79,6 @@ class Gr00tPolicy(FlowPolicy):
         self.robot = config.robot_id if config.robot_id is not None else ROBOTS.get(robot, ROBOTS["new_embodiment"])
         self.scalings = scalings_of(config)
         self.cameras = config.cameras or self.row.cameras
-        if config.image[2] < 3 * self.cameras:
-            raise ValueError(
-                f"policy gr00t: image={list(config.image)} has {config.image[2] // 3} cameras, and {self.cameras} are "
-                "looked at; set policy.settings.cameras"
-            )
         with to_be_read():
             self.backbone = nn.Module()
             self.backbone.eagle_model = Eagle(config.eagle, config.model["backbone_cfg"]["select_layer"])
@@ -143,6 +139,11 @@ class Gr00tPolicy(FlowPolicy):
                 f"policy gr00t: no tokenizer lies beside the checkpoint; copy Eagle's files to its folder {EAGLE}/"
             )
         rgb = looked_at(observation, "rgb", self.config.image, "policy gr00t")
+        if rgb.shape[3] < 3 * self.cameras:
+            raise ValueError(
+                f"policy gr00t: pictures of {rgb.shape[3] // 3} cameras came, and {self.cameras} are looked at; set "
+                "policy.settings.cameras"
+            )
         texts = [self.config.instruction] * len(rgb) if instructions is None else instructions
         found = {"rgb": rgb, "text": self._prompts.encode(texts).to(rgb.device)}
         if self.config.state_size:

@@ -60,6 +60,8 @@ class OpenVlaNetwork(Policy):
             self.vision_backbone = VisionBackbone(sizes_of(sizes["timm_model_ids"], sizes.get("vision_sizes", ())))
             self.projector = Projector(self.vision_backbone.width, width)
             self.language_model = LlamaForCausalLM._from_config(text, dtype=torch.float32, attn_implementation="sdpa")
+        unread = [f"!{name}.{each}" for name, vit in self.vision_backbone.encoders() for each in vit.unread]
+        self.trains = ("*", *unread)  # type: ignore[misc]  # follows from the depths
         self.critic: nn.Module | None = None
         if config.value_level is not None:
             values = config.chunk if config.value_level == "action" else 1

@@ -152,7 +152,7 @@ class _AttentionPool(nn.Module):
 
 
 class Vit(nn.Module):
-    """One encoder. What lies behind its last block but one is there for its names only, and does not learn."""
+    """One encoder. What lies behind its last block but one, `unread`, is there for the checkpoints only."""
 
     def __init__(self, sizes: VitSizes):
         super().__init__()
@@ -166,9 +166,7 @@ class Vit(nn.Module):
         self.norm = nn.LayerNorm(sizes.width, eps=_EPSILON)
         if not sizes.registers:
             self.attn_pool = _AttentionPool(sizes)
-        for part in (self.blocks[-1], self.norm, getattr(self, "attn_pool", None)):
-            if part is not None:
-                part.requires_grad_(False)
+        self.unread = (f"blocks.{sizes.depth - 1}.*", "norm.*", "attn_pool.*")
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pictures [N, 3, image, image] to features of patches [N, patches, width]."""
@@ -191,6 +189,13 @@ class VisionBackbone(nn.Module):
         self.featurizer, self.fused_featurizer = Vit(dino), Vit(siglip)
         self.width = dino.width + siglip.width
         """Numbers in the features of a patch."""
+
+    def encoders(self) -> Sequence[tuple[str, Vit]]:
+        """Both, by their names in the policy."""
+        return (
+            ("vision_backbone.featurizer", self.featurizer),
+            ("vision_backbone.fused_featurizer", self.fused_featurizer),
+        )
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Pictures of the encoders' size, uint8 [N, 3, image, image], to features [N, patches, width]."""

@@ -15,6 +15,7 @@ from rlinf.models.policy.vla.flow.gemma import AdaptiveNorm, Gemma
 from rlinf.models.policy.vla.flow.matching import follow, sinusoids
 from rlinf.models.policy.vla.flow.prompts import Prompts, written
 from rlinf.models.policy.vla.flow.tiny import SIZES, tokenizer, write_tiny
+from rlinf.training.embodied.preparing import Preparation, choose
 from tests.models.policy.cases import rough
 
 CPU = torch.device("cpu")
@@ -54,6 +55,7 @@ def model(request):
 def read(directories):
     def reading(model, dtype=torch.float32, **settings):
         policy = make_policy({"type": model, **RUN, **settings}, str(directories[model]), CPU, dtype)
+        choose(policy, Preparation())
         if policy.critic is not None:
             rough(policy.critic)
         return policy

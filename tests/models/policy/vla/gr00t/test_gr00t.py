@@ -84,17 +84,8 @@ def test_without_a_tokenizer_it_says_where_one_belongs(published, tmp_path):
 
 
 def test_the_real_one_has_the_published_shapes():
-    head = {
-        "action_dim": 32, "action_horizon": 16, "max_state_dim": 64, "hidden_size": 1024, "input_embedding_dim": 1536,
-        "backbone_embedding_dim": 2048, "max_num_embodiments": 32,
-        "diffusion_model_cfg": {
-            "num_layers": 16, "num_attention_heads": 32, "attention_head_dim": 48, "output_dim": 1024,
-        },
-        "vl_self_attention_cfg": {"num_layers": 4, "num_attention_heads": 32, "attention_head_dim": 64},
-    }  # fmt: skip
-    model = {"action_head_cfg": head, "backbone_cfg": {"select_layer": 12}}
     with torch.device("meta"):
-        real = build_policy_model({**GIVEN, "model": model, "image": (224, 224, 6)})
+        real = build_policy_model({**GIVEN, "image": (224, 224, 6)})
     shapes = {real.published_name(name): tuple(each.shape) for name, each in real.state_dict().items()}
     eagle, told = "backbone.eagle_model", "action_head.model.timestep_encoder.timestep_embedder"
     expected = {

@@ -1,0 +1,398 @@
+"""The far side of a remote simulator: makes what is simulated, and answers calls on it over a socket.
+
+This file needs numpy and Python 3.8 and nothing else, so that it can be copied to a robot or into any environment:
+
+    python serve.py --make my_robot.py:Arm --listen 0.0.0.0:7000
+
+`Arm(num_envs, **options)` has the attributes `observation_spec`, {name: (shape of one row, dtype)}, `action_low` and
+`action_high`, [A], and `max_steps`, a number or None; and the methods
+
+    reset(seeds, env_ids)   -> observation: {name: array [n, ...]} of those environments
+    step(actions, active)   -> {"observation": {name: [N, ...]}, "reward": [N], "terminated": [N], "truncated": [N],
+                                "success": [N] or None}
+    instructions()          -> N texts, or None                         (may be missing)
+    render(env_ids)         -> uint8 [n, H, W, 3]                       (may be missing)
+    save()                  -> N states; restore(states, env_ids)       (may be missing)
+    close()                                                             (may be missing)
+
+A class of rlinf's own kind (`rlinf.envs.base.Simulator`) is served, too, where rlinf is installed.
+
+A frame is, in network order, the four bytes RLR1, the length of a header (4 bytes) and of a body (8 bytes), the header,
+which is JSON in UTF-8, and the body, the numbers of all arrays one after the other. The header is one value, in which
+{"#array": [dtype, shape]} stands for the next array, {"#bytes": length} for the next bytes and {"#dict": [[key, value],
+...]} for a dictionary whose keys begin with "#". A call is {"call": name, ...arguments}, and its answer {"value": ...}
+or {"error": text, "kind": name}. The first call of a connection is "hello" with "version", "token", "num_envs" and
+"options"; its answer has "version" and the specs. Each connection has a simulator of its own; calls come one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import importlib
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+VERSION = 1
+"""Of the protocol; both sides must have the same."""
+TOKEN = "RLINF_REMOTE_TOKEN"
+"""Environment variable with the word that a connection must know."""
+_MAGIC = b"RLR1"
+_PREFIX = struct.Struct(">4sIQ")
+_MOST_HEADER = 1 << 26
+"""Bytes of a header; more is a mistake, or an attempt to fill the memory."""
+_MOST_BODY = 1 << 32
+"""Bytes of a body."""
+_MOST_UNKNOWN = 1 << 16
+"""Bytes of each from a connection that has not said the token yet."""
+_DEEPEST = 64
+"""Collections in one another."""
+
+
+class Garbled(Exception):
+    """What came is no frame of this protocol."""
+
+
+class Closed(Exception):
+    """The other side has closed the connection."""
+
+
+def pack(value: Any) -> list[Any]:
+    """A frame, as a list of buffers to send one after the other.
+
+    Args:
+        value: arrays, bytes, texts, numbers, booleans and None, in lists, tuples and dictionaries with texts as keys.
+    """
+    parts: list[Any] = []
+    header = json.dumps(_told(value, parts), separators=(",", ":")).encode()
+    return [_PREFIX.pack(_MAGIC, len(header), sum(len(part) for part in parts)) + header, *parts]
+
+
+def unpack(header: bytes, body: bytes) -> Any:
+    """The value of a frame.
+
+    Raises:
+        Garbled: it is none.
+    """
+    try:
+        place = [0]
+        value = _understood(json.loads(header.decode()), body, place, 0)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, AttributeError) as error:
+        raise Garbled(f"a frame that means nothing: {error}") from error
+    if place[0] != len(body):
+        raise Garbled("a frame whose body is longer than its arrays")
+    return value
+
+
+def _told(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"arrays of {value.dtype} cannot be sent")
+        whole = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+        flat: Any = whole.reshape(-1).view(np.uint8)
+        parts.append(memoryview(flat))
+        return {"#array": [whole.dtype.str, list(value.shape)]}
+    if isinstance(value, np.generic):
+        return _told(value.item(), parts)
+    if isinstance(value, (bytes, bytearray)):
+        parts.append(memoryview(value))
+        return {"#bytes": len(value)}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"keys must be texts: {list(value)[:5]}")
+        if any(key.startswith("#") for key in value):
+            return {"#dict": [[key, _told(each, parts)] for key, each in value.items()]}
+        return {key: _told(each, parts) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_told(each, parts) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} cannot be sent: {value!r}")
+
+
+def _understood(told: Any, body: bytes, place: list[int], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError("collections too deep in one another")
+    if isinstance(told, list):
+        return [_understood(each, body, place, depth + 1) for each in told]
+    if not isinstance(told, dict):
+        return told
+    if "#array" in told:
+        dtype, shape = np.dtype(told["#array"][0]), told["#array"][1]
+        if dtype.kind not in "biuf" or not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"no array: {told}")
+        count = 1
+        for side in shape:
+            count *= side
+        raw = _next(body, place, count * dtype.itemsize)
+        return np.frombuffer(raw, dtype).reshape(shape).copy()
+    if "#bytes" in told:
+        return bytes(_next(body, place, int(told["#bytes"])))
+    if "#dict" in told:
+        return {str(key): _understood(each, body, place, depth + 1) for key, each in told["#dict"]}
+    return {key: _understood(each, body, place, depth + 1) for key, each in told.items()}
+
+
+def _next(body: bytes, place: list[int], size: int) -> memoryview:
+    first = place[0]
+    if not 0 <= size <= len(body) - first:
+        raise ValueError("arrays longer than the body")
+    place[0] = first + size
+    return memoryview(body)[first : first + size]
+
+
+def receive(read: Callable[[int], bytes], known: bool = True) -> Any:
+    """The value of the next frame.
+
+    Args:
+        read: `read(n)` returns from 1 to n bytes, or none at the end.
+        known: whether the other side has said the token; otherwise only small frames are taken.
+
+    Raises:
+        Closed: the connection has ended.
+        Garbled: what comes is no frame.
+    """
+    magic, header, body = _PREFIX.unpack(_exactly(read, _PREFIX.size))
+    if magic != _MAGIC:
+        raise Garbled(f"this is not rlinf's protocol for remote simulators (it begins with {magic!r})")
+    if header > (_MOST_HEADER if known else _MOST_UNKNOWN) or body > (_MOST_BODY if known else _MOST_UNKNOWN):
+        raise Garbled(f"a frame of {header} and {body} bytes is too long")
+    return unpack(_exactly(read, header), _exactly(read, body))
+
+
+def _exactly(read: Callable[[int], bytes], size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = read(min(size - len(found), 1 << 20))
+        if not part:
+            raise Closed("the connection has ended")
+        found += part
+    return bytes(found)
+
+
+def found(make: str) -> Any:
+    """What "module:name", "file.py:name" or "package.module.name" names.
+
+    Raises:
+        ImportError: there is none.
+    """
+    where, _, name = make.rpartition(":") if ":" in make else make.rpartition(".")
+    if where.endswith(".py"):
+        spec: Any = importlib.util.spec_from_file_location("served", where)
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        module = importlib.import_module(where)
+    if not hasattr(module, name):
+        raise ImportError(f"{where} has no {name}")
+    return getattr(module, name)
+
+
+class Session:
+    """One connection: its simulator, once it has said hello.
+
+    Args:
+        make: what makes the simulator, called with `num_envs` and the options.
+        token: what "hello" must say; "" for nothing.
+    """
+
+    def __init__(self, make: Callable[..., Any], token: str):
+        self._make = make
+        self._token = token
+        self._simulator: Any = None
+
+    @property
+    def known(self) -> bool:
+        """Whether it has said hello."""
+        return self._simulator is not None
+
+    def answer(self, asked: Any) -> Any:
+        """The value of a call.
+
+        Args:
+            asked: the call, as it came.
+        """
+        if not isinstance(asked, dict):
+            raise Garbled("a call must be a dictionary")
+        name = asked.pop("call", None)
+        if name == "hello" and not self.known:
+            return self._hello(**asked)
+        if not self.known:
+            raise PermissionError(f"the first call must be hello, not {name!r}")
+        if name not in ("reset", "step", "render", "save", "restore"):
+            raise ValueError(f"there is no call {name!r}")
+        value = getattr(self._simulator, name)(**asked)
+        if name in ("reset", "restore"):  # the two after which others may be meant to do other things
+            return {"observation": value, "instructions": self._words()}
+        return value
+
+    def close(self) -> None:
+        """Give the simulator back."""
+        if hasattr(self._simulator, "close"):
+            self._simulator.close()
+        self._simulator = None
+
+    def _hello(self, version: Any = None, token: str = "", num_envs: int = 1, options: Any = None) -> Any:
+        if version != VERSION:
+            raise PermissionError(f"this side speaks version {VERSION} of the protocol, and the other {version!r}")
+        if self._token and not hmac.compare_digest(str(token).encode(), self._token.encode()):
+            raise PermissionError("the token is wrong")
+        made = self._make(num_envs=num_envs, **(options or {}))
+        if hasattr(made, "action_spec"):  # of rlinf's own kind, which is here then
+            made = importlib.import_module("rlinf.envs.remote.of_rlinf").OfRlinf(made)
+        self._simulator = made
+        spec = self._simulator.observation_spec
+        specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec.items()}
+        return {
+            "version": VERSION,
+            "observation": specs,
+            "action_low": np.asarray(self._simulator.action_low, np.float32),
+            "action_high": np.asarray(self._simulator.action_high, np.float32),
+            "max_steps": self._simulator.max_steps,
+            "instructions": self._words(),
+            "can": [name for name in ("render", "save", "restore") if hasattr(self._simulator, name)],
+        }
+
+    def _words(self) -> Any:
+        told = self._simulator.instructions() if hasattr(self._simulator, "instructions") else None
+        return None if told is None else [str(text) for text in told]
+
+
+def converse(session: Session, read: Callable[[int], bytes], write: Callable[[Any], Any], turn: threading.Lock) -> None:
+    """Answer calls until the connection ends.
+
+    Args:
+        session: what answers.
+        read: see `receive`.
+        write: sends a buffer whole.
+        turn: a lock: simulators of one process are called one at a time.
+    """
+    try:
+        while True:
+            try:
+                asked = receive(read, session.known)
+            except Garbled as error:  # where the next frame begins is not known any more
+                _send(write, {"error": str(error), "kind": "Garbled"})
+                return
+            try:
+                with turn:
+                    told = {"value": session.answer(asked)}
+                frame = pack(told)
+            except Exception as error:  # of a simulator, which may raise anything
+                lines = traceback.format_exc().strip().splitlines()
+                text = f"{error}\n" + "\n".join(lines[-7:-1]) if session.known else str(error)
+                _send(write, {"error": text, "kind": type(error).__name__})
+                if not session.known:
+                    return
+                continue
+            for part in frame:
+                write(part)
+    except (Closed, OSError):
+        pass
+    finally:
+        with turn:
+            session.close()
+
+
+def _send(write: Callable[[Any], Any], value: Any) -> None:
+    for part in pack(value):
+        write(part)
+
+
+def over_stdio(make: Callable[..., Any], token: str) -> None:
+    """Serve whoever started this process, over its standard input and output; what is printed goes to the errors."""
+    come, go = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+
+    def write(part: Any) -> None:
+        left = memoryview(part)
+        while len(left):
+            left = left[os.write(go, left) :]
+
+    converse(Session(make, token), lambda size: os.read(come, size), write, threading.Lock())
+
+
+def listen(make: Callable[..., Any], token: str, address: str, most: int, ready: Callable[[str], Any]) -> None:
+    """Serve at an address until the process is told to end.
+
+    Args:
+        make: makes simulators.
+        token: what connections must know; "" for nothing.
+        address: "host:port" or "unix:/path".
+        most: connections at a time; others are told to wait.
+        ready: called with a line that says where, once connections are taken.
+    """
+    if address.startswith("unix:"):
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(address[5:])
+        where = address
+    else:
+        host, _, port = address.rpartition(":")
+        server = socket.create_server((host or "127.0.0.1", int(port)))
+        where = "{}:{}".format(*server.getsockname()[:2])
+    server.listen()
+    ready(f"listening at {where}")
+    turn, places = threading.Lock(), threading.BoundedSemaphore(most)
+
+    def one(connection: socket.socket) -> None:
+        with connection:
+            if not address.startswith("unix:"):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not places.acquire(blocking=False):
+                text = f"all {most} places are taken: start more servers, or this one with --connections"
+                _send(connection.sendall, {"error": text, "kind": "Busy"})
+                return
+            try:
+                converse(Session(make, token), connection.recv, connection.sendall, turn)
+            finally:
+                places.release()
+
+    with server:
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See `--help`."""
+    parser = argparse.ArgumentParser(description="Serves a simulator or a robot to rlinf.envs.remote.Remote.")
+    parser.add_argument("--make", required=True, help="what makes it: module:name, file.py:name or package.module.name")
+    parser.add_argument("--listen", help="host:port (port 0: any that is free) or unix:/path")
+    parser.add_argument("--stdio", action="store_true", help="serve whoever started this process")
+    parser.add_argument("--connections", type=int, default=16, help="at a time, each with a simulator of its own")
+    parser.add_argument("--no-token", action="store_true", help="take connections of anybody")
+    given = parser.parse_args(arguments)
+    if given.stdio == (given.listen is not None):
+        parser.error("name either --listen or --stdio")
+    if given.stdio:  # who started this hears of mistakes as answers
+        over_stdio(lambda **about: found(given.make)(**about), os.environ.get(TOKEN, ""))
+        return
+    make = found(given.make)
+    token = "" if given.no_token else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    if token and TOKEN not in os.environ:
+        _say(f"{TOKEN}={token}")
+    listen(make, token, given.listen, given.connections, _say)
+
+
+if __name__ == "__main__":
+    main()

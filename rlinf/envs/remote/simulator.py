@@ -1,0 +1,294 @@
+"""Our side of a remote simulator: a program that this one starts, or a server at an address.
+
+In and out: what `Simulator` says. Each call waits for its answer, with a deadline. Where the other side dies, hangs or
+is cut off, the episodes are lost (`SimulatorLost`), and the next reset of all environments connects, or starts the
+program, anew. What travels is told in `serve.py`, which is the other side.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.envs.base import (
+    ActionSpec,
+    ArraySpec,
+    CannotSimulate,
+    Observation,
+    Simulator,
+    SimulatorLost,
+    State,
+    Transition,
+    WrongOption,
+)
+from rlinf.envs.remote import serve
+from rlinf.envs.remote.of_rlinf import arrays, tensors
+
+_END_SECONDS = 5.0
+"""How long a program may take to end by itself once nobody speaks to it."""
+_REFUSALS = ("PermissionError", "Garbled", "Busy")
+"""Answers after which the other side has closed the connection."""
+
+
+class RemoteError(RuntimeError):
+    """The other side raised an exception; the text holds its own, and where it was raised."""
+
+
+class Remote(Simulator):
+    """Environments that are simulated in another process, with a Python and packages of its own.
+
+    Name either where a server listens (`address`), or what this process starts: a Python (`python`), which runs
+    `serve.py`, or any `command` that speaks the protocol over its standard input and output, such as
+    [ssh, robot, python3, serve.py, --stdio, --make, arm.py:Arm].
+
+    Args:
+        num_envs: how many.
+        address: "host:port" or "unix:/path" of a server.
+        python: program of a Python that has numpy and the simulator's packages.
+        make: with `python`, what makes the simulator there: "module:name", "file.py:name" or "package.module.name".
+        command: program and arguments.
+        options: arguments of the other side's simulator, besides `num_envs`.
+        token: what the server wants to hear; None takes it from the environment variable RLINF_REMOTE_TOKEN.
+        connect_seconds: in which the other side must be there and have made its simulator.
+        reset_seconds: in which it must have begun episodes, or saved or restored states.
+        step_seconds: in which it must have done a step, or drawn pictures.
+
+    Raises:
+        WrongOption: none or several of `address`, `python` and `command` are given.
+        CannotSimulate: the other side is not there, refuses, or cannot make its simulator; the text says which.
+    """
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """See `Simulator.check_options`."""
+        super().check_options(options)
+        ways = [name for name in ("address", "python", "command") if options.get(name)]
+        if len(ways) != 1:
+            raise WrongOption("address", f"name one of address, python (with make) and command, not {ways or 'none'}")
+        if (options.get("make") is None) == (ways == ["python"]):
+            raise WrongOption("make", "python needs make, such as arm.py:Arm; what runs otherwise names its own")
+        address = options.get("address")
+        if address and not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
+            raise WrongOption("address", f"{address!r} is neither host:port nor unix:/path")
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        address: str | None = None,
+        python: str | None = None,
+        make: str | None = None,
+        command: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        token: str | None = None,
+        connect_seconds: float = 120.0,
+        reset_seconds: float = 120.0,
+        step_seconds: float = 30.0,
+    ):
+        Remote.check_options({"address": address, "python": python, "make": make, "command": command})
+        self.num_envs = num_envs
+        self._address = address
+        if python is not None and make is not None:
+            command = [python, str(Path(serve.__file__)), "--stdio", "--make", make]
+        self._command = None if command is None else [str(part) for part in command]
+        self._who = address or " ".join(self._command or ())
+        self._options = dict(options or {})
+        self._token = os.environ.get(serve.TOKEN, "") if token is None else token
+        self._connect_seconds = connect_seconds
+        self._seconds = {"step": step_seconds, "render": step_seconds}
+        self._reset_seconds = reset_seconds
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words: list[str] | None = None
+        specs = self._connect()
+        self.max_steps = specs["max_steps"]
+        self.action_spec = ActionSpec(torch.from_numpy(specs["action_low"]), torch.from_numpy(specs["action_high"]))
+        self.observation_spec = _observations(specs)
+        self._can = frozenset(specs["can"])
+
+    def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
+        if self._socket is None:
+            if len(env_ids) < self.num_envs:
+                raise SimulatorLost(
+                    f"{self._who} is gone, and with it the episodes of all {self.num_envs} environments"
+                )
+            if _observations(self._connect()) != self.observation_spec:
+                self._leave()
+                raise CannotSimulate(f"{self._who} came back with other observations than it had before")
+        told = self._call("reset", seeds=seeds.numpy(), env_ids=env_ids.numpy())
+        self._words = told["instructions"]
+        return self._observation(told["observation"], len(env_ids))
+
+    def step(self, actions: Tensor, active: Tensor) -> Transition:
+        told = self._call("step", actions=actions.numpy(), active=active.numpy())
+        success = told.get("success")
+        return Transition(
+            observation=self._observation(told["observation"], self.num_envs),
+            reward=self._row("reward", told["reward"], torch.float32),
+            terminated=self._row("terminated", told["terminated"], torch.bool),
+            truncated=self._row("truncated", told["truncated"], torch.bool),
+            success=None if success is None else self._row("success", success, torch.bool),
+        )
+
+    def instructions(self) -> list[str] | None:
+        return self._words
+
+    def render(self, env_ids: Tensor) -> Tensor:
+        if "render" not in self._can:
+            return super().render(env_ids)
+        return torch.from_numpy(self._call("render", env_ids=env_ids.numpy()))
+
+    def save(self) -> list[State]:
+        if "save" not in self._can:
+            raise NotImplementedError(f"what {self._who} simulates cannot be saved: set env.fresh=true")
+        states: list[State] = tensors(self._call("save"))
+        return states
+
+    def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
+        if self._socket is None:
+            self._connect()
+        told = self._call("restore", states=arrays(list(states)), env_ids=env_ids.numpy())
+        self._words = told["instructions"]
+
+    def close(self) -> None:
+        self._leave()
+
+    def _observation(self, told: dict[str, Any], rows: int) -> Observation:
+        found = {}
+        for name, spec in self.observation_spec.items():
+            array = torch.from_numpy(np.asarray(told[name])).to(spec.dtype)
+            if array.shape != (rows, *spec.shape):
+                raise RemoteError(f"{self._who} told {name!r} as {list(array.shape)}, not {[rows, *spec.shape]}")
+            found[name] = array
+        return found
+
+    def _row(self, name: str, told: Any, dtype: torch.dtype) -> Tensor:
+        array = torch.from_numpy(np.array(told)).to(dtype)
+        if array.shape != (self.num_envs,):
+            raise RemoteError(f"{self._who} told {name} as {list(array.shape)}, not [{self.num_envs}]")
+        return array
+
+    # The connection ---------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> dict[str, Any]:
+        """Say hello; what the other side says of its simulator."""
+        deadline = time.monotonic() + self._connect_seconds
+        try:
+            self._socket = self._started() if self._command is not None else self._reached()
+            told = self._ask(
+                {
+                    "call": "hello",
+                    "version": serve.VERSION,
+                    "token": self._token,
+                    "num_envs": self.num_envs,
+                    "options": self._options,
+                },
+                deadline,
+            )
+        except (OSError, serve.Closed, serve.Garbled, TypeError) as error:
+            ended = self._leave(0.0 if isinstance(error, TimeoutError) else _END_SECONDS)
+            raise CannotSimulate(f"{self._who}: {error or type(error).__name__}{ended}") from error
+        if "error" in told:
+            self._leave()
+            raise CannotSimulate(f"{self._who}: {told['kind']}: {told['error']}")
+        value: dict[str, Any] = told["value"]
+        return value
+
+    def _reached(self) -> socket.socket:
+        assert self._address is not None
+        if self._address.startswith("unix:"):
+            found = socket.socket(socket.AF_UNIX)
+            found.settimeout(self._connect_seconds)
+            try:
+                found.connect(self._address[5:])
+            except OSError:
+                found.close()
+                raise
+            return found
+        host, _, port = self._address.rpartition(":")
+        found = socket.create_connection((host or "127.0.0.1", int(port)), self._connect_seconds)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return found
+
+    def _started(self) -> socket.socket:
+        assert self._command is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    self._command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+                )
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        seconds = self._seconds.get(name, self._reset_seconds)
+        try:
+            if self._socket is None:
+                raise serve.Closed("there is no connection")
+            told = self._ask({"call": name, **arguments}, time.monotonic() + seconds)
+        except TimeoutError as error:
+            self._leave(patience=0.0)  # it hangs
+            raise SimulatorLost(f"{self._who} has not answered {name!r} within {seconds:g} s") from error
+        except (OSError, serve.Closed, serve.Garbled) as error:
+            ended = self._leave()
+            raise SimulatorLost(f"{self._who} was lost in {name!r}: {error or type(error).__name__}{ended}") from error
+        if "error" not in told:
+            return told["value"]
+        if told["kind"] in _REFUSALS:
+            self._leave()
+        raise RemoteError(f"{self._who} could not {name}: {told['kind']}: {told['error']}")
+
+    def _ask(self, call: dict[str, Any], deadline: float) -> dict[str, Any]:
+        connection = self._socket
+        assert connection is not None
+
+        def left() -> float:
+            if (seconds := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("it took too long")
+            return seconds
+
+        def read(size: int) -> bytes:
+            connection.settimeout(left())
+            return connection.recv(size)
+
+        for part in serve.pack(call):
+            connection.settimeout(left())
+            connection.sendall(part)
+        told = serve.receive(read)
+        if not isinstance(told, dict) or not ({"error", "kind"} <= told.keys() or "value" in told):
+            raise serve.Garbled("an answer that is neither a value nor an error")
+        return told
+
+    def _leave(self, patience: float = _END_SECONDS) -> str:
+        """Give the connection up, and end what was started, by force after some seconds; how it ended, for messages."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        try:
+            code = process.wait(patience)  # it ends by itself when nobody speaks to it
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return " (it was killed)"
+        return f" (it ended with exit code {code})"
+
+
+def _observations(specs: dict[str, Any]) -> dict[str, ArraySpec]:
+    return {
+        name: ArraySpec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs["observation"].items()
+    }

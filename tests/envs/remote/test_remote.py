@@ -1,0 +1,167 @@
+"""Simulators on the other side of a socket: as if they were here, and lost where they are lost."""
+
+import logging
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlinf.envs.base import CannotSimulate, SimulatorLost, WrongOption
+from rlinf.envs.environment import Rules
+from rlinf.envs.pool import EnvironmentPool
+from rlinf.envs.remote import Remote, serve
+from rlinf.envs.remote.simulator import RemoteError
+from rlinf.envs.toy import Reach
+from tests.envs.protocol import ProtocolSuite, begin, everyone, same
+
+ARM = str(Path(__file__).with_name("arm.py")) + ":Arm"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Where toys are served, by a thread of this process."""
+    where, ready = f"unix:{tmp_path_factory.mktemp('socket') / 's'}", threading.Event()
+    threading.Thread(target=serve.listen, args=(Reach, "word", where, 64, lambda _: ready.set()), daemon=True).start()
+    assert ready.wait(10)
+    return where
+
+
+class TestServedToy(ProtocolSuite):
+    @pytest.fixture(autouse=True)
+    def _at(self, address):
+        self.address = address
+
+    def make(self, num_envs):
+        return Remote(num_envs, address=self.address, token="word", options={"dims": 2, "pixels": 8})
+
+
+@pytest.fixture
+def arm():
+    made = []
+
+    def make(num_envs=2, **about):
+        made.append(Remote(num_envs, python=sys.executable, make=ARM, **about))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_what_numpy_alone_simulates_in_a_program_of_its_own_is_acted_on(arm):
+    simulator = arm(options={"reach": 0.5})
+    assert {name: spec.shape for name, spec in simulator.observation_spec.items()} == {"state": (2,), "rgb": (2, 2, 3)}
+    assert simulator.action_spec.high.tolist() == [1, 2]
+    first = begin(simulator, [8, 9])
+    assert first["state"].tolist() == [[1, 3], [2, 4]]
+    assert simulator.instructions() == ["do 8", "do 9"]
+    states = simulator.save()
+    moved = simulator.step(torch.tensor([[1.0, 2.0], [50.0, 0.0]]), torch.tensor([True, True]))
+    assert moved.observation["state"].tolist() == [[2, 5], [52, 4]]
+    assert moved.reward.tolist() == [-2, -52]
+    assert moved.success.tolist() == moved.terminated.tolist() == [False, True]
+    simulator.restore(states[:1], torch.tensor([1]))
+    assert simulator.instructions() == ["do 8", "do 8"]
+    still = simulator.step(torch.zeros(2, 2), torch.tensor([False, False]))
+    assert still.observation["state"].tolist() == [[2, 5], [1, 3]]
+    with pytest.raises(NotImplementedError, match="renders no pictures"):
+        simulator.render(torch.tensor([0]))
+
+
+def test_an_exception_of_the_other_side_arrives_with_its_place_and_others_may_follow(arm):
+    simulator = arm(1, options={"wrong": "raises"})
+    begin(simulator, [3])
+    with pytest.raises(RemoteError, match=r"could not step: RuntimeError: the gripper is too hot\n(.|\n)*arm.py"):
+        simulator.step(torch.zeros(1, 2), everyone(simulator))
+    assert same(begin(simulator, [3]), begin(simulator, [3]))
+
+
+def test_wrong_shapes_are_told_by_name(arm):
+    simulator = arm(options={"wrong": "shape"})
+    begin(simulator, [3, 4])
+    with pytest.raises(RemoteError, match=r"told 'state' as \[2, 1\], not \[2, 2\]"):
+        simulator.step(torch.zeros(2, 2), everyone(simulator))
+
+
+def test_one_that_hangs_is_lost_at_its_deadline_and_ended(arm):
+    simulator = arm(1, options={"wrong": "hangs"}, step_seconds=0.2)
+    process = simulator._process
+    begin(simulator, [3])
+    with pytest.raises(SimulatorLost, match=r"has not answered 'step' within 0\.2 s"):
+        simulator.step(torch.zeros(1, 2), everyone(simulator))
+    assert process.poll() is not None
+
+
+def test_one_that_died_is_lost_and_the_next_reset_of_all_starts_it_anew(arm):
+    simulator = arm(2, options={"wrong": "dies"})
+    begin(simulator, [1, 2])
+    simulator.step(torch.full((2, 2), 95.0), everyone(simulator))
+    with pytest.raises(SimulatorLost, match=r"lost in 'step': the connection has ended \(it ended with exit code 7\)"):
+        simulator.step(torch.zeros(2, 2), everyone(simulator))
+    with pytest.raises(SimulatorLost, match="the episodes of all 2 environments"):
+        simulator.reset(torch.tensor([1]), torch.tensor([1]))
+    assert begin(simulator, [8, 9])["state"].tolist() == [[1, 3], [2, 4]]
+
+
+async def test_a_pool_goes_on_with_other_episodes_where_the_other_side_died(caplog):
+    options = {"python": sys.executable, "make": ARM, "options": {"wrong": "dies"}}
+    rules, name = Rules(max_steps=200), "rlinf.envs.remote.Remote"
+    async with EnvironmentPool(name, options, num_envs=2, workers=0, rules=rules) as pool:
+        (part,) = pool.slices
+        await part.reset()
+        far = torch.ones(2, 100, 2)  # a point that is moved a hundred times is where the arm dies
+        with caplog.at_level(logging.WARNING):
+            chunk = await part.step(far)
+        assert chunk.lost.all()
+        assert not chunk.valid.any()
+        assert "lost in 'step'" in caplog.text
+        after = await part.step(far[:, :3])
+        assert after.valid.all()
+        assert not after.lost.any()
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"token": "guess"}, "PermissionError: the token is wrong"),
+        ({"token": "word", "options": {"dim": 2}}, "unexpected keyword argument 'dim'"),
+        ({"address": "unix:/nowhere/at/all"}, "No such file"),
+        ({"address": "127.0.0.1:1"}, "refused"),
+    ],
+)
+def test_servers_that_refuse_or_are_not_there_are_said_so(address, about, said):
+    with pytest.raises(CannotSimulate, match=said):
+        Remote(1, **{"address": address, **about})
+
+
+def test_programs_that_cannot_be_started_or_say_other_things_are_said_so(tmp_path):
+    with pytest.raises(CannotSimulate, match="No such file"):
+        Remote(1, python=str(tmp_path / "python"), make=ARM)
+    with pytest.raises(CannotSimulate, match=r"ImportError: .* has no Leg"):
+        Remote(1, python=sys.executable, make=ARM.replace("Arm", "Leg"))
+    with pytest.raises(CannotSimulate, match="not rlinf's protocol"):
+        Remote(1, command=["echo", "hello, here is no robot whatsoever"])
+
+
+def test_a_slow_server_is_given_up_at_the_deadline():
+    with pytest.raises(CannotSimulate, match=r"sleep 30.*(timed out|too long)"):
+        Remote(1, command=["sleep", "30"], connect_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        ({}, "address", "name one of address, python"),
+        ({"address": "a:1", "command": ["b"]}, "address", r"not \['address', 'command'\]"),
+        ({"python": "python3"}, "make", "python needs make"),
+        ({"address": "a:1", "make": "b:c"}, "make", "names its own"),
+        ({"address": "robot"}, "address", "neither host:port nor unix:/path"),
+        ({"adress": "a:1"}, "adress", "did you mean address"),
+    ],
+)
+def test_wrong_options_are_told_by_key(options, key, said):
+    with pytest.raises(WrongOption, match=said) as caught:
+        Remote.check_options(options)
+    assert caught.value.name == key

@@ -1,0 +1,175 @@
+"""Frames between a simulator's two sides, and a server that strangers speak to."""
+
+import ast
+import contextlib
+import io
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from rlinf.envs.remote import serve
+from tests.envs.remote.arm import Arm
+
+FRAMES = settings(derandomize=True, deadline=None, max_examples=80)
+ARRAYS = st.sampled_from(["<f4", "<f8", "|u1", "<i8", "|b1", ">i4", "<f2"]).flatmap(
+    lambda dtype: arrays(
+        dtype,
+        array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+        elements={"allow_nan": False} if np.dtype(dtype).kind == "f" else None,
+    )
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | ARRAYS
+)
+TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))
+
+
+def received(raw: bytes, known=True):
+    return serve.receive(io.BytesIO(raw).read, known)
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and one.dtype == other.dtype.newbyteorder("=") and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+@FRAMES
+@given(TREES)
+def test_what_is_sent_is_what_comes(tree):
+    assert equal(received(b"".join(map(bytes, serve.pack(tree)))), tree)
+
+
+@FRAMES
+@given(TREES, st.data())
+def test_damaged_frames_are_refused_and_nothing_else_happens(tree, data):
+    raw = bytearray(b"".join(map(bytes, serve.pack(tree))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(serve.Garbled, serve.Closed):
+        received(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+
+
+@pytest.mark.parametrize("value", [{1: 2}, object(), np.array(["text"]), {"a": {2}}])
+def test_what_cannot_be_sent_is_told_to_who_sends_it(value):
+    with pytest.raises(TypeError, match=r"cannot be sent|keys must be texts"):
+        serve.pack(value)
+
+
+def test_long_frames_are_refused_before_memory_is_taken_for_them():
+    huge = serve._PREFIX.pack(b"RLR1", 10, 1 << 40)
+    with pytest.raises(serve.Garbled, match="too long"):
+        received(huge)
+    with pytest.raises(serve.Garbled, match="too long"):  # of somebody who has not said the token
+        received(serve._PREFIX.pack(b"RLR1", 1 << 20, 0), known=False)
+    lying = b'{"#array":["<f8",[4000000000,4000000000]]}'
+    with pytest.raises(serve.Garbled, match="longer than the body"):
+        received(serve._PREFIX.pack(b"RLR1", len(lying), 0) + lying)
+
+
+def test_the_file_needs_python_3_8_and_numpy_alone():
+    text = Path(serve.__file__).read_text()
+    tree = ast.parse(text, feature_version=(3, 8))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module])
+    }
+    assert imported - set(sys.stdlib_module_names) == {"numpy"}
+
+
+@pytest.fixture
+def server():
+    """Address of a server in a thread of this process, which takes two connections at a time."""
+    told, ready = [], threading.Event()
+
+    def say(line):
+        told.append(line.rpartition(" ")[2])
+        ready.set()
+
+    threading.Thread(target=serve.listen, args=(Arm, "secret", "127.0.0.1:0", 2, say), daemon=True).start()
+    assert ready.wait(10)
+    return told[0]
+
+
+def talk(address, *frames):
+    """What a server answers to bytes, one answer for each; the last is None where it has closed the connection."""
+    host, port = address.split(":")
+    answers = []
+    with socket.create_connection((host, int(port)), 10) as connection:
+        for frame in frames:
+            connection.sendall(frame)
+            try:
+                answers.append(serve.receive(connection.recv))
+            except (serve.Closed, ConnectionError):
+                answers.append(None)
+    return answers
+
+
+def call(**about):
+    return b"".join(map(bytes, serve.pack(about)))
+
+
+HELLO = {"call": "hello", "version": 1, "token": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ([b"GET / HTTP/1.1\r\nHost: robot\r\n\r\n"], "not rlinf's protocol"),
+        ([call(call="step")], "first call must be hello, not 'step'"),
+        ([call(call="hello", version=1, token="guess")], "the token is wrong"),
+        ([call(call="hello", version=1)], "the token is wrong"),
+        ([call(call="hello", version=9, token="secret")], "speaks version 1 of the protocol, and the other 9"),
+        ([call(**HELLO, options={"wrong": "made"})], "there is no arm at this port"),
+        ([call(**HELLO, options={"reech": 2})], "unexpected keyword argument 'reech'"),
+        ([serve._PREFIX.pack(b"RLR1", 3, 0) + b"[1,"], "a frame that means nothing"),
+    ],
+)
+def test_whoever_is_wrong_at_first_is_told_why_and_cut_off(server, frames, said):
+    answer, after = talk(server, *frames, call(call="save"))
+    assert said in answer["error"]
+    assert after is None
+    assert talk(server, call(**HELLO))[0]["value"]["max_steps"] == 5, "and others are served"
+
+
+def test_whoever_is_wrong_later_may_go_on(server):
+    hello, unknown, bad, saved = talk(
+        server, call(**HELLO, num_envs=2), call(call="eval"), call(call="reset", seeds=3), call(call="save")
+    )
+    assert hello["value"]["can"] == ["save", "restore"]
+    assert "no call 'eval'" in unknown["error"]
+    assert bad["kind"] == "TypeError"
+    assert len(saved["value"]) == 2
+
+
+def test_connections_have_places_and_give_them_back(server):
+    host, port = server.split(":")
+    held = [socket.create_connection((host, int(port)), 10) for _ in range(2)]
+    for connection in held:
+        connection.sendall(call(**HELLO))
+        assert "value" in serve.receive(connection.recv)
+    with socket.create_connection((host, int(port)), 10) as late:
+        assert "all 2 places are taken" in serve.receive(late.recv)["error"]
+    held[0].sendall(call(call="nothing"))
+    assert "error" in serve.receive(held[0].recv)
+    for connection in held:
+        connection.close()

@@ -136,6 +136,12 @@ class ControlAlgorithmConfig:
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
     entropy_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the entropy bonus falls, to 0 in the last step."""
+    filter_returns: tuple[float, float] | None = None
+    """Groups of episodes whose mean return lies outside of these bounds are not learned from (grpo and its like), such
+    as [0.5, 4.5] where a solved task earns 5; null for no bounds."""
+    filter_success: tuple[float, float] | None = None
+    """The same of the share of a group's episodes that solved the task, such as [0.1, 0.9], where a simulator says it.
+    Groups in which all did, or not one, are never learned from."""
     reward_scaling: bool = False
     """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
     large or small."""

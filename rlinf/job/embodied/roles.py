@@ -236,6 +236,8 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "value_coef": chosen_of_it.value_coef,
         "entropy_schedule": chosen_of_it.entropy_schedule,
         "reward_scaling": chosen_of_it.reward_scaling,
+        "filter_returns": chosen_of_it.filter_returns,
+        "filter_success": chosen_of_it.filter_success,
         "total_steps": config.steps,
         "fresh": config.env.fresh,
         "group_size": config.env.group_size,

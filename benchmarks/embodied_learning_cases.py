@@ -61,6 +61,8 @@ class Case:
     """So many neighbouring environments begin alike."""
     max_steps: int = 12
     """Of an episode; each step of the flow lasts as long."""
+    checkpoint: Mapping[str, Any] | None = None
+    """What `write_tiny` is told of the published checkpoint that the policy is read from; None for a new policy."""
 
 
 _LAYER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -87,6 +89,27 @@ CASES = {
         imitation={"steps": 500, "batch": 64, "lr": 1e-3},
         num_envs=64,
         steps=60,
+    ),
+    # The same from pictures of 28 x 28 by OpenVLA-OFT: its true structure, tokenizer and files, and 256 bins, at sizes
+    # that a core computes. Two actions are decided at a time, each with a value of its own.
+    "oft-ppo": Case(
+        task="2-D, pixels and words, distance as reward",
+        simulator="rlinf.envs.toy.Reach",
+        options={"dims": 2, "pixels": 28},
+        policy={
+            "type": "openvla-oft",
+            "embodiment": "plain",
+            "instruction": "reach the red goal",
+            "prompt_length": 24,
+            "chunk": 2,
+        },
+        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+        learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 64},
+        demonstrations=512,
+        imitation={"steps": 500, "batch": 64, "lr": 1e-3},
+        num_envs=64,
+        steps=60,
+        checkpoint={"action_size": 2, "norm_stats": {"toy": {"action": {"q01": [-REACH] * 2, "q99": [REACH] * 2}}}},
     ),
     # Nothing says how far the target is; episodes that began alike are compared, and where all of them or none solved
     # the task there is nothing to learn.

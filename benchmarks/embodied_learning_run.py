@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
@@ -21,7 +23,8 @@ from rlinf.flows.embodied import embodied
 from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
-from rlinf.models.policy.build import build_policy_model, fitted
+from rlinf.models.policy.build import fitted, make_policy
+from rlinf.models.policy.vla.openvla.tiny import write_tiny
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.embodied.trajectory_batch import summary
@@ -68,21 +71,25 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
     began, computed = time.monotonic(), time.process_time()
     async with ActorSystem.local() as system:
         env, config = await _environments(system, case, seed)
+        path = None
+        if case.checkpoint is not None:
+            path = str(write_tiny(directory / "checkpoint", config["type"], seed=seed, **case.checkpoint))
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
-        policy = await system.spawn(PolicyActor, name="policy", policy=config)
-        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=config, **learning)
+        policy = await system.spawn(PolicyActor, name="policy", policy=config, path=path)
+        trainer = await system.spawn(PolicyTrainer, name="trainer", policy=config, path=path, **learning)
         expert = await system.spawn(Expert, name="expert")
         shown = await _simulation(system, case, "demonstrations", num_envs=8, auto_reset=False, seed=_SHOWN + seed)
-        await record(shown, expert, directory, case.demonstrations)
-        await imitate(policy, trainer, directory, **case.imitation)
+        await record(shown, expert, directory / "shown", case.demonstrations)
+        await imitate(policy, trainer, directory / "shown", **case.imitation)
         tried = await _simulation(system, case, "trials", num_envs=episodes, auto_reset=False, seed=_TRIED)
         before = await _solved(tried, policy, episodes)
         curve, env_steps = await _steps(case, env, policy, trainer)
         after = await _solved(tried, policy, episodes)
+        size = parameters(make_policy(config, path, torch.device("cpu")))
     return Outcome(
         name,
         seed,
-        parameters(build_policy_model(config)),
+        size,
         before,
         after,
         tuple(curve),
@@ -99,7 +106,8 @@ async def _environments(system: ActorSystem, case: Case, seed: int) -> tuple[Act
         system, case, "env", num_envs=case.num_envs, slices=2, group_size=case.group_size, seed=seed
     )
     sizes = await env[0].shapes()
-    return env, fitted({**case.policy, "seed": seed}, sizes["shapes"], sizes["action_size"], sizes["choices"])
+    config = {**case.policy, "seed": seed}
+    return env, fitted(config, sizes["shapes"], sizes["action_size"], sizes["choices"], sizes["bounds"])
 
 
 async def _simulation(system: ActorSystem, case: Case, name: str, **settings: Any) -> ActorGroup:

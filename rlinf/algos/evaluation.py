@@ -1,16 +1,41 @@
-"""Accuracy over several answers to a problem: at least one right (pass@k), and the most frequent one right (maj@k)."""
+"""Accuracy over several answers to a problem: at least one right (pass@k), and the most frequent one right (maj@k); and
+how sure a rate of success is."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import combinations
-from math import comb
+from math import comb, sqrt
 
 import numpy as np
 
 _SUBSETS = 256
 """Subsets of k answers that a majority is taken over: the estimate's own spread is then below 1/32 of a problem."""
+
+
+def wilson_interval(successes: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Between which shares a rate of success lies, by `count` independent attempts of which so many succeeded.
+
+        (p + z^2 / 2n  ∓  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)        with p = successes / n
+
+    Wilson (JASA 22, 1927): unlike p ∓ z sqrt(p (1 - p) / n) it stays within 0 and 1, and is no point at p = 0 and 1.
+
+    Args:
+        successes: how many attempts succeeded, from 0 to `count`.
+        count: attempts, n.
+        z: quantile of the normal distribution; the default makes intervals that hold in 95 % of cases.
+
+    Raises:
+        ValueError: there was no attempt, or the number of successes is impossible.
+    """
+    if count < 1 or not 0 <= successes <= count:
+        raise ValueError(f"wilson_interval: {successes} of {count} attempts cannot have succeeded")
+    share, spread = successes / count, z * z / count
+    middle = share + spread / 2
+    half = z * sqrt(share * (1 - share) / count + spread / (4 * count))
+    low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+    return (0.0 if successes == 0 else low), (1.0 if successes == count else high)
 
 
 def pass_at_k(right: Sequence[bool], k: int) -> float:

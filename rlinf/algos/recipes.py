@@ -87,17 +87,34 @@ RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 NAMES = tuple(RECIPES)
 
+ACTING = {
+    **RECIPES,
+    # As PPO is run on control (arXiv:1707.06347, table 3; arXiv:2006.05990): rewards come all along, and values are of
+    # their scale, so they are discounted, and neither the critic's error nor a bad action's loss is bounded.
+    "ppo": AlgorithmSpec(
+        "ppo", advantage=Gae(gamma=0.99, lam=0.95), loss=Clipped(), critic=Critic(clip=None, error="square")
+    ),
+}
+"""The same where policies act in environments."""
 
-def get(name: str, overrides: Mapping[str, Any] | None = None, *, resolve: Resolve | None = None) -> AlgorithmSpec:
+
+def get(
+    name: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    resolve: Resolve | None = None,
+    acting: bool = False,
+) -> AlgorithmSpec:
     """The recipe of that name, with changes.
 
     Args:
         name: such as "grpo"; `NAMES` has all.
         overrides: see `spec.override`.
         resolve: turns a dotted path into the function it names.
+        acting: for policies that act; otherwise for text.
 
     Raises:
         ValueError: no recipe, place, key or choice of that name (the text gives the nearest), or a bad value.
     """
     one_of("algorithm", "name", name, RECIPES)
-    return override(RECIPES[name], overrides or {}, resolve=resolve)
+    return override((ACTING if acting else RECIPES)[name], overrides or {}, resolve=resolve)

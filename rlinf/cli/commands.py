@@ -2,6 +2,8 @@
 
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too
+    rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
+    rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf plan | trace | report | config            around a run
 
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from rlinf.cli.key_docs import as_markdown, as_text
 from rlinf.cli.unread import quiet_when_unread
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import EmbodiedConfig, suites_of
 from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import nearest
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _ELSEWHERE = {
     "train": ("rlinf.cli.main", "train by a configuration; --dry-run shows what would run, and what could not"),
     "plan": ("rlinf.cli.plan_command", "find the best placement of a profiled flow on any number of devices"),
+    "record": ("rlinf.cli.demonstrations.record", "record demonstrations of a policy or of a script"),
+    "convert": ("rlinf.cli.demonstrations.convert", "bring demonstrations into another format; compute statistics"),
     "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
     "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
 }
@@ -130,26 +134,38 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
-    config = load_embodied(options.config, [*options.overrides, f"policy.path={options.model}"], hosts)
-    if not config.trials.episodes:
+    from rlinf.job.embodied.trials import in_words, measured, saved_policy, try_policy, written
+
+    model = saved_policy(Path(options.model).expanduser())
+    config = load_embodied(options.config, [*options.overrides, f"policy.path={model}"], hosts)
+    if not suites_of(config):
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
-    videos = Path("videos") if output is None else output.absolute().parent / "videos"
+    beside = Path() if output is None else output.absolute().parent
+    if not beside.is_dir():
+        raise InputError(f"--output {output}: there is no directory {beside}")
+    videos = beside / "videos"
     from rlinf.job.checks.whole import check_parts
-    from rlinf.job.embodied.trials import in_words, try_policy
     from rlinf.job.start import run_to_end
-    from rlinf.training.embodied.trajectory_batch import summary
+    from rlinf.metrics.console.success import success_table
 
     if os.environ.get("RANK", "0") == "0":
         check_parts(config)
 
     async def main(system: ActorSystem) -> None:
-        episodes = await try_policy(system, config, videos if config.trials.videos else None)
-        print(f"{options.model}: {in_words(summary(episodes))}")
+        tried = await try_policy(system, config, videos if config.trials.videos else None)
+        metrics = measured(tried)
+        print(f"{options.model}: {in_words(metrics)}")
+        for line in success_table(None, metrics):
+            print(line)
+        about = {"policy": str(model), "configuration": options.config, "overrides": options.overrides}
+        told = {"evaluation": (beside / "evaluation.json", written(tried, **about))}
         if output is not None:
-            lines = [json.dumps(asdict(episode)) + "\n" for episode in episodes]
-            await asyncio.to_thread(output.write_text, "".join(lines), encoding="utf-8")
-            print(f"episodes: {output}")
+            rows = [json.dumps({"suite": name, **asdict(each)}) for name, found in tried.items() for each in found]
+            told["episodes"] = (output, "".join(f"{row}\n" for row in rows))
+        for what, (path, text) in told.items():
+            await asyncio.to_thread(path.write_text, text, encoding="utf-8")
+            print(f"{what}: {path}")
         if config.trials.videos:
             print(f"videos: {videos / 'step_000000'}")
 

@@ -128,7 +128,7 @@ def _serve(request: Request, rank: int, hosts: int) -> int:
 
             print(describe(config, hosts))
         return 0
-    _say(f"{config.name}: starting; results go to {Path(config.output_dir).expanduser() / config.name}", rank)
+    _say(f"{config.name}: results go to {Path(config.output_dir).expanduser() / config.name}", rank)
     train(config, rank, request.resume)
     return 0
 

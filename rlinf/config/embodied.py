@@ -5,15 +5,22 @@ A file with a section `env` is one of these; every other one is for text (`text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rlinf.config.common import CheckpointConfig, CommonConfig, TrackingConfig
 from rlinf.config.placement import EmbodiedPlacementConfig
 from rlinf.config.schema import number
+from rlinf.config.text import LoraConfig
 
-SAC = "sac"
-"""The algorithm that learns off-policy."""
+OFF_POLICY = ("sac", "crossq", "iql")
+"""Algorithms that learn from a replay buffer, by `off_policy`."""
+IMITATION = "imitation"
+"""The algorithm that learns from demonstrations alone."""
+DAGGER = "dagger"
+"""The algorithm that learns from what an expert would do."""
 
 
 @dataclass
@@ -37,6 +44,9 @@ class EnvConfig:
     """Steps after which an episode is cut off; null takes the simulator's own limit."""
     ignore_terminations: bool = False
     """Episodes go on when their task ends, so that all last until their limit."""
+    frame_stack: int = number(1, low=1, high=1024)
+    """So many last observations are seen at once, the oldest first; the first one of an episode stands in for those
+    before it."""
     fresh: bool = True
     """Every step of the flow begins new episodes; false goes on with those that are under way."""
     step_timeout: float = number(60.0, above=0)
@@ -46,16 +56,41 @@ class EnvConfig:
 
 
 @dataclass
+class PolicyLoraConfig(LoraConfig):
+    """Low-rank adapters (arXiv:2106.09685): they learn, and what is the policy's own, such as its critic; they are
+    merged when weights are published. `r: 0` and no `path`: none."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["auto"])
+    """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
+    `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+
+
+@dataclass
 class PolicyConfig:
     """The policy that acts and learns."""
 
     type: str | None = None
-    """`mlp` (state), `cnn` (pixels), `vla` (pixels and words), `soft` (state, for sac), or the dotted path of a class
-    of your own; null takes mlp, or soft for sac."""
+    """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05` and
+    `gr00t` (published ones); for sac and its like `soft` (state), `soft_pixels`, or `steered` (the noise of a frozen
+    policy); or the dotted path of a class of your own. null takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
-    """Directory of a saved policy to start from, instead of a new one."""
+    """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
+    openvla-oft, pi0, pi05, gr00t), of its authors."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the policy computes in, where it acts as where it learns. What learns is kept in float32 by the trainer
+    whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
+    train: list[str] | None = None
+    """Patterns of the parameters that learn, such as ["*", "!vision_backbone.*"]: the last that fits decides, and `!`
+    excludes. null: all of them, or those that the policy's class names; with adapters, the critic beside them."""
+    lora: PolicyLoraConfig = field(default_factory=PolicyLoraConfig)
+    """Low-rank adapters."""
+    gradient_checkpointing: bool = False
+    """Compute activations of each block again on the way back: less memory, about a third more time."""
+    sharding: Literal["auto", "shard", "replicate"] = "auto"
+    """How a policy lies on the processes of the trainer: `shard` spreads it and its optimizer over all of them (FSDP),
+    `replicate` gives each a copy. `auto` spreads one that is made of blocks, as large ones are."""
     horizon: int = number(50, low=1)
     """Decisions of each environment per step of the flow; each decides a whole chunk of actions."""
 
@@ -63,7 +98,8 @@ class PolicyConfig:
 @dataclass
 class ControlAlgorithmConfig:
     """How trajectories become a gradient: a recipe by its name (ppo with a critic, grpo and its like without), any part
-    of which can be changed; or sac, whose settings are in `off_policy`. `algorithm: ppo` is short for its name."""
+    of which can be changed; sac, crossq or iql, whose settings are in `off_policy`; dagger, with `dagger`; or
+    imitation, with `imitation`. `algorithm: ppo` is short for its name."""
 
     __shorthand__: ClassVar[str] = "name"
 
@@ -73,6 +109,12 @@ class ControlAlgorithmConfig:
     """How often the decisions of each step are learned from."""
     minibatch: int = number(100, low=1)
     """Decisions per optimizer step, over all ranks of the trainer."""
+    micro_batch: int | None = number(None, low=1)
+    """Decisions that each rank of the trainer computes at once: fewer need less memory and change nothing else. null
+    takes all that a rank has of a minibatch."""
+    critic_warmup: int = number(0, low=0)
+    """Steps of the flow that teach the critic alone, before the policy learns too: for a policy that has learned
+    elsewhere and a critic that has not."""
     staleness: int = number(1, low=0)
     """Where the flow is rlinf.flows.embodied_async, by how many versions the weights that act may be behind those that
     learn from it; with 0 it is rlinf.flows.embodied, which never is behind. More than 1 helps where steps take
@@ -92,6 +134,11 @@ class ControlAlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
+    entropy_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the entropy bonus falls, to 0 in the last step."""
+    reward_scaling: bool = False
+    """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
+    large or small."""
 
 
 @dataclass
@@ -108,17 +155,23 @@ class ControlOptimizerConfig:
     """Decoupled weight decay."""
     grad_clip: float | None = number(None, above=0)
     """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How learning rates fall after warm-up, until the last step; sac keeps them."""
+    warmup_steps: int = number(0, low=0)
+    """Steps of the flow over which learning rates rise linearly from 0."""
+    min_lr_ratio: float = number(0.0, low=0, high=1)
+    """Share of the learning rates that is left at the end of a linear or cosine schedule."""
 
 
 @dataclass
 class OffPolicyConfig:
     """Learning from what is remembered, where the algorithm is sac (arXiv:1812.05905), with the choices of REDQ and
-    RLPD (arXiv:2302.02948)."""
+    RLPD (arXiv:2302.02948), crossq (arXiv:1902.05605) or iql (arXiv:2110.06169)."""
 
     batch: int = number(256, low=1)
     """Transitions per optimizer step, over all ranks."""
     capacity: int = number(1_000_000, low=1)
-    """Transitions that are remembered."""
+    """Transitions that are remembered; a picture is kept once."""
     warmup: int = number(1_000, low=0)
     """Transitions collected before the first optimizer step."""
     utd: float = number(1.0, above=0)
@@ -127,34 +180,88 @@ class OffPolicyConfig:
     """Steps of the critics for each of the actor."""
     gamma: float = number(0.99, low=0, high=1)
     """Discount per action."""
+    n_step: int = number(1, low=1)
+    """Decisions that a transition spans; fewer at the end of an episode or of a step of the flow."""
     tau: float = number(0.005, above=0, high=1)
-    """Share of the way that target critics go with each step."""
+    """Share of the way that target critics go with each step; crossq has none."""
     alpha: float = number(1.0, above=0)
-    """First temperature, reward per nat."""
+    """First temperature, reward per nat (sac, crossq)."""
     alpha_lr: float | None = number(None, low=0)
     """Learning rate of the temperature; null takes optimizer.lr, 0 keeps it."""
     target_entropy: float | None = None
     """Nats that the temperature aims at; null: minus the numbers in a chunk."""
     subset: int | None = number(None, low=1)
     """Target critics drawn in each step (REDQ); null takes all."""
+    shift: int = number(0, low=0)
+    """Pictures are moved at random by so many pixels at most when they are learned from (DrQ, arXiv:2004.13649)."""
+    expectile: float = number(0.7, above=0, below=1)
+    """Which expectile of the remembered actions a state is worth (iql): higher is more optimistic."""
+    beta: float = number(3.0, low=0)
+    """Inverse temperature of the weights of remembered actions (iql); 0 is behaviour cloning."""
+    solved_only: bool = False
+    """Remember only episodes that were solved, and that end in the step in which they began."""
     demonstrations: str | None = None
-    """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none."""
+    """Directory of demonstrations that a part of each batch is drawn from (RLPD); null for none. dagger begins with
+    them."""
     demo_share: float = number(0.5, low=0, high=1)
     """That part."""
+    failed_demonstrations: bool = False
+    """Learn from recorded episodes that did not solve their task, too, as iql can."""
+    offline_steps: int = number(0, low=0)
+    """The first so many steps learn from demonstrations alone, and nobody acts in them."""
+    offline_updates: int = number(1_000, low=1)
+    """Optimizer steps in each of those."""
+
+
+@dataclass
+class DaggerConfig:
+    """Learning from what an expert would do in the states that the policy gets into (arXiv:1011.0686), where the
+    algorithm is dagger; off_policy.batch, capacity and demonstrations hold for it, too."""
+
+    expert: str | None = None
+    """Who answers: the dotted path of a function that takes observations and instructions and gives actions in
+    [-1, 1], float32 [N, C, A]; or the directory of a saved policy."""
+    beta: float = number(0.0, low=0, high=1)
+    """First share of decisions in which the expert's action is done instead of the policy's."""
+    decay: float = number(0.5, low=0, high=1)
+    """The share falls to this much of itself with each step."""
+    updates: int = number(200, low=1)
+    """Optimizer steps per step of the flow, on all that was labelled so far."""
 
 
 @dataclass
 class ImitationConfig:
-    """Supervised warm-up on demonstrations, before learning by acting."""
+    """Supervised learning from demonstrations: a warm-up before learning by acting, or, where the algorithm is
+    imitation, all that the run does (with the optimizer of `optimizer`)."""
 
     path: str | None = None
-    """Directory of demonstrations, as `rlinf.flows.record` writes them; null skips the warm-up."""
+    """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill (HDF5), or
+    RLDS-like archives (npz); null skips the warm-up."""
+    format: Literal["rlinf", "lerobot", "maniskill", "rlds"] | None = None
+    """What lies there; null goes by its files."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Our name for each feature of the data set, such as {observation.images.front: rgb, observation.state: state,
+    action: actions}; features of one name are joined, as cameras are; empty takes the format's own choice."""
+    bounds: Any = None
+    """What becomes -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the data
+    set itself; null takes actions as they are."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Several data sets instead of path: by name {path, weight: 1.0, format, names, bounds}. Of every batch each has
+    its share."""
+    solved: bool = True
+    """Leave out episodes that did not solve their task, where the data says so."""
+    held_out: float = number(0.0, low=0, below=1)
+    """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
+    on it."""
+    memory_gb: float = number(4.0, above=0)
+    """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
+    one after the other."""
     steps: int = number(300, low=1)
-    """Optimizer steps."""
+    """Optimizer steps of the warm-up; of a run of imitation, in each of its `steps`."""
     batch: int = number(64, low=1)
     """Decisions in each, over all ranks."""
     lr: float = number(1e-3, above=0)
-    """Learning rate (AdamW)."""
+    """Learning rate of the warm-up (AdamW); a run of imitation has optimizer.lr."""
 
 
 @dataclass
@@ -171,10 +278,70 @@ class TrialsConfig:
     """End the run after so many evaluations in a row that are no better than the best one before them, by
     checkpoint.best or else by evaluation/success_once; 0 takes all steps."""
     videos: int = number(0, low=0)
-    """Of how many of them a video is kept in the run directory; the simulator must be able to render."""
+    """Of how many of them a video is kept in the run directory, failures first: they are played again for it. The
+    simulator must be able to render."""
+    seed: int | None = number(None, low=0)
+    """Of their starts, which are kept for trials: no episode of training begins by one of their seeds. null takes the
+    run's seed; a number gives runs of several seeds the same trials."""
+    suites: dict[str, Any] = field(default_factory=dict)
+    """Further sets of environments, by name, each tried for itself: {far: {options: {distance: 2.0}, episodes: 100}},
+    with options besides env.options and trials.options, and episodes or max_steps where they differ. Their metrics
+    begin with evaluation/suites/NAME/, such as evaluation/suites/far/success_once."""
     options: dict[str, Any] = field(default_factory=dict)
     """What their simulators are made with besides env.options, such as {pictures: true}, which ManiSkill needs for
     videos, and which slows its building down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A set of environments that trials are played in."""
+
+    episodes: int
+    """How many."""
+    options: dict[str, Any]
+    """Of its simulators."""
+    max_steps: int | None
+    """Steps after which an episode is cut off; None for the simulator's own limit."""
+
+
+_SUITE = {"options": dict, "episodes": int, "max_steps": int}
+"""Keys of an entry of `trials.suites`, and their types."""
+
+
+def suites_of(config: EmbodiedConfig) -> dict[str, Suite]:
+    """The sets of environments that trials are played in, by name; those of training are "" and come first.
+
+    Args:
+        config: without mistakes in `trials.suites`.
+    """
+    env, trials = config.env, config.trials
+    common = {**env.options, **trials.options}
+    suites = {"": Suite(trials.episodes, common, env.max_steps)}
+    for name, entry in trials.suites.items():
+        options = {**common, **entry.get("options", {})}
+        suites[name] = Suite(entry.get("episodes", trials.episodes), options, entry.get("max_steps", env.max_steps))
+    return {name: suite for name, suite in suites.items() if suite.episodes}
+
+
+def suite_mistakes(suites: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, advice) for every mistake in `trials.suites`.
+
+    Args:
+        suites: as they were written.
+    """
+    for name, entry in suites.items():
+        key = f"trials.suites.{name}"
+        if not re.fullmatch(r"[\w.-]+", str(name)) or str(name).startswith("."):
+            yield key, "this names metrics and directories: write it with letters, digits, - and _ alone"
+        if not isinstance(entry, Mapping):
+            yield key, "write {options: {...}}, and episodes or max_steps where they differ"
+            continue
+        for each, value in entry.items():
+            if each not in _SUITE:
+                yield f"{key}.{each}", f"it has no such key; its keys are {', '.join(_SUITE)}"
+            elif not isinstance(value, _SUITE[each]) or isinstance(value, bool) or value == 0:
+                wanted = "a mapping of options" if each == "options" else "a whole number from 1 on"
+                yield f"{key}.{each}", f"{value!r}: write {wanted}"
 
 
 @dataclass
@@ -183,12 +350,14 @@ class EmbodiedConfig(CommonConfig):
 
     flow: str | None = None
     """Dotted path of the async function that is one step; it takes what it names of `step`, `env`, `policy` and
-    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac."""
+    `trainer`. Your own file works the same. null takes rlinf.flows.embodied, or rlinf.flows.sac for sac, crossq and
+    iql."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: ControlAlgorithmConfig = field(default_factory=ControlAlgorithmConfig)
     optimizer: ControlOptimizerConfig = field(default_factory=ControlOptimizerConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    dagger: DaggerConfig = field(default_factory=DaggerConfig)
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
     trials: TrialsConfig = field(default_factory=TrialsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

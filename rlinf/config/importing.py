@@ -21,7 +21,8 @@ from rlinf.config.schema import nearest
 MOVED = {
     "rlinf.envs.gymnasium_vector": "rlinf.envs.gymnasium",
     "rlinf.envs.maniskill_batched": "rlinf.envs.maniskill",
-    "rlinf.models.soft": "rlinf.models.policy.sac",
+    "rlinf.models.soft": "rlinf.models.policy.off_policy.soft",
+    "rlinf.models.policy.sac": "rlinf.models.policy.off_policy.soft",
     "rlinf.models.mlp": "rlinf.models.policy.mlp",
     "rlinf.models.cnn": "rlinf.models.policy.cnn",
     "rlinf.models.vla": "rlinf.models.policy.vla.model",

@@ -86,5 +86,17 @@ class SupervisedStep:
     """What is learned in it: conversations of one sample each, or pairs of the chosen and the rejected one."""
 
 
-AnyStep = Step | EmbodiedStep | SupervisedStep
+@dataclass(frozen=True, slots=True)
+class ImitationStep:
+    """One step of a run in which a policy learns from demonstrations alone."""
+
+    index: int
+    """Which, from 0."""
+    first: int
+    """Number of its first optimizer step in the run, from which follows what is learned in it."""
+    count: int
+    """Optimizer steps."""
+
+
+AnyStep = ImitationStep | Step | EmbodiedStep | SupervisedStep
 """What a flow is given, by the kind of its run."""

@@ -214,6 +214,11 @@ class Simulator(ABC):
         """What each environment is to do, in words, N texts; None if the task has none. May change with a reset."""
         return None
 
+    def tasks(self) -> Sequence[str] | None:
+        """Name of each environment's task, N texts, by which success is counted: its instruction, unless an adapter
+        knows better; None where all have the same. May change with a reset."""
+        return self.instructions()
+
     def render(self, env_ids: Tensor) -> Tensor:
         """Pictures for people, uint8 [n, H, W, 3].
 

@@ -7,47 +7,28 @@ the next episodes, and keeps the accounts of each.
 Where randomness comes from: the start of an episode is a function of (seed, epoch, group, number), where the group is
 the environment's own, or shared by `group_size` neighbours, and the number counts the episodes that this environment
 began in the epoch. So a run repeats, whatever workers and slices it is divided into.
+
+An episode with an action, observation or reward that is not finite is dropped: the chunk says that it is lost, and why,
+and another one is begun in its place, or in the place of all of its group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.data.rng import mix
+from rlinf.envs.around.rules import Rules
+from rlinf.envs.around.spoiled import Spoiled, not_finite
 from rlinf.envs.base import Observation, Simulator, Transition
 from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
+from rlinf.envs.wrapping.frame_stack import FrameStack
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How episodes begin and end."""
-
-    seed: int = 0
-    """Of all starts."""
-    group_size: int = 1
-    """So many neighbouring environments begin their episodes of equal number alike."""
-    auto_reset: bool = True
-    """After a chunk in which an episode ended, the next one begins; otherwise the environment waits for `reset`."""
-    chunks: int | None = None
-    """So many chunks follow on a `reset`, and after the last one no episode is begun that nobody would act in; None: it
-    is not known."""
-    ignore_terminations: bool = False
-    """Episodes go on when their task ends, so that all last until their time limit."""
-    max_steps: int | None = None
-    """Steps after which an episode is cut off; None for the simulator's own limit."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size={self.group_size} must be at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps={self.max_steps} must be at least 1")
-        if self.chunks is not None and self.chunks < 1:
-            raise ValueError(f"chunks={self.chunks} must be at least 1")
+MOST_STARTS = 5
+"""Starts in a row whose observation is not finite, after which a simulator is given up."""
 
 
 class Environment:
@@ -66,8 +47,9 @@ class Environment:
     def __init__(
         self, simulator: Simulator, rules: Rules | None = None, *, first: int = 0, recorder: Recorder | None = None
     ):
-        self.simulator = simulator
         self.rules = rules if rules is not None else Rules()
+        stacks = self.rules.frame_stack > 1
+        self.simulator = FrameStack(simulator, self.rules.frame_stack) if stacks else simulator
         self.num_envs = simulator.num_envs
         self.first = first
         self._recorder = recorder
@@ -83,6 +65,8 @@ class Environment:
         self._everyone = torch.arange(self.num_envs)
         self._epoch: int | None = None
         self._done = 0  # chunks since the last reset
+        self._spoiled = Spoiled(self._place)
+        self._tasks: list[str] | None = None  # of each environment's episode
 
     def reset(self, epoch: int = 0, episode: Tensor | None = None) -> Start:
         """Begin new episodes everywhere.
@@ -123,15 +107,21 @@ class Environment:
         rewards = torch.zeros(shape, device=actions.device)
         terminated, truncated, valid = (torch.zeros(shape, dtype=torch.bool, device=actions.device) for _ in range(3))
         active = self._running.clone()
+        spoiled = self._spoiled
+        spoiled.begin(active)
         for index in range(shape[1]):
+            active = spoiled.left(active, {"action": actions[:, index]})
             if not active.any():
                 break
             moved = self.simulator.step(actions[:, index], active)
+            active = spoiled.left(active, {"reward": moved.reward, **moved.observation})
             rewards[:, index] = torch.where(active, moved.reward, 0.0)
             valid[:, index] = active
             terminated[:, index], truncated[:, index] = self._account(moved, active)
-            active &= ~(terminated[:, index] | truncated[:, index])
-        return self._close_chunk(rewards, terminated, truncated, valid)
+            active = active & ~(terminated[:, index] | truncated[:, index])
+        episode = self._episode.clone()
+        lost = self._drop(spoiled.rows, rewards, terminated, truncated, valid)
+        return self._close_chunk(rewards, terminated, truncated, valid, lost, episode)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on; steps after `load_state_dict` equal those after this, bit for bit.
@@ -146,6 +136,7 @@ class Environment:
             "chunks": self._done,
             "observation": {name: array.clone() for name, array in self._observation.items()},
             "tells_success": self._tells_success,
+            "tasks": self._tasks,
             **{name: getattr(self, f"_{name}").clone() for name in _COUNTERS},
         }
 
@@ -167,11 +158,21 @@ class Environment:
         self.simulator.restore(state["simulator"], self._everyone)
         self._epoch, self._done = state["epoch"], state["chunks"]
         self._observation = {name: array.to(device, copy=True) for name, array in state["observation"].items()}
-        self._tells_success = state["tells_success"]
+        self._tells_success, self._tasks = state["tells_success"], state.get("tasks")
         for name in _COUNTERS:
             place = torch.device("cpu") if name == "episode" else device
             setattr(self, f"_{name}", state[name].to(place, copy=True))
         return Start(self._observation, self._episode.clone(), self._instructions())
+
+    def watch(self, envs: Sequence[int]) -> None:
+        """Keep videos of these environments alone from now on, counted over all workers and slices.
+
+        Raises:
+            RuntimeError: it has no recorder.
+        """
+        if self._recorder is None:
+            raise RuntimeError("these environments were made without a recorder: give them a Recording")
+        self._recorder.watch(envs)
 
     def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
@@ -186,23 +187,70 @@ class Environment:
         self.simulator.close()
 
     def seed_of(self, env: int, episode: int) -> int:
-        """Seed of an episode's start, from 0 to 2^31 - 1, which is what every simulator takes.
+        """Seed of an episode's start; see `Rules.seed_of`.
 
         Args:
             env: environment, from 0 to N - 1.
             episode: its number in the epoch.
         """
         assert self._epoch is not None
-        return mix(self.rules.seed, self._epoch, (self.first + env) // self.rules.group_size, episode) >> 32
+        return self.rules.seed_of(self._epoch, self.first + env, episode)
 
     def _begin(self, envs: Tensor) -> Observation:
-        """Begin the episodes whose numbers `_episode` says, in some environments; their first observations."""
-        seeds = [self.seed_of(env, int(self._episode[env])) for env in envs.tolist()]
-        observation = self.simulator.reset(torch.tensor(seeds, dtype=torch.int64), envs)
+        """Begin the episodes whose numbers `_episode` says, in some environments; their first observations. Starts that
+        are not finite are passed over.
+
+        Raises:
+            ValueError: no start was finite in so many attempts.
+        """
+        observation = self._started(envs)
+        attempts = 1
+        while (wrong := not_finite(observation)) is not None:
+            rows = wrong.cpu().nonzero().squeeze(1)
+            remark = self._spoiled.note(rows_of(observation, rows), envs[rows])
+            if attempts == MOST_STARTS:
+                raise ValueError(f"{type(self.simulator).__name__}.reset(), {attempts} times in a row: {remark}")
+            self._episode[envs[rows]] += 1
+            observation = with_rows(observation, rows, self._started(envs[rows]))
+            attempts += 1
+        if (tasks := self.simulator.tasks()) is not None:
+            self._tasks = list(tasks)
         if self._recorder is not None:
             names = [(self.first + env, self._epoch or 0, int(self._episode[env])) for env in envs.tolist()]
             self._recorder.begin(self.simulator, envs.tolist(), names)
         return observation
+
+    def _started(self, envs: Tensor) -> Observation:
+        seeds = [self.seed_of(env, int(self._episode[env])) for env in envs.tolist()]
+        return self.simulator.reset(torch.tensor(seeds, dtype=torch.int64), envs)
+
+    def _place(self, env: int) -> str:
+        """Which episode an environment is in, and the step that it does, for people."""
+        number = int(self._episode[env])
+        which = f"epoch {self._epoch}, episode {number}, step {int(self._steps[env]) + 1}"
+        return f"environment {self.first + env}, seed {self.seed_of(env, number)} ({which})"
+
+    def _drop(self, spoiled: Tensor, *arrays: Tensor) -> Tensor:
+        """Begin other episodes where one was spoiled, or one of its group's was; nothing of the chunk remains of them.
+
+        Args:
+            spoiled: bool [N].
+            arrays: of the chunk, [N, C]; emptied where episodes are dropped.
+
+        Returns:
+            Where an episode was dropped, bool [N].
+        """
+        if not spoiled.any():
+            return spoiled
+        group = self.rules.group_size
+        lost = spoiled.view(-1, group).any(1).repeat_interleave(group) & self._running
+        for array in arrays:
+            array[lost] = 0
+        rows = lost.nonzero().squeeze(1).cpu()
+        highest = self._episode.view(-1, group).amax(1).repeat_interleave(group)
+        self._episode[rows] = highest[rows]
+        self._next(rows)
+        return lost
 
     def _account(self, moved: Transition, active: Tensor) -> tuple[Tensor, Tensor]:
         """Enter one step of the active environments; says where it ended the task and where it was cut off."""
@@ -221,12 +269,13 @@ class Environment:
             self._recorder.add(self.simulator, active)
         return ended, active & late & ~ended
 
-    def _close_chunk(self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor) -> Chunk:
+    def _close_chunk(
+        self, rewards: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, lost: Tensor, episode: Tensor
+    ) -> Chunk:
         """What remains to do after the last action: end episodes and begin others."""
         over = (terminated | truncated).any(1)
         ended = over.nonzero().squeeze(1).cpu()
         final = rows_of(self._observation, ended)
-        episode = self._episode.clone()
         episodes: tuple[Episode, ...] = ()
         if len(ended):
             episodes = self._finished(ended, truncated.any(1))
@@ -244,9 +293,10 @@ class Environment:
             episode=episode,
             next_episode=self._episode.clone(),
             running=self._running.clone(),
-            lost=torch.zeros_like(self._running),
+            lost=lost,
             episodes=episodes,
             instructions=self._instructions(),
+            remarks=self._spoiled.told(),
         )
 
     def _finished(self, ended: Tensor, truncated: Tensor) -> tuple[Episode, ...]:
@@ -268,6 +318,7 @@ class Environment:
                     success_once=once if self._tells_success else None,
                     success_at_end=solved if self._tells_success else None,
                     truncated=cut,
+                    task=None if self._tasks is None else self._tasks[env],
                 )
             )
             if self._recorder is not None:
@@ -289,9 +340,11 @@ class Environment:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be equal for a saved state to mean the same here."""
-        rules = self.rules
+        rules, simulator = self.rules, self.simulator
+        stack = {} if rules.frame_stack == 1 else {"frame_stack": rules.frame_stack}
         return {
-            "simulator": type(self.simulator).__name__,
+            "simulator": type(simulator.simulator if isinstance(simulator, FrameStack) else simulator).__name__,
+            **stack,
             "num_envs": self.num_envs,
             "first": self.first,
             "max_steps": self.max_steps,

@@ -7,7 +7,7 @@ and rows of observations chosen, replaced and checked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -42,6 +42,8 @@ class Episode:
     """The task was solved after the last step."""
     truncated: bool
     """It was cut off; otherwise the task ended it."""
+    task: str | None = None
+    """Name of what it was to do, as the simulator says when it begins; None where there is one task alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,12 +88,15 @@ class Chunk:
     running: Tensor
     """An episode is under way after the chunk, bool [N]; always, unless `auto_reset` is off."""
     lost: Tensor
-    """The row's episode died with its simulator, bool [N]: no step of it is valid, its earlier chunks have no end and
-    are not to be learned from (see `chunk_advantages.without_lost`), and another one was begun in its place."""
+    """The row's episode died with its simulator, or was dropped for a number that is not finite, bool [N]: no step of
+    it is valid, its earlier chunks have no end and are not to be learned from (see `chunk_advantages.without_lost`),
+    and another one was begun in its place."""
     episodes: tuple[Episode, ...]
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None
     """What each environment is to do next, in words, N texts."""
+    remarks: tuple[str, ...] = ()
+    """Why episodes were dropped: which environment, its seed, and which number was not finite."""
 
     @property
     def cut(self) -> Tensor:
@@ -116,6 +121,28 @@ class EnvOutput:
     that what a policy draws does not depend on slices or on who asks when."""
     first: int
     """Number of the first environment among those of its actor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What a policy with a memory gives a slice of N environments."""
+
+    __plain__: ClassVar[bool] = True
+
+    actions: Tensor
+    """Chunks in [-1, 1], float32 [N, C, A]."""
+    memory: Tensor
+    """What it remembers, float32 [N, M]; shown to it again as "memory" with what the actions did, 0 where an episode
+    ended or was lost."""
+
+
+def remembered(chunk: Chunk, memory: Tensor) -> Chunk:
+    """A chunk whose observations have what the policy remembers; nothing is remembered of an episode that is over."""
+    kept = memory.clone()
+    kept[chunk.ended] = 0.0
+    kept[chunk.lost.cpu()] = 0.0
+    observation = {**chunk.observation, "memory": kept}
+    return replace(chunk, observation=observation, final={**chunk.final, "memory": memory[chunk.ended]})
 
 
 def joined_starts(parts: Sequence[Start]) -> Start:
@@ -153,6 +180,7 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
         lost=rows("lost"),
         episodes=tuple(episode for part in parts for episode in part.episodes),
         instructions=_texts([part.instructions for part in parts]),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
     )
 
 

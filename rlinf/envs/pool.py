@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator
-from rlinf.envs.environment import Rules
 from rlinf.envs.episodes import Chunk, Start, joined_chunks, joined_starts
 from rlinf.envs.video import Recording
 from rlinf.envs.worker import Program, SliceRange
@@ -192,6 +192,10 @@ class Slice:
         """From now on the death of a worker is meant, and nothing is begun anew."""
         for part in self._parts:
             part.closing = True
+
+    async def watch(self, envs: Sequence[int]) -> None:
+        """Keep videos of these environments alone from now on; see `Environment.watch`."""
+        await _all([part.call("watch", tuple(envs)) for part in self._parts])
 
     async def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""

@@ -129,6 +129,12 @@ class Reach(Simulator):
         return torch.tensor([[_WIND * (mix(*key, dim) % 3 - 1) for dim in range(self._dims)] for key in keys])
 
 
+def straight(observation: Mapping[str, Tensor], instructions: Sequence[str] | None = None) -> Tensor:
+    """An expert: goes straight to the target, as far as one action reaches; [N, 1, D] in [-1, 1] of states [N, 2 D]."""
+    point, target = observation["state"].chunk(2, 1)
+    return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]
+
+
 def start_of(seed: int, dims: int) -> list[list[float]]:
     """Where the point and the target of an episode start, [2, D]; never so near that there is nothing to do."""
     attempt = 0
@@ -155,3 +161,17 @@ def draw(point: Tensor, target: Tensor, side: int) -> Tensor:
         lines = (axis - heights).abs() <= NEAR
         pictures[..., channel] = (lines[:, :, None] & columns[:, None, :]).to(torch.uint8) * 255
     return pictures
+
+
+def expert(observation: Mapping[str, Tensor], instructions: Sequence[str] | None = None) -> Tensor:
+    """What to do in `Reach`: straight to the target; a script to record demonstrations of.
+
+    Args:
+        observation: "state", float32 [N, 2 D].
+        instructions: not looked at.
+
+    Returns:
+        Actions in [-1, 1], float32 [N, 1, D].
+    """
+    point, target = observation["state"].chunk(2, 1)
+    return ((target - point) / REACH).clamp(-1.0, 1.0)[:, None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class Recorder:
         self._write = _writer()
         self._frames: dict[int, list[np.ndarray]] = {}
         self._names: dict[int, str] = {}
+
+    def watch(self, envs: Sequence[int]) -> None:
+        """From now on keep videos of these environments, counted over all workers and slices; () for none."""
+        self._recording = replace(self._recording, envs=tuple(envs))
+        self._frames.clear()
 
     def begin(self, simulator: Simulator, envs: Sequence[int], names: Sequence[tuple[int, int, int]]) -> None:
         """Episodes begin; those that are wanted get their first picture. One that was never ended is dropped.

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, SimulatorLost
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.gpu.own_device import choose_device
 
@@ -103,6 +104,10 @@ class Program:
         except SimulatorLost as error:
             self._begun[part] = False
             return str(error)
+
+    def watch(self, part: int, envs: tuple[int, ...]) -> None:
+        """`Environment.watch` of one slice."""
+        self._environments[part].watch(envs)
 
     def offload(self, part: int) -> None:
         """`Environment.offload` of one slice."""

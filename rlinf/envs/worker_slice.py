@@ -8,13 +8,14 @@ death it waits until the worker's next life has begun new episodes.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rlinf.envs.environment import Rules
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.episodes import Chunk, Start, lost_chunk
 from rlinf.envs.worker import SliceRange, unpacked
 from rlinf.runtime.base.errors import RuntimeFault
@@ -29,7 +30,25 @@ cannot finish one episode in so many processes needs a person."""
 
 
 class EnvironmentLost(RuntimeFault):
-    """A worker's simulator died or hung again and again, and finished no episode between."""
+    """A worker's simulator died, hung or gave numbers that are not finite again and again, and finished no episode
+    between; or it raised."""
+
+
+_FRAMES = 4
+"""Of a traceback within this process, the innermost frames that are told: the simulator's own."""
+
+
+def told_by(name: str, error: Exception) -> EnvironmentLost:
+    """What a simulator raised, with the one traceback that leads into it.
+
+    Args:
+        name: of the actor.
+        error: from the worker's process, with its traceback as a note, or from a thread of this one.
+    """
+    notes: list[str] = getattr(error, "__notes__", [])
+    remote = next((note for note in notes if note.startswith("raised in ")), None)
+    where = remote or "".join(traceback.format_exception(error, limit=-_FRAMES))
+    return EnvironmentLost(f"{name}: the simulator raised {type(error).__name__}: {error}\n{where.rstrip()}")
 
 
 class Caller(Protocol):
@@ -61,6 +80,7 @@ class WorkerSlice:
         self._episode = torch.zeros(span.count, dtype=torch.int64)
         self._running = torch.zeros(span.count, dtype=torch.bool)
         self._losses = 0
+        self._dropped = torch.zeros(span.count, dtype=torch.int64)  # episodes since one of the environment was finished
         self._owed: Start | None = None  # begun after a loss that no chunk has told of yet
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -89,11 +109,29 @@ class WorkerSlice:
             chunk = lost_chunk(start, self._episode, self._running, actions.shape[1])
         else:
             chunk = unpacked(packed)
+            self._count_dropped(chunk)
         self._owed = None
         self._episode, self._running = chunk.next_episode, chunk.running
         if chunk.episodes:
             self._losses = 0
         return chunk
+
+    def _count_dropped(self, chunk: Chunk) -> None:
+        """Warn of episodes that were dropped.
+
+        Raises:
+            EnvironmentLost: an environment drops all of its episodes.
+        """
+        for remark in chunk.remarks:
+            logger.warning("an episode is dropped: %s, in %s", remark, self._worker.name)
+        self._dropped += chunk.lost.cpu()
+        for episode in chunk.episodes:
+            self._dropped[episode.env - self.span.first] = 0
+        if int(self._dropped.max()) > MOST_LOSSES:
+            raise EnvironmentLost(
+                f"environment {self.span.first + int(self._dropped.argmax())} ({self._worker.name}) dropped "
+                f"{int(self._dropped.max())} episodes and finished none between: {chunk.remarks[-1]}"
+            )
 
     async def save(self) -> dict[str, Any]:
         """`Environment.state_dict`, and what this side knows."""

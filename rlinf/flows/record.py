@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,20 @@ from rlinf.data.demonstrations import Demonstration, write_demonstrations
 from rlinf.envs.episodes import EnvOutput
 
 
+class NothingToKeep(RuntimeError):
+    """No episode solved its task, round after round."""
+
+
 async def record(
-    env: Any, policy: Any, path: str | Path, episodes: int, *, greedy: bool = True, solved: bool = True
+    env: Any,
+    policy: Any,
+    path: str | Path,
+    episodes: int,
+    *,
+    greedy: bool = True,
+    solved: bool = True,
+    patience: int = 1,
+    told: Callable[[int, int], None] = lambda kept, played: None,
 ) -> int:
     """Act until enough episodes are written.
 
@@ -26,12 +38,14 @@ async def record(
         episodes: how many, at least 1.
         greedy: take the likeliest actions.
         solved: keep only those that solved their task; all where the simulator does not say.
+        patience: rounds in a row of which nothing could be kept after which it gives up.
+        told: called after each round with how many episodes are kept, and how many were played.
 
     Returns:
         How many episodes were acted in, for a share of success.
 
     Raises:
-        RuntimeError: no episode of a whole round could be kept.
+        NothingToKeep: no episode of `patience` rounds could be kept.
     """
 
     async def play(rank: int, epoch: int) -> list[Demonstration]:
@@ -42,15 +56,19 @@ async def record(
             outputs.append(await simulation.step(0, actions[-1]))
         return demonstrated(outputs, actions)
 
-    written = played = epoch = 0
+    written = played = epoch = nothing = 0
     while written < episodes:
         rounds = await asyncio.gather(*(play(rank, epoch) for rank in range(len(env))))
         found = [shown for part in rounds for shown in part]
         kept = [shown for shown in found if not (solved and shown.success is False)]
-        if not kept:
-            raise RuntimeError(f"record: not one of {len(found)} episodes solved its task; record a better policy")
+        played, epoch, nothing = played + len(found), epoch + 1, 0 if kept else nothing + 1
+        if nothing >= patience:
+            raise NothingToKeep(
+                f"record: not one of {played if nothing == epoch else 'the last'} episodes solved its task"
+                f"{'' if nothing == epoch else f', in {nothing} rounds'}; record a better policy, or failures, too"
+            )
         written += await asyncio.to_thread(write_demonstrations, Path(path), kept[: episodes - written])
-        played, epoch = played + len(found), epoch + 1
+        told(written, played)
     return played
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlinf.algos import recipes, spec
-from rlinf.algos.parts import Clipped, Correction, Rejection
+from rlinf.algos.parts import Clipped, Correction, Gae, GroupRelative, Rejection
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import mistake_in, resolve
@@ -92,7 +92,28 @@ def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec:
     places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
     values = {place: getattr(algorithm, place) for place in places}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
-    return recipes.get(algorithm.name, changes, resolve=_found)
+    return recipes.get(algorithm.name, changes, resolve=_found, acting=True)
+
+
+def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) for what the algorithm of a run that acts cannot do, or makes nothing of.
+
+    Args:
+        config: of the run.
+        algorithm: None for sac.
+    """
+    wanted, learned = config.algorithm, config.optimizer
+    if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
+        advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
+        yield "env.fresh", "false", advice
+    if algorithm is None and (learned.schedule != "constant" or learned.warmup_steps):
+        key = "schedule" if learned.schedule != "constant" else "warmup_steps"
+        yield f"optimizer.{key}", getattr(learned, key), "sac keeps its learning rates: remove it"
+    if wanted.reward_scaling and not (algorithm is not None and isinstance(algorithm.advantage, Gae)):
+        yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
+    if wanted.entropy_schedule != "constant" and not (algorithm is not None and algorithm.entropy_bonus):
+        advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
+        yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice
 
 
 def roles_of(config: RunConfig, algorithm: AlgorithmSpec) -> list[str]:

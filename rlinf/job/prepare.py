@@ -18,7 +18,7 @@ from rlinf.agents.agent import Agent
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.common import TrackingConfig
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import resolve
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.placement import Placing
@@ -28,7 +28,15 @@ from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking, unable
 from rlinf.flows.sac import sac
-from rlinf.job.algorithm import algorithm_of, control_algorithm_of, flow_of, for_older_answers, mistakes_ahead, roles_of
+from rlinf.job.algorithm import (
+    algorithm_of,
+    control_algorithm_of,
+    flow_of,
+    for_older_answers,
+    mistakes_acting,
+    mistakes_ahead,
+    roles_of,
+)
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.embodied import unusable
@@ -207,15 +215,16 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
 
 
 def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
-    off_policy = config.algorithm.name == SAC
-    algorithm = None if off_policy else _algorithm(config.algorithm.name, lambda: control_algorithm_of(config))
-    path = config.flow or ("rlinf.flows.sac" if off_policy else "rlinf.flows.embodied")
+    off_policy = (name := config.algorithm.name) in OFF_POLICY
+    algorithm = (
+        None if off_policy or name in (DAGGER, IMITATION) else _algorithm(name, lambda: control_algorithm_of(config))
+    )
+    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    path = config.flow or usual.get(name, "rlinf.flows.embodied")
     flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
     in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
     problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
-    if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
-        advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
-        problems.append(_problem("env.fresh", "false", advice))
+    problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
     if config.placement.mode == "auto" and flow is sac and off_policy:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))

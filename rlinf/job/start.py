@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.config.common import SystemConfig
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import IMITATION, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure, dump
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
@@ -104,7 +104,9 @@ def loop_of(
         system, config, prepared, directory: see `TrainingLoop`.
     """
     kind: Callable[..., TrainingLoop[Any]]
-    if isinstance(config, EmbodiedConfig):
+    if isinstance(config, EmbodiedConfig) and config.algorithm.name == IMITATION:
+        from rlinf.job.embodied.imitation import ImitationLoop as kind
+    elif isinstance(config, EmbodiedConfig):
         from rlinf.job.embodied.loop import EmbodiedLoop as kind
     elif config.algorithm.name in SUPERVISED:
         from rlinf.job.supervised.loop import SupervisedLoop as kind

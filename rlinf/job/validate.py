@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlinf.config.common import best_mistakes, common_mistakes
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, suite_mistakes, suites_of
 from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
@@ -24,6 +24,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.engines import ENGINES
+from rlinf.job.embodied.keys import imitation_mistakes, off_policy_mistakes
 from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, own_kinds, teacher_kinds
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
@@ -228,7 +229,7 @@ def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iter
 
 def _recipe_mistakes(name: str) -> Iterator[tuple[str, str]]:
     if name not in (known := (*RECIPES, *SUPERVISED)):
-        near = nearest(name, known)
+        near = nearest(name, (*known, *OFF_POLICY, DAGGER, IMITATION))
         advice = f"did you mean {near}?" if near else f"take {', '.join(known)}"
         yield "algorithm.name", f"there is no such recipe; {advice}"
 
@@ -248,7 +249,7 @@ def is_embodied(path: str | Path | None) -> bool:
         tree = yaml.compose(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False  # reading it as any configuration tells what is wrong
-    return isinstance(tree, yaml.MappingNode) and any(name.value == "env" for name, _ in tree.value)
+    return isinstance(tree, yaml.MappingNode) and any(name.value in ("env", "imitation") for name, _ in tree.value)
 
 
 def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts: int | None = None) -> EmbodiedConfig:
@@ -258,8 +259,9 @@ def load_embodied(path: str | Path | None, overrides: Sequence[str] = (), hosts:
 
 def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tuple[str, str]]:
     yield from common_mistakes(config)
-    if config.algorithm.name != SAC:
+    if config.algorithm.name not in (*OFF_POLICY, DAGGER, IMITATION):
         yield from _recipe_mistakes(config.algorithm.name)
+    yield from off_policy_mistakes(config)
     if (simulator := mistake_in(config.env.simulator)) is not None:
         yield "env.simulator", simulator
     env = config.env
@@ -272,14 +274,20 @@ def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tu
         )
     if config.policy.path is not None and not os.path.isdir(os.path.expanduser(config.policy.path)):
         yield "policy.path", "there is no such directory; name the `policy` directory of a checkpoint"
-    for key, directory in (
-        ("imitation.path", config.imitation.path),
-        ("off_policy.demonstrations", config.off_policy.demonstrations),
-    ):
-        if directory is not None and not os.path.isdir(os.path.expanduser(directory)):
-            yield key, "there is no such directory; name one with demonstrations"
-    if config.trials.videos > config.trials.episodes:
-        yield "trials.videos", f"there are only {config.trials.episodes} episodes; raise trials.episodes"
-    trials = config.trials
-    yield from best_mistakes(config.checkpoint, trials.patience, trials.every if trials.episodes else 0, "trials")
+    yield from imitation_mistakes(config)
+    directory = config.off_policy.demonstrations
+    if directory is not None and not os.path.exists(os.path.expanduser(directory)):
+        yield "off_policy.demonstrations", "there is no such directory; name one with demonstrations"
+    yield from _trials_mistakes(config)
     yield from mistakes_in(config.placement, CONTROL, hosts)
+
+
+def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
+    trials = config.trials
+    if wrong := list(suite_mistakes(trials.suites)):
+        yield from wrong
+        return
+    most = max((suite.episodes for suite in suites_of(config).values()), default=0)
+    if trials.videos > most:
+        yield "trials.videos", f"there are only {most} episodes; raise trials.episodes"
+    yield from best_mistakes(config.checkpoint, trials.patience, trials.every if most else 0, "trials")

@@ -28,6 +28,8 @@ _BY_ENDPOINT = {
     "learn": "training",
     "remember": "training",
     "imitate": "training",
+    "imitate_steps": "training",
+    "held_out": "scoring",
     "weights": "sync",
     "load": "sync",
     "load_switch": "sync",

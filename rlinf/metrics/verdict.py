@@ -5,6 +5,7 @@ In: the metrics `bound/...`, `lost/...` and `timing/step` of its steps. Out: the
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ BINDING = {
 """What sets the bound, metrics `bound/...`."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
+_SPREAD = 0.05
+"""Share of the bound by which it varies between steps before that is told."""
 
 
 def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -37,6 +40,10 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     Args:
         steps: metrics of each, in order; those without `bound/seconds` are left out, and the first one, which warms up,
             if there are others.
+
+    Returns:
+        The means, and between which values the bounds of four of five steps lie, `bound/low` and `bound/high`: what
+        roles cost varies with what else the machine does.
     """
     told = [step for step in steps if isinstance(step.get("bound/seconds"), int | float)]
     told = sorted(told[1:] or told, key=lambda step: float(step["timing/step"]))
@@ -45,7 +52,16 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     found = {name: sum(float(step.get(name) or 0.0) for step in middle) / len(middle) for name in names}
     if found:
         found["bound/efficiency"] = found["bound/seconds"] / found["timing/step"]
+        found["bound/low"], found["bound/high"] = _four_of_five([float(step["bound/seconds"]) for step in told])
     return found
+
+
+def _four_of_five(values: Sequence[float]) -> tuple[float, float]:
+    """Between which values four of five lie: the 10 % and 90 % quantiles."""
+    if len(values) < 2:
+        return values[0], values[0]
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
 
 
 def lost(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -66,10 +82,12 @@ def verdict(metrics: Mapping[str, float]) -> Sequence[str]:
         return []
     devices = round(metrics["bound/devices"])
     step, least, which = metrics["timing/step"], metrics["bound/seconds"], binding(metrics)
+    low, high = metrics.get("bound/low", least), metrics.get("bound/high", least)
+    spread = f" ({_seconds(low, step)} to {_seconds(high, step)} in four steps of five)"
     lines = [
         f"{metrics['bound/efficiency']:.0%} of what is possible on {devices} device{'s' if devices != 1 else ''}, at "
         f"what the roles cost in this run: a step takes {_seconds(step, step)} s, and none could take less than "
-        f"{_seconds(least, step)} s ({which}: {BINDING[which]})"
+        f"{_seconds(least, step)} s{spread if high - low >= _SPREAD * least else ''} ({which}: {BINDING[which]})"
     ]
     if parts := lost(metrics):
         told = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)

@@ -7,9 +7,7 @@ cut, or how many ranks share it. Ranks must call the same methods in the same or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,12 +17,10 @@ from rlinf.data.packing import Packed
 from rlinf.models.language.fsdp import Layout
 from rlinf.training.adamw import Kind, adamw
 from rlinf.training.backend import Loss
+from rlinf.training.learning_rate import SCHEDULES, Schedule, lr_factor
 from rlinf.training.optimizer import forget_gradients, optimizer_step, sum_over_copies
 from rlinf.weights.state_tensors import hyperparameters, set_hyperparameters
 
-Schedule = Literal["constant", "linear", "cosine"]
-"""What becomes of the learning rate after the warm-up."""
-_SCHEDULES = ("constant", "linear", "cosine")
 ALONE = Layout()
 
 
@@ -61,8 +57,8 @@ class Learner:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
     ):
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is none of {list(_SCHEDULES)}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is none of {list(SCHEDULES)}")
         if schedule != "constant" and total_steps is None:
             raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
         self.module = module
@@ -142,19 +138,3 @@ class Learner:
         self.schedule.step()
         numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
         return gathered, {**numbers, **getattr(self.module, "numbers", {})}
-
-
-def lr_factor(done: int, schedule: Schedule, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
-    """What the learning rate is multiplied with in the step after `done` steps.
-
-    It rises linearly to 1 in step `warmup_steps`. Then it stays there ("constant"), or falls to `min_ratio` in step
-    `total_steps`, in a straight line ("linear") or as half a cosine (SGDR, arXiv:1608.03983, eq. 5), and stays there.
-    """
-    step = done + 1
-    if step < warmup_steps:
-        return step / warmup_steps
-    if schedule == "constant" or total_steps is None:
-        return 1.0
-    way = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    left = 1.0 - way if schedule == "linear" else (1.0 + math.cos(math.pi * way)) / 2.0
-    return min_ratio + (1.0 - min_ratio) * left

@@ -8,7 +8,9 @@ code; every rank calls the same functions in the same order, since each is a col
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -25,21 +27,22 @@ _BUCKET_BYTES = 1 << 26
 
 
 def minimize(
-    loss: LossSum,
+    loss: LossSum | Iterable[Callable[[], LossSum]],
     parameters: Sequence[Tensor],
     optimizer: Optimizer,
     *,
     mesh: DeviceMesh | None = None,
     grad_clip: float = math.inf,
 ) -> tuple[LossSum, float]:
-    """Back-propagate a loss and take one optimizer step, where every rank has a copy of the parameters.
+    """Back-propagate a loss and take one optimizer step, where every rank has a copy of the parameters, or a slice.
 
     Args:
-        loss: this rank's sums, differentiable; of weight 0 where it has no work.
+        loss: this rank's sums, differentiable; of weight 0 where it has no work. Or what makes them, micro-batch by
+            micro-batch: each is made, back-propagated and let go before the next; as many on every rank.
         parameters: what is changed, in the same order on every rank; other parameters of the optimizer stay as they
-            are, and gradients reach nothing else.
+            are. They may be sharded by FSDP2, all or some, over all ranks of the mesh.
         optimizer: one that skips parameters without a gradient, as torch's do.
-        mesh: ranks that each have a copy; None for one.
+        mesh: ranks that share the batch; None for one.
         grad_clip: see `optimizer_step`.
 
     Returns:
@@ -49,17 +52,39 @@ def minimize(
         FloatingPointError: the loss or the gradient is not finite; nothing has changed.
     """
     forget_gradients(optimizer)
-    found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
-    gradients = [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(parameters, found, strict=True)
-    ]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    parts: list[LossSum] = []
+    for make in [lambda: loss] if isinstance(loss, LossSum) else loss:
+        part = make()
+        if sharded:  # FSDP2 sums over ranks at the end of each backward pass
+            part.total.backward()  # type: ignore[no-untyped-call]
+        else:
+            _add_gradients(part.total, parameters)
+        parts.append(part.detach())
+        del part  # with its graph, before the next one is made
+    if sharded:
+        _forget_others(parameters, optimizer)
     if mesh is not None and mesh.size() > 1:
-        sum_over_copies(parameters, mesh)
-    leads = mesh is None or mesh.get_local_rank() == 0
-    return optimizer_step(loss.detach(), parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
+        sum_over_copies([each for each in parameters if not isinstance(each, DTensor)], mesh)
+    leads = sharded or mesh is None or mesh.get_local_rank() == 0
+    whole = reduce(add, parts)
+    return optimizer_step(whole, parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
+
+
+def _add_gradients(total: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Add the gradients of a sum to those of some parameters, and to nothing else; 0 for what it does not depend on."""
+    for parameter, found in zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True):
+        gradient = torch.zeros_like(parameter) if found is None else found
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _forget_others(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+    """Drop the gradients of an optimizer's parameters but for some."""
+    kept = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in kept:
+                parameter.grad = None
 
 
 def optimizer_step(
@@ -79,7 +104,8 @@ def optimizer_step(
         parameters: whose `grad` has the un-normalised gradient, summed over ranks; they may be sharded.
         optimizer: what takes the step.
         ranks: all that share the batch, in one dimension; None for one.
-        leads: this rank's gradients count in the norm; of ranks with equal gradients, one leads.
+        leads: this rank's gradients count in the norm; of ranks with equal gradients, one leads. Beside sharded
+            parameters, those that every rank has whole count once all the same.
         grad_clip: a gradient with a larger global norm is scaled down to it.
         named: everything that the loss depends on, for the error to name what is not finite; the same on every rank.
             Default: `parameters`, by number.
@@ -91,10 +117,11 @@ def optimizer_step(
     Raises:
         FloatingPointError: the loss or the gradient is not finite; the parameters have not changed.
     """
-    gradients = [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    given = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [shard_of(gradient) for gradient in given]
     square = torch.zeros((), dtype=torch.float64)
-    if gradients:
-        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    if counted := _counted_here(given, ranks):
+        square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
     gathered, total = over_ranks(loss, square if leads else torch.zeros_like(square), ranks)
     count = float(gathered.weight)
     if count == 0:
@@ -108,6 +135,15 @@ def optimizer_step(
     torch._foreach_mul_(gradients, min(1.0, grad_clip / (norm + 1e-6)) / count)
     optimizer.step()
     return gathered, norm
+
+
+def _counted_here(gradients: Sequence[Tensor], ranks: DeviceMesh | None) -> list[Tensor]:
+    """What of gradients this rank counts in their norm: its shards, and where some are sharded, those that every rank
+    has whole on one of them alone."""
+    shards = [shard_of(each) for each in gradients if isinstance(each, DTensor)]
+    whole = [each for each in gradients if not isinstance(each, DTensor)]
+    alone = not shards or ranks is None or ranks.get_local_rank() == 0
+    return [*shards, *(whole if alone else ())]
 
 
 def _cause_of_nan(named: Mapping[str, Tensor], optimizer: Optimizer, ranks: DeviceMesh | None) -> str:

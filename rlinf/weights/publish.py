@@ -220,10 +220,14 @@ def gathered(
 
     Args:
         named: names and tensors; those that are not sharded are only cast.
-        dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are.
+        dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are, or as
+            an `Export` says.
     """
     for name, tensor in named:
-        yield name, _whole(tensor.make() if isinstance(tensor, Export) else tensor.detach(), dtype)
+        if isinstance(tensor, Export):
+            yield name, _whole(tensor.make(), dtype or tensor.dtype)
+        else:
+            yield name, _whole(tensor.detach(), dtype)
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

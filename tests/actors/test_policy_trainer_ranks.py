@@ -7,6 +7,7 @@ import torch
 
 from rlinf.data.rng import permutation
 from tests.actors.programs.control import CASES, LEARNING, policy_of
+from tests.actors.programs.spread import SPREAD
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).parent / "programs" / "control.py"
@@ -18,15 +19,15 @@ PATIENCE = 150.0
 @pytest.fixture(scope="module")
 def results(zygotes, tmp_path_factory):
     """What every number of ranks made of every case."""
-    found = {}
+    found, begun = {}, []
     for world in WORLDS:
         out = tmp_path_factory.mktemp("control") / "out.pt"
-        ranks = zygotes.run(PROGRAM, world, out)
+        ranks = zygotes.run(PROGRAM, world, out, *begun)
         try:
             assert ranks.codes(PATIENCE) == [0] * world, ranks.everything()
         finally:
             ranks.end()
-        found[world] = torch.load(out, weights_only=False)
+        found[world], begun = torch.load(out, weights_only=False), [out.parent]
     return found
 
 
@@ -137,3 +138,77 @@ def test_running_statistics_are_learned_once_whatever_the_number_of_ranks(result
     for world in WORLDS:
         lesson, found = results[world]["ppo"]["lesson"], results[world]["ppo"]["continued"]
         assert found["norm.count"] == 2 * int(lesson["mask"].any(1).sum())
+
+
+# Large policies ------------------------------------------------------------------------------------------------------
+
+sliced = pytest.mark.parametrize("name", [name for name in SPREAD if name != "whole"])
+
+
+def gradient(results, world, name):
+    return results[world]["spread"][name]["gradient"]
+
+
+def assert_same_gradient(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=0.0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_gradient_is_the_same_on_one_rank_and_on_two(results, name):
+    """In bfloat16 each rank adds up its own rows, and rounds to 8 bits what it has of the gradient."""
+    one, two = gradient(results, 1, name), gradient(results, 2, name)
+    assert_same_gradient(two, one, 2.0**-7 if name == "bfloat16" else 1e-5)
+    ours, theirs = (results[world]["spread"][name]["metrics"] for world in (1, 2))
+    assert theirs == pytest.approx(ours, rel=2e-2 if name == "bfloat16" else 1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_slices_micro_batches_and_checkpointed_blocks_give_the_gradient_of_the_whole(results, world):
+    assert_same_gradient(gradient(results, world, "sliced"), gradient(results, 1, "whole"), 1e-5)
+    part = gradient(results, world, "part")
+    assert_same_gradient(part, {name: gradient(results, 1, "whole")[name] for name in part}, 1e-5)
+    assert {name.split(".")[0] for name in part} == {"body", "exit", "log_std", "critic"}
+    assert not any(name.startswith("body.0") for name in part)
+    largest = max(float(each.abs().max()) for each in gradient(results, 1, "whole").values())
+    for name, each in gradient(results, world, "bfloat16").items():  # of 8 bits, through five layers
+        exact = gradient(results, 1, "whole")[name]
+        torch.testing.assert_close(each, exact, rtol=0.0, atol=5 * 2.0**-7 * largest)
+
+
+@sliced
+def test_over_two_ranks_weights_lie_in_slices_but_for_those_that_stay_in_float32(results, name):
+    there = results[2]["spread"][name]["slices"]
+    assert {each for each in there if ".up." in each} != set()
+    stay = {each for each in there if ".norm." in each or each.startswith("critic.")}
+    assert bool(stay) == (name != "bfloat16")
+    assert results[2]["spread"]["whole"]["slices"] == set()
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("world", WORLDS)
+def test_those_who_act_compute_what_the_trainer_computes(results, world, name):
+    found = results[world]["spread"][name]
+    torch.testing.assert_close(found["decided"], found["evaluated"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("world", WORLDS)
+def test_only_what_learns_changes_and_parking_changes_nothing(results, world, name):
+    found = results[world]["spread"][name]
+    changed = {each for each in found["before"] if not torch.equal(found["before"][each], found["after"][each])}
+    learning = {each.partition(".lora_")[0] for each in found["gradient"]}
+    assert changed != set()
+    assert {each for each in changed if each not in learning and each.rpartition(".")[0] not in learning} == set()
+    assert all(torch.equal(found["back"][each], found["after"][each]) for each in found["after"])
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_checkpoint_of_one_rank_is_gone_on_from_by_two(results, name):
+    one, two = results[1]["spread"][name], results[2]["spread"][name]
+    assert one["before"].keys() == two["restored"].keys()
+    assert all(torch.equal(two["restored"][each], one["after"][each]) for each in one["after"])
+    moved = {each for each in one["after"] if not torch.equal(two["continued"][each], one["after"][each])}
+    assert moved != set()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos.evaluation import majority_at_k, pass_at_k
+from rlinf.algos.evaluation import majority_at_k, pass_at_k, wilson_interval
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -59,3 +59,24 @@ def test_maj_at_k_estimates_the_mean_where_the_draws_are_many():
     answers, right = ["7"] * 12 + ["8"] * 8, [1.0] * 12 + [0.0] * 8
     most_are_sevens = sum(comb(12, i) * comb(8, 5 - i) for i in range(3, 6)) / comb(20, 5)
     assert majority_at_k(answers, right, 5) == pytest.approx(most_are_sevens, abs=0.1)
+
+
+@given(st.integers(1, 500), st.data())
+def test_a_rate_at_either_end_of_its_interval_would_just_be_found_so_far_off(count, data):
+    """The ends are where the score test stands at its quantile: |p - e| = z sqrt(e (1 - e) / n)."""
+    solved, z = data.draw(st.integers(0, count)), data.draw(st.floats(0.5, 4))
+    share = solved / count
+    low, high = wilson_interval(solved, count, z)
+    assert 0 <= low <= share <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            assert abs(share - end) == pytest.approx(z * (end * (1 - end) / count) ** 0.5, abs=1e-9)
+    assert (low > 0, high < 1) == (solved > 0, solved < count)
+
+
+def test_an_interval_is_the_textbooks_and_needs_an_attempt():
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe (1998), table I
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    for solved, count in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match=f"{solved} of {count} attempts"):
+            wilson_interval(solved, count)

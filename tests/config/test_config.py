@@ -223,7 +223,7 @@ def test_references_that_cannot_be_are_told():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("rlinf.models.soft.SoftPolicy", "rlinf.models.policy.sac.SoftPolicy"),
+        ("rlinf.models.soft.SoftPolicy", "rlinf.models.policy.off_policy.soft.SoftPolicy"),
         ("rlinf.models.mlp.MlpPolicy", "rlinf.models.policy.mlp.MlpPolicy"),
         ("rlinf.envs.maniskill_batched.ManiSkillBatched", "rlinf.envs.maniskill.gpu.ManiSkillBatched"),
         ("rlinf.envs.maniskill.ManiSkill", "rlinf.envs.maniskill.cpu.ManiSkill"),

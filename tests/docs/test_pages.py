@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = (
     "runtime", "data-and-rewards", "own-loop", "library", "train", "roles", "sft", "preferences", "sandbox", "tools",
+    "flow-policies", "environments",
 )  # fmt: skip
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

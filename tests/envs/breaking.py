@@ -40,3 +40,27 @@ def processes(directory) -> int:
 
 def zeros(count, actions=2):
     return torch.zeros(count, actions, 1)
+
+
+class NotFinite(Reach):
+    """What it is told becomes NaN in environment 0, in its steps of these numbers, counted from 1 over all episodes."""
+
+    def __init__(self, num_envs, *, spoils="reward", at=(), **options):
+        super().__init__(num_envs, **options)
+        self._spoils, self._at, self._done = spoils, at, 0
+
+    def reset(self, seeds, env_ids):
+        seen = super().reset(seeds, env_ids)
+        if self._spoils == "start" and self._done in self._at:
+            seen["state"][0, 0] = torch.nan
+        self._done += self._spoils == "start"
+        return seen
+
+    def step(self, actions, active):
+        moved = super().step(actions, active)
+        self._done += self._spoils != "start"
+        if self._spoils == "raise" and self._done in self._at:
+            raise RuntimeError("the gripper is jammed")
+        if self._done in self._at and self._spoils in ("reward", "observation"):
+            (moved.reward if self._spoils == "reward" else moved.observation["state"])[0] = torch.nan
+        return moved

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.around.rules import HELD_OUT, Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.toy import Reach
 from tests.envs.scripted import Scripted
 
@@ -241,3 +242,25 @@ def test_valid_steps_of_chunks_are_the_episodes_whatever_the_sizes_of_chunks(ear
         assert (episode.total, episode.length) == (sum(script[:limit]), min(limit, len(script)))
         assert episode.truncated == (len(script) > limit)
         assert episode.success_once == (not episode.truncated)
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**31), epoch=st.integers(0, 10**6), env=st.integers(0, 99), episode=st.integers(0, 10**6))
+def test_no_episode_of_training_begins_by_a_seed_that_is_held_out(seed, epoch, env, episode):
+    ours, theirs = Rules(seed=seed), Rules(seed=seed, held_out=True)
+    assert 0 <= ours.seed_of(epoch, env, episode) < HELD_OUT <= theirs.seed_of(epoch, env, episode) < 2**31
+
+
+def test_an_episode_tells_its_task_as_it_was_at_its_beginning():
+    environment = Environment(Reach(4, words=True, max_steps=2), Rules(auto_reset=False))
+    start = environment.reset(1)
+    episodes = environment.step(torch.zeros(4, 2, 1)).episodes
+    assert tuple(episode.task for episode in episodes) == start.instructions
+    environment = Environment(Reach(4, words=True, max_steps=3))
+    environment.reset(1)
+    environment.step(torch.zeros(4, 2, 1))
+    again = Environment(Reach(4, words=True, max_steps=3))
+    again.load_state_dict(environment.state_dict())
+    assert [episode.task for episode in again.step(torch.zeros(4, 1, 1)).episodes] == list(start.instructions)

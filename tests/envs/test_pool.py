@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rlinf.algos.chunk_advantages import without_lost
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.around.rules import Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
 from rlinf.envs.worker import Program

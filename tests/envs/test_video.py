@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlinf.envs import video
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.around.rules import Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.toy import Reach
 from rlinf.envs.video import Recorder, Recording
 from tests.envs.scripted import Scripted

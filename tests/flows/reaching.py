@@ -11,7 +11,7 @@ from rlinf.models.policy.build import fitted
 from rlinf.runtime.actor.actor import Actor, endpoint
 
 TOY = {"simulator": "rlinf.envs.toy.Reach", "workers": 0}
-SOFT = {"type": "rlinf.models.policy.sac.SoftPolicy", "hidden": [32, 32]}
+SOFT = {"type": "rlinf.models.policy.off_policy.soft.SoftPolicy", "hidden": [32, 32]}
 LEARNING = {"batch": 32, "warmup": 32, "lr": 3e-3, "gamma": 0.8, "tau": 0.02, "alpha": 0.2, "seed": 5}
 
 
@@ -45,6 +45,8 @@ async def roles(system, *, name="", slices=1, env=None, policy=None, kind=SacTra
     """Roles of an off-policy run, with `trainer`'s settings changed."""
     config = policy_for({**SOFT, **(policy or {})})
     learning = {**LEARNING, **trainer}
+    if trainer.get("algorithm") == "iql":
+        del learning["alpha"]  # it has no temperature
     return {
         "env": await environments(system, f"env{name}", slices=slices, **(env or {})),
         "policy": await system.spawn(PolicyActor, keep_following=True, name=f"policy{name}", policy=config),

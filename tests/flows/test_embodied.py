@@ -1,6 +1,9 @@
 """The flow in which a policy acts: slices and workers change nothing but the time, and giving up leaves all usable."""
 
 import asyncio
+import gc
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.data.step import EmbodiedStep
+from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.embodied import embodied
+from rlinf.flows.parts.interact import interactions
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.system import ActorSystem
@@ -230,14 +235,60 @@ async def test_a_step_that_was_given_up_leaves_nothing_behind(acts):
         equal(await weights_of(group), expected)
 
 
-async def test_a_reward_that_is_no_number_changes_nothing_and_the_roles_go_on():
+async def test_a_value_that_is_no_number_changes_nothing_and_the_roles_go_on():
     async with ActorSystem.local() as system:
-        group = await roles(system, env={"simulator": "tests.actors.programs.control.Broken"})
+        group = await roles(system)
         before = await weights_of(group)
-        with pytest.raises(FloatingPointError, match="reward"):
-            await embodied(EmbodiedStep(0, 4), **group)
+        acted = await asyncio.gather(*interactions(EmbodiedStep(0, 4), group["env"], group["policy"]))
+        (whole,) = await asyncio.gather(*acted)
+        broken = replace(whole, chunks=replace(whole.chunks, values=whole.chunks.values * torch.nan))
+        with pytest.raises(FloatingPointError, match="value"):
+            await group["trainer"].train([broken])
         equal(await weights_of(group), before)
-        group["env"] = await system.spawn(EnvActor, name="sound", simulator=REACH, workers=0, num_envs=8, max_steps=7)
         await embodied(EmbodiedStep(0, 4), **group)
         _, expected = await steps(system, 1, name="sound ones")
         equal(await weights_of(group), expected)
+
+
+async def test_an_episode_whose_reward_is_no_number_is_dropped_and_the_others_are_learned_from():
+    async with ActorSystem.local() as system:
+        group = await roles(system, env={"simulator": "tests.actors.programs.control.Broken"})
+        before = await weights_of(group)
+        metrics = await embodied(EmbodiedStep(0, 4), **group)
+        assert metrics["episodes/lost"] == 9  # its third steps, of one environment at a time
+        assert metrics["optimizer_steps"] > 0
+        after = await weights_of(group)
+        assert all(bool(tensor.isfinite().all()) for tensor in after.values())
+        assert not torch.equal(before["actor.0.weight"], after["actor.0.weight"])
+
+
+async def test_what_a_policy_decides_that_is_no_number_is_dropped_and_spreads_to_no_gradient():
+    """Stored with a decision is the action, of which a gradient would be no number, too, whatever its mask."""
+
+    class Doubtful(PolicyActor):
+        def _act(self, key, output, greedy, keep):
+            act = self._policy.act(output.observation, generator=output.seeds)
+            if key == (0, 0) and output.chunk is None:
+                for array in (act.actions, act.logprobs, *act.stored.values()):
+                    array[1] = torch.nan
+            with patch.object(self._policy, "act", lambda *_, **__: act):
+                return super()._act(key, output, greedy, keep)
+
+    async with ActorSystem.local() as system:
+        group = await roles(system, decider=Doubtful)
+        metrics = await embodied(EmbodiedStep(0, 4), **group)
+        assert metrics["episodes/lost"] == 1
+        assert all(bool(tensor.isfinite().all()) for tensor in (await weights_of(group)).values())
+
+
+async def test_what_a_simulator_raises_is_told_once_with_its_traceback(caplog):
+    async with ActorSystem.local() as system:
+        raising = {"simulator": "tests.envs.breaking.NotFinite", "options": {"spoils": "raise", "at": [3]}}
+        group = await roles(system, env={**raising, "slices": 2})
+        with pytest.raises(EnvironmentLost, match=r"env\[0\]: the simulator raised RuntimeError: the gripper") as told:
+            await embodied(EmbodiedStep(0, 4, 2), **group)
+        assert str(told.value).count("Traceback") == 1
+        assert "in step\n    raise RuntimeError" in str(told.value)
+        del told
+        gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]

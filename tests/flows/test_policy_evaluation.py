@@ -1,11 +1,14 @@
 """Trials: whole episodes by the likeliest actions, the same each time."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.envs.episodes import Episode
-from rlinf.flows.evaluation.trials import trials
+from rlinf.envs.video import Recording
+from rlinf.flows.evaluation.trials import failures_first, trials
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.actors.programs.control import MLP, REACH
@@ -99,3 +102,32 @@ async def test_what_was_lost_is_made_up_for_by_another_round():
 async def test_simulators_that_lose_everything_end_the_trials():
     with pytest.raises(RuntimeError, match="the simulators lose every episode"):
         await tried([[0], []], 3)
+
+
+# Videos --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_failures_are_played_again_and_recorded_first(tmp_path, workers):
+    """Of two rounds of four those are recorded that went worst, as they were played, and nothing else is drawn."""
+    recording = Recording(str(tmp_path), envs=(), name="again-")
+    async with ActorSystem.local() as system:
+        more = {"options": {"wind": True, "dims": 1}, "max_steps": 8, "recording": recording, "workers": workers}
+        env, policy = await roles(system, **more)
+        found = await trials(env, policy, 8)
+        assert not list(tmp_path.iterdir())
+        assert await trials(env, policy, 8, videos=3) == found
+    worst = sorted(found, key=lambda episode: (episode.success_once, episode.total))[:3]
+    names = {f"again-epoch{each.epoch:04}-env{each.env:04}-episode0000" for each in worst}
+    outcome = {path.stem.rpartition("-")[0]: path.stem.rpartition("-")[2] for path in tmp_path.iterdir()}
+    assert outcome.keys() == names
+    told = {f"again-epoch{each.epoch:04}-env{each.env:04}-episode0000": each.success_once for each in worst}
+    assert all((outcome[name] == "success") == told[name] for name in names)
+
+
+def test_where_nobody_tells_of_success_the_smallest_return_comes_first():
+    made = [Episode(env, 0, 0, 0, 1, total, success, success, False) for env, (total, success) in enumerate(
+        [(3.0, True), (1.0, False), (-2.0, True), (0.5, False)])]  # fmt: skip
+    assert [episode.env for _, episode in failures_first([(None, each) for each in made])] == [3, 1, 2, 0]
+    silent = [replace(each, success_once=None) for each in made]
+    assert [episode.env for _, episode in failures_first([(None, each) for each in silent])] == [2, 3, 1, 0]

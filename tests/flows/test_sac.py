@@ -7,7 +7,7 @@ from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.flows.embodied import embodied
 from rlinf.flows.evaluation.trials import trials
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory import transitions
+from rlinf.training.embodied.off_policy.transitions import transitions
 from tests.flows.reaching import SOFT, Expert, environments, equal, policy_for, roles, steps
 
 

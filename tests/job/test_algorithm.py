@@ -6,19 +6,21 @@ import pytest
 
 from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.learning import RECIPES
 from rlinf.config.loading import ConfigError
 from rlinf.job.algorithm import (
     CORRECTION,
     REJECTION,
     algorithm_of,
+    control_algorithm_of,
     default_correction,
     flow_of,
     for_older_answers,
     roles_of,
 )
 from rlinf.job.prepare import prepare
-from rlinf.job.validate import load_config
+from rlinf.job.validate import load_config, load_embodied
 
 
 def chosen(*overrides):
@@ -156,3 +158,30 @@ def test_what_does_not_go_together_is_told_before_anything_starts():
 def test_a_key_of_working_ahead_that_the_flow_makes_nothing_of_is_a_mistake(settings, key):
     with pytest.raises(ConfigError, match=rf"{key} = "):
         prepare(load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", settings))
+
+
+GRPO = ("algorithm=grpo", "env.group_size=2", "algorithm.advantage={}", "policy.settings={value_level: null}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ((*GRPO, "env.fresh=false"), "env.fresh"),
+        ((*GRPO, "algorithm.reward_scaling=true"), "algorithm.reward_scaling"),
+        (("algorithm.entropy_schedule=linear",), "algorithm.entropy_schedule"),
+        (("algorithm=sac", "optimizer.schedule=cosine"), "optimizer.schedule"),
+        (("algorithm=sac", "optimizer.warmup_steps=3"), "optimizer.warmup_steps"),
+    ],
+)
+def test_what_the_algorithm_of_a_run_that_acts_makes_nothing_of_is_a_mistake(settings, key):
+    toy = Path(__file__).parents[2] / "configs" / "embodied" / "toy.yaml"
+    with pytest.raises(ConfigError, match=rf"{key} = "):
+        prepare(load_embodied(toy, settings))
+
+
+def test_actions_are_learned_from_by_other_defaults_than_text():
+    acting = control_algorithm_of(EmbodiedConfig())
+    assert (acting.advantage.gamma, acting.advantage.lam) == (0.99, 0.95)
+    assert (acting.critic.clip, acting.critic.error, acting.loss.dual_clip) == (None, "square", None)
+    text = chosen("algorithm=ppo")
+    assert (text.advantage.gamma, text.critic.clip, text.critic.error) == (1.0, 0.2, "huber")

@@ -41,6 +41,14 @@ def test_neither_the_first_step_nor_an_accident_counts():
     assert typical(rows[:1])["timing/step"] == 29.0, "the only step there is"
 
 
+def test_a_bound_that_varies_is_told_with_its_spread():
+    """On a machine that others use too, what roles cost varies, and one number would claim too much."""
+    rows = [step(0.2 + 0.02 * number) for number in range(1, 12)]
+    (line, *_) = verdict(typical([step(9.0), *rows]))
+    assert "none could take less than 0.320 s (0.240 to 0.400 in four steps of five) (area" in line
+    assert "four steps" not in verdict(typical([step(0.3)] * 9))[0]
+
+
 def test_what_is_too_little_is_not_told_and_nothing_at_all_is_no_line():
     (line,) = verdict(typical([step(12.0, tail=0.001) | {"bound/devices": 1.0, "bound/saturation": 13.0}]))
     assert line.startswith("100% of what is possible on 1 device, at")

@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.launching import ROOT, killed, launch, learned, metrics_of, steps_noted
+from tests.launching import ROOT, killed, launch, learned, metrics_of, start, steps_noted
+from tests.runs.programs.held import HELD
+from tests.runtime.programs.jobs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TOY = "configs/embodied/toy.yaml"
@@ -37,9 +40,11 @@ def test_the_example_learns_the_task(tmp_path):
     assert (first["step"], first["evaluation/episodes"]) == (0, 32.0)
     assert first["evaluation/success_once"] <= 0.7
     assert steps[-1]["reward/step"] > steps[0]["reward/step"]
+    assert steps[-1]["env_steps/total"] == sum(step["env_steps"] for step in steps) == 20 * 16 * 20
     assert "32 trials by the likeliest actions, before and after" in done.stdout
     run = tmp_path / "toy"
-    assert "<svg" in (run / "report.html").read_text()
+    assert "<svg" in (page := (run / "report.html").read_text())
+    assert '<option value="env">environment steps</option>' in page
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
     assert (run / "checkpoints" / "latest" / "policy" / "policy.json").is_file()
     again = launch("--config", str(run / "resolved.yaml"), "--dry-run")
@@ -70,6 +75,31 @@ def runs(tmp_path_factory, plain):
 
 def arguments(name, output):
     return [*SMALL, *VARIANTS[name], f"output_dir={output}", f"name={name.replace(' ', '_')}", "trace=false"]
+
+
+def test_told_to_end_in_a_step_that_does_not_end_it_saves_the_state_before_it(tmp_path):
+    """What was acted in the step that is given up is acted again: bit for bit what a run in one go learns."""
+    keys = ("--config", TOY, *SMALL, f"output_dir={tmp_path}", "checkpoint.every=0", "trace=false")
+    ranks = start(
+        *keys,
+        "flow=tests.runs.programs.held.acting",
+        "checkpoint.grace=2",
+        "name=told",
+        HELD_AT="2",
+        HELD_IN=str(tmp_path),
+    )
+    try:
+        until(lambda: ranks.ended() or (tmp_path / HELD).exists(), "the step that does not end", 60)
+        ranks.kill(0, signal.SIGTERM)
+        assert ranks.codes(60) == [75], ranks.everything()
+    finally:
+        ranks.end()
+    assert "told to end by SIGTERM: stopped after step 2; step 3 was given up" in ranks.printed(0)
+    lines = [["never", *keys[2:], "name=whole"], ["auto", *keys[2:], "name=told"]]
+    launch(TOY, program=PROGRAMS / "many.py", text="".join(json.dumps(line) + "\n" for line in lines))
+    whole, told = policy_of(tmp_path / "whole"), policy_of(tmp_path / "told")
+    assert all(torch.equal(told[name], tensor) for name, tensor in whole.items())
+    assert [line["env_steps/total"] for line in metrics_of(tmp_path / "told")] == [80.0 * n for n in range(1, 7)]
 
 
 def policy_of(run):

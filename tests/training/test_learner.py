@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rlinf.data.packing import Row, cut, pack
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.training.learner import Learner, lr_factor
+from rlinf.training.learner import Learner
+from rlinf.training.learning_rate import lr_factor
 from rlinf.training.text.advantage_rows import advantage_rows
 from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from rlinf.weights.train_state import copy_state, load_state

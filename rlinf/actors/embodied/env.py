@@ -6,19 +6,23 @@ only where they share a worker, so while one is simulated the policy can decide 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlinf.data.rng import mix
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import Observation
-from rlinf.envs.environment import Rules
-from rlinf.envs.episodes import EnvOutput
+from rlinf.envs.episodes import Decision, EnvOutput, remembered
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.video import Recording
+from rlinf.envs.worker_slice import told_by
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import RuntimeFault
+
+T = TypeVar("T")
 
 
 class EnvActor(Actor):
@@ -38,6 +42,8 @@ class EnvActor(Actor):
         chunks: int | None = None,
         ignore_terminations: bool = False,
         max_steps: int | None = None,
+        frame_stack: int = 1,
+        held_out: bool = False,
         recording: Recording | None = None,
         step_timeout: float = 60.0,
         start_timeout: float = 300.0,
@@ -51,7 +57,7 @@ class EnvActor(Actor):
             workers: child processes that they are divided over; 0 simulates in a thread of this process.
             slices: parts that are acted on independently.
             seed: of the episodes' starts and of what policies draw; each rank draws others.
-            group_size, auto_reset, chunks, ignore_terminations, max_steps: see `Rules`.
+            group_size, auto_reset, chunks, ignore_terminations, max_steps, frame_stack, held_out: see `Rules`.
             recording: which episodes become videos; None for none.
             step_timeout, start_timeout: seconds, see `EnvironmentPool`.
 
@@ -67,6 +73,8 @@ class EnvActor(Actor):
             chunks=chunks,
             ignore_terminations=ignore_terminations,
             max_steps=max_steps,
+            frame_stack=frame_stack,
+            held_out=held_out,
         )
         self._pool = EnvironmentPool(
             simulator,
@@ -112,7 +120,7 @@ class EnvActor(Actor):
             number: of the slice.
             epoch: what the starts follow from, together with the seed.
         """
-        start = await self._pool.slices[number].reset(epoch)
+        start = await self._said(self._pool.slices[number].reset(epoch))
         self._epochs[number], self._times[number] = epoch, 0
         return self._output(number, start.observation, start.instructions, None)
 
@@ -130,25 +138,43 @@ class EnvActor(Actor):
         return self._output(number, *now, None)
 
     @endpoint(device=True)
-    async def step(self, number: int, actions: Tensor) -> EnvOutput:
+    async def step(self, number: int, actions: Tensor | Decision) -> EnvOutput:
         """Do a chunk of actions in a slice.
 
         Args:
             number: of the slice.
-            actions: in [-1, 1], float32 [N, C, A].
+            actions: in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
 
         Raises:
-            EnvironmentLost: a worker's simulator died or hung too often.
+            EnvironmentLost: a worker's simulator died or hung too often, dropped every episode, or raised.
         """
-        chunk = await self._pool.slices[number].step(actions)
+        if isinstance(actions, Decision):
+            chunk = remembered(await self._said(self._pool.slices[number].step(actions.actions)), actions.memory)
+        else:
+            chunk = await self._said(self._pool.slices[number].step(actions))
         self._times[number] += 1
         return self._output(number, chunk.observation, chunk.instructions, chunk)
+
+    @endpoint
+    async def watch(self, number: int, envs: Sequence[int]) -> None:
+        """Keep videos of some environments of a slice alone from now on.
+
+        Args:
+            number: of the slice.
+            envs: counted over all slices; () for none.
+        """
+        await self._pool.slices[number].watch(envs)
 
     @endpoint(device=True)
     async def state(self) -> list[dict[str, Any]]:
         """All that the next steps depend on, one part per slice, for `restore`."""
         return [
-            {"epoch": epoch, "time": time, "environments": None if now is None else await part.state_dict()}
+            {
+                "epoch": epoch,
+                "time": time,
+                "environments": None if now is None else await part.state_dict(),
+                "memory": None if now is None else now[0].get("memory"),
+            }
             for epoch, time, now, part in zip(self._epochs, self._times, self._now, self._pool.slices, strict=True)
         ]
 
@@ -165,7 +191,8 @@ class EnvActor(Actor):
             self._epochs[number], self._times[number] = part["epoch"], part["time"]
             if part["environments"] is not None:
                 start = await self._pool.slices[number].load_state_dict(part["environments"])
-                self._now[number] = (start.observation, start.instructions)
+                memory = {} if part.get("memory") is None else {"memory": part["memory"]}
+                self._now[number] = ({**start.observation, **memory}, start.instructions)
 
     async def offload(self) -> None:
         """Give device memory back, keeping all episodes."""
@@ -176,6 +203,19 @@ class EnvActor(Actor):
         """Be ready again after `offload`."""
         for part in self._pool.slices:
             await part.onload()
+
+    async def _said(self, call: Awaitable[T]) -> T:
+        """The result of a call of a slice.
+
+        Raises:
+            EnvironmentLost: what the simulator raised, by the name of this actor and with one traceback.
+        """
+        try:
+            return await call
+        except RuntimeFault:
+            raise
+        except Exception as error:  # of code that users write
+            raise told_by(self.group.names[self.rank], error) from error
 
     def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)

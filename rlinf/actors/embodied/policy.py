@@ -17,10 +17,11 @@ from torch import Tensor
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, EnvOutput, Episode, with_rows
+from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode, with_rows
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.training.embodied.preparing import Preparation
 from rlinf.training.embodied.trajectory import Trajectory
 from rlinf.weights.receive import Receiver
 from rlinf.weights.state_tensors import held
@@ -43,26 +44,33 @@ class PolicyActor(ModelActor, Receiver):
     """Acts with a whole policy on each rank."""
 
     async def setup(  # type: ignore[override]
-        self, *, policy: Mapping[str, Any], path: str | None = None, keep_following: bool = False
+        self,
+        *,
+        policy: Mapping[str, Any],
+        path: str | None = None,
+        dtype: str = "float32",
+        keep_following: bool = False,
     ) -> None:
         """Make the policy.
 
         Args:
             policy: its configuration, see `models.policy.build`.
             path: directory of a saved one that is taken instead.
+            dtype: what it computes in, as for `Preparation`.
             keep_following: trajectories say what followed each chunk, too: `SacTrainer` needs that.
 
         Raises:
             ValueError: no such policy or key.
             FileNotFoundError: the directory holds no policy.
         """
-        self._policy: Policy = await self.compute(make_policy, policy, path, self.device)
+        kept = Preparation(dtype=dtype).computes_in
+        self._policy: Policy = await self.compute(make_policy, policy, path, self.device, kept)
         self._keep_following = keep_following
         self._histories: dict[Key, _History] = {}
         self._version = 0
 
     @endpoint(device=True)
-    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor:
+    async def act(self, key: Key, output: EnvOutput, *, greedy: bool = False, keep: bool = True) -> Tensor | Decision:
         """Decide what the environments of a slice do next.
 
         Args:
@@ -72,7 +80,7 @@ class PolicyActor(ModelActor, Receiver):
             keep: for the trajectory; calls for one slice must come in the order of time then.
 
         Returns:
-            Chunks of actions in [-1, 1], float32 [N, C, A].
+            Chunks of actions in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
         """
         return await self.on_model(self._act, key, output, greedy, keep)
 
@@ -95,13 +103,20 @@ class PolicyActor(ModelActor, Receiver):
         return self._version
 
     async def check_weights(self, weights: Weights) -> None:
-        own = {name: tuple(tensor.shape) for name, tensor in self._policy.state_dict().items()}
-        if problems := misfits(own, weights.shapes):
+        arrived, own = weights.shapes, {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
+        own = {name: shape for name, shape in own.items() if name in arrived}  # what does not learn need not come again
+        if problems := misfits(own, arrived):
             raise ValueError(f"published weights are not those of this policy: {problems}")
 
     async def switch_weights(self, weights: Weights) -> None:
-        await self.on_model(self._policy.load_state_dict, dict(weights.named()))
+        await self.on_model(self._take, weights)
         self._version = weights.version
+
+    @torch.no_grad()
+    def _take(self, weights: Weights) -> None:
+        own = self._policy.weights()
+        for name, tensor in weights.named():
+            own[name].copy_(tensor)
 
     async def onload(self) -> None:
         """Bring back what `offload` moved, with new weights at once if such are coming."""
@@ -112,8 +127,9 @@ class PolicyActor(ModelActor, Receiver):
             self._version, self.early = coming.version, coming
 
     def _unpark_with(self, coming: Weights) -> None:
-        self._parking.unpark(without=self._policy.state_dict().values())
-        self._policy.load_state_dict(dict(coming.named()))
+        own = self._policy.weights()
+        self._parking.unpark(without=[own[name] for name in coming.shapes])
+        self._take(coming)
 
     def _held(self) -> Iterable[Tensor]:
         return held(self._policy)
@@ -124,16 +140,21 @@ class PolicyActor(ModelActor, Receiver):
         super()._park()
 
     @torch.no_grad()
-    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor:
+    def _act(self, key: Key, output: EnvOutput, greedy: bool, keep: bool) -> Tensor | Decision:
         if keep and output.chunk is not None:
             self._record(key, output.chunk)
         elif keep:  # a step begins; what an earlier one left, which was given up half way, belongs to nobody
             self._histories.pop(key, None)
         observation = self._on_device(output.observation)
-        act = self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
+        act = self._decided(observation, output, greedy, keep)
         if keep:
             self._histories.setdefault(key, _History()).acts.append(act)
-        return act.actions.cpu()
+        actions = act.actions.cpu()
+        return actions if act.memory is None else Decision(actions, act.memory.cpu())
+
+    def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
+        """What the policy does about an observation that is on its device."""
+        return self._policy.act(observation, instructions=output.instructions, generator=output.seeds, greedy=greedy)
 
     def _record(self, key: Key, chunk: Chunk) -> None:
         """Add what the last actions of a slice did to its history."""

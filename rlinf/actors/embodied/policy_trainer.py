@@ -7,15 +7,20 @@ them take the same optimizer steps (`policy_step.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
+from rlinf.algos.parts import Gae
 from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.demonstrations import DecisionStream, Shown, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
 from rlinf.envs.episodes import NothingHappened
@@ -23,11 +28,15 @@ from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
-from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
+from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
+from rlinf.training.embodied.preparing import Preparation, exported, prepare
+from rlinf.training.embodied.reward_scale import RewardScale
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
-from rlinf.weights.publish import has_room, publish
+from rlinf.weights.publish import gathered, has_room, publish
+from rlinf.weights.state_tensors import reshard
+from rlinf.weights.train_state import Restored, Source
 
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
@@ -35,6 +44,9 @@ POLICY = "policy"
 
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
+
+    _micro_batch: int | None = None
+    """Decisions that a rank computes at once; None for all that it has."""
 
     async def setup(  # type: ignore[override]
         self,
@@ -45,8 +57,12 @@ class PolicyTrainer(BaseTrainer):
         seed: int = 0,
         epochs: int = 8,
         minibatch: int = 100,
+        micro_batch: int | None = None,
+        critic_warmup: int = 0,
         kl_stop: float | None = None,
         group_size: int = 1,
+        reward_scaling: bool = False,
+        fresh: bool = True,
         **settings: Any,
     ) -> None:
         """Make the policy and its optimizer.
@@ -59,23 +75,43 @@ class PolicyTrainer(BaseTrainer):
             seed: of the order of decisions.
             epochs: passes over each step's decisions.
             minibatch: decisions per optimizer step, over all ranks.
+            micro_batch: decisions that a rank computes at once, which bounds its memory and changes nothing else; None
+                for all that it has of a minibatch.
+            critic_warmup: so many batches teach the critic alone; all else of the policy stays as it is.
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
                 token, is larger; None never stops.
             group_size: neighbouring environments that began their episodes alike.
-            settings: of `PolicySettings`.
+            reward_scaling: divide rewards by the running standard deviation of discounted returns, see `RewardScale`.
+            fresh: every step begins new episodes.
+            settings: of `PolicySettings` and `Preparation`.
 
         Raises:
             ValueError: a policy, a setting or an algorithm that cannot be had, or two ranks on a host.
         """
-        self._spec = algorithm_of(algorithm)
-        at_least_one("trainer", epochs=epochs, minibatch=minibatch)
+        self._spec = algorithm_of(algorithm, acting=True)
+        at_least_one(
+            "trainer", epochs=epochs, minibatch=minibatch, micro_batch=1 if micro_batch is None else micro_batch
+        )
+        chosen = {field.name: settings.pop(field.name) for field in fields(Preparation) if field.name in settings}
+        self._how = Preparation(seed=seed, **chosen)
         optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
-        self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
-        check(self._spec, has_critic=self.policy.config.value_level is not None, group_size=group_size)
+        self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
+        has_critic = self.policy.config.value_level is not None
+        self._check_critic(has_critic, group_size)
+        if critic_warmup and not self.policy.of_critic():
+            raise ValueError(f"trainer: critic_warmup={critic_warmup}, and the policy has no critic of its own")
+        spread = self._how.slices(self.policy, self.world_size)
+        slices = (self.mesh or await self.mesh_of([0], "slices")) if spread else None
+        await self.compute(prepare, self.policy, self._how, slices)
         self._learner = PolicyLearner(self.policy, optimizer, self.mesh)
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
+        self._told = False  # those who act have weights of all parameters
+        self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
+        self._scale = None
+        if reward_scaling and isinstance(self._spec.advantage, Gae):
+            self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
         self._own(self.policy, self._learner.optimizer)
 
     @endpoint(device=True, joint=True)
@@ -98,20 +134,31 @@ class PolicyTrainer(BaseTrainer):
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         whole = joined(trajectories)
-        batch = batch_of(whole, self._spec, self._group_size)
-        if not bool(whole.chunks.valid.any()):
+        rewards = whole.chunks.rewards[whole.chunks.valid.bool()]
+        if not len(rewards):
             raise NothingHappened("there is nothing to learn from: no action was done in an episode that was kept")
+        learned = whole
+        if self._scale is not None and bool(rewards.isfinite().all()):
+            learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
+        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
+        if batch.returns is not None and batch.value_mask is not None:
+            self.policy.adapt_values(batch.returns[batch.value_mask].to(self.device))
         gathered, steps, stopped = self._update(batch)
-        self.policy.adapt({name: rows.to(self.device) for name, rows in batch.stored.items()}, batch.mask.any(1))
+        length = self.policy.sequence
+        seen = {name: rows if length == 1 else rows.flatten(0, 1) for name, rows in batch.stored.items()}
+        counted = batch.mask.reshape(len(batch) * length, -1).any(1)
+        self.policy.adapt({name: rows.to(self.device) for name, rows in seen.items()}, counted)
         self.version += 1
+        self._batches += 1
         return {
             **metrics_of(trajectories, whole, batch),
             **gathered,
             "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
             **ages_of(trajectories, self.version - 1),
+            **({} if self._scale is None else {"reward/scale": self._scale.deviation}),
         }
 
     def _update(self, batch: TrajectoryBatch) -> tuple[dict[str, float], int, bool]:
@@ -119,10 +166,10 @@ class PolicyTrainer(BaseTrainer):
         parts: list[LossSum] = []
         last: dict[str, float] = {}
         stopped = False
+        spec = self._learner.begin(self.version, self._spec)
         for order in self._minibatches(batch):
-            share = order if self.world_size == 1 else order[self._dealt(batch, order) == self.rank]
-            mine = batch.rows(share) if len(share) else batch.rows(order[:1]).silent()
-            gathered, numbers = self._learner.learn(mine.to(self.device), self._spec)
+            warming_up = self._batches < self._critic_warmup
+            gathered, numbers = self._learner.learn(self._mine(batch, order), spec, critic_only=warming_up)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
@@ -138,7 +185,19 @@ class PolicyTrainer(BaseTrainer):
         """Rows of each optimizer step, int64."""
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
-            yield from order.split(self._minibatch)
+            yield from order.split(max(1, self._minibatch // self.policy.sequence))
+
+    def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
+        """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
+        shares = [order]
+        if self.world_size > 1:
+            dealt = self._dealt(batch, order)
+            shares = [order[dealt == rank] for rank in range(self.world_size)]
+        ids, length = batch.sequences, self.policy.sequence
+        most = None if self._micro_batch is None else max(1, self._micro_batch // length)
+        cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
+        idle = max(map(len, cuts)) - len(cuts[self.rank])
+        return [*map(batch.rows, cuts[self.rank]), *[batch.rows(order[:1]).silent()] * idle]
 
     def _dealt(self, batch: TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
         """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
@@ -146,10 +205,14 @@ class PolicyTrainer(BaseTrainer):
             return torch.arange(len(chosen)) % self.world_size
         return batch.sequences[chosen, 0] % self.world_size
 
+    def _check_critic(self, has_critic: bool, group_size: int) -> None:
+        """Whether the algorithm can do with the policy and the environments; raises ValueError if not."""
+        check(self._spec, has_critic=has_critic, group_size=group_size, sequence=self.policy.sequence)
+
     @endpoint(device=True, joint=True)
     async def imitate(
         self,
-        path: str | Path,
+        path: str | Path | Shown,
         *,
         steps: int,
         batch: int = 64,
@@ -159,7 +222,7 @@ class PolicyTrainer(BaseTrainer):
         """Learn to act as in demonstrations, with an optimizer of its own.
 
         Args:
-            path: directory of demonstrations, where every rank can read it.
+            path: demonstrations, where every rank can read them: a directory in any format, or several data sets.
             steps: optimizer steps.
             batch: decisions in each, over all ranks.
             lr: learning rate of AdamW.
@@ -175,33 +238,66 @@ class PolicyTrainer(BaseTrainer):
             ValueError: they do not fit the policy.
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
         """
-        return await self.computed_jointly(self._imitate, Path(path), steps, batch, lr, tuple(fixed))
+        shown = path if isinstance(path, Shown) else Shown.at(path)
+        return await self.computed_jointly(self._imitate, shown, steps, batch, lr, tuple(fixed))
 
-    def _imitate(self, path: Path, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
-        shown = decisions(read_demonstrations(path.expanduser()), self.policy.config.chunk)
-        found = imitate(
-            self.policy,
-            shown,
-            self.device,
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            fixed=fixed,
-            seed=self._seed,
-            mesh=self.mesh,
-        )
+    def _imitate(self, shown: Shown, steps: int, batch: int, lr: float, fixed: tuple[str, ...]) -> dict[str, float]:
+        at_least_one("imitate", batch=batch)
+        learned, _ = open_parts(shown, self._seed)
+        chunk = self.policy.config.chunk
+        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=shown.memory)
+        how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._micro_batch}
+        found = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
         return found
 
+    def _extra(self) -> Mapping[str, Any]:
+        scale = {} if self._scale is None else {"reward_scale": self._scale.state()}
+        return {"batches": self._batches, **scale}
+
+    def _take(self, source: Path | Source) -> Restored:
+        found = super()._take(source)
+        self._batches = int(found.extra.get("batches", found.version))
+        if self._scale is not None and "reward_scale" in found.extra:
+            self._scale.restore(found.extra["reward_scale"])
+        return found
+
+    def _held(self) -> Iterable[Tensor]:
+        reshard(self.policy)  # a forward that failed leaves whole weights behind
+        return super()._held()
+
     async def _published(self, exact: bool) -> Weights | None:
-        """With running statistics."""
-        if self.rank:
-            return None
-        named = self.policy.state_dict()
-        in_host = not has_room(self.device, sum(tensor.nbytes for tensor in named.values()))
-        return await publish(self, lambda _: named.items(), self.version, in_host_memory=in_host)
+        """With running statistics; after the first time without what does not change here."""
+        dtype = None if exact else self._how.computes_in
+        export = partial(exported, self.policy, changing=self._told and not exact)
+        size = sum(parameter.numel() for parameter in self.policy.parameters()) * (dtype or torch.float32).itemsize
+        in_host = not has_room(self.device, size)
+        weights = await publish(self, export, self.version, dtype=dtype, in_host_memory=in_host)
+        self._told |= not exact
+        return weights
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
-        if self.rank == 0:  # small enough to be written at once
-            save_policy(self.policy, directory / POLICY)
-        return super()._copies(directory)
+        named: dict[str, Tensor] = {}
+        for name, tensor in gathered(exported(self.policy, self._how.computes_in)):
+            if self.rank == 0:
+                named[name] = tensor.to("cpu", copy=True)
+        parts = super()._copies(directory)
+        return {**parts, POLICY: PolicyCopy(self.policy, named)} if self.rank == 0 else parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyCopy:
+    """A policy in host memory, ready to be written for everybody else; a `HostCopy`."""
+
+    policy: Policy
+    """Whose form it is written in; of its tensors none is read."""
+    state: Mapping[str, Tensor]
+    """The tensors, whole, under the names of the policy's state."""
+
+    def write(self, directory: Path, stop: threading.Event | None = None) -> None:
+        """Write everything and wait until the disk has it.
+
+        Raises:
+            OSError: it cannot be written; the text says what is missing.
+        """
+        save_policy(self.policy, directory, self.state)

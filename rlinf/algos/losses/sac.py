@@ -1,4 +1,4 @@
-"""Losses of soft actor-critic and its relatives (REDQ, RLPD). Pure functions.
+"""Losses of off-policy learning: soft actor-critic, its relatives (REDQ, RLPD, CrossQ), and IQL. Pure functions.
 
 Transitions flow in as tensors over a batch, predictions of several critics as [critics, batch]; `LossSum`s come out,
 un-normalised like all others, so that micro-batches and ranks add. What is drawn at random takes a generator.
@@ -149,6 +149,62 @@ def temperature(log_alpha: Tensor, logprobs: Tensor, mask: Tensor, *, target_ent
     (logprobs,) = _hidden(mask.bool(), logprobs.detach())
     loss = reduce(-log_alpha.exp() * (logprobs + target_entropy), mask)
     return loss.watching({"alpha": mean_of(log_alpha.exp().expand_as(logprobs), mask.bool())})
+
+
+def expectile(values: Tensor, targets: Tensor, mask: Tensor, *, tau: float) -> LossSum:
+    """Expectile regression of state values on the critics' verdict: L = |tau - 1(d < 0)| d^2 with d = Q(s, a) - V(s).
+
+    Implicit Q-learning (arXiv:2110.06169, eq. 5): with tau towards 1, V goes towards the best of the actions that the
+    data show in a state, and no other action is ever asked about.
+
+    Args:
+        values: V(s), [batch]; differentiable.
+        targets: Q(s, a) of the target critics for the actions in the data, [batch]; never differentiated.
+        mask: which transitions count, [batch], bool or 0/1.
+        tau: between 0 and 1; 0.5 is the mean.
+
+    Returns:
+        Sums; metric `value/mean`.
+
+    Raises:
+        ValueError: shapes differ, or tau is out of range.
+    """
+    same_shape("expectile", "values", values, targets=targets, mask=mask)
+    within("expectile", "tau", tau, 0.0, 1.0)
+    kept = mask.bool()
+    values, targets = _hidden(kept, values, targets.detach())
+    ahead = targets - values
+    weight = torch.where(ahead < 0.0, 1.0 - tau, tau)
+    return reduce(weight * ahead.square(), mask).watching({"value/mean": mean_of(values, kept)})
+
+
+def weighted_likelihood(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, beta: float, most: float = 100.0
+) -> LossSum:
+    """Advantage-weighted regression: L = -min(exp(beta A), most) log pi(a|s).
+
+    Implicit Q-learning (arXiv:2110.06169, eq. 7), after arXiv:1910.00177, eq. 4.
+
+    Args:
+        logprobs: of the actions in the data, nats, [batch]; differentiable.
+        advantages: Q(s, a) - V(s), [batch]; never differentiated.
+        mask: which transitions count, [batch], bool or 0/1.
+        beta: inverse temperature, 1 / reward; 0 is behaviour cloning.
+        most: weights are cut off at it.
+
+    Returns:
+        Sums; metrics `advantage/mean` and `weight/mean`.
+
+    Raises:
+        ValueError: shapes differ, or beta is below 0.
+    """
+    same_shape("weighted_likelihood", "logprobs", logprobs, advantages=advantages, mask=mask)
+    within("weighted_likelihood", "beta", beta, 0.0, float("inf"))
+    kept = mask.bool()
+    logprobs, advantages = _hidden(kept, logprobs, advantages.detach())
+    weights = torch.exp(beta * advantages).clamp(max=most)
+    loss = reduce(-weights * logprobs, mask)
+    return loss.watching({"advantage/mean": mean_of(advantages, kept), "weight/mean": mean_of(weights, kept)})
 
 
 def polyak(target: Tensor, source: Tensor, *, tau: float) -> Tensor:

@@ -27,10 +27,20 @@ def interactions(step: EmbodiedStep, env: Any, policy: Any) -> list[Coroutine[An
         for _ in range(step.horizon):
             actions = decider.act(key, seen)
             seen = simulation.step(number, actions)
-            await actions  # keeps pace; what was seen does not pass through here
+            try:
+                await actions  # keeps pace; what was seen does not pass through here
+            except BaseException:
+                given_up(seen)
+                raise
         return decider.trajectory(key, seen)  # a promise: it goes from the policy to the trainer
 
     return [interact(rank, number) for rank in range(len(env)) for number in range(step.slices)]
+
+
+def given_up(promise: Any) -> None:
+    """Nobody awaits a promise any more, because what it depends on has failed and tells why."""
+    if not promise.cancel() and not promise.cancelled():
+        promise.exception()
 
 
 async def acting(steps: AsyncIterable[EmbodiedStep], env: Any, policy: Any) -> AsyncIterator[Made]:

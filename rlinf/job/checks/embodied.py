@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, suites_of
 from rlinf.config.importing import resolve
 from rlinf.config.loading import Problem
-from rlinf.data.demonstrations import first_demonstration
+from rlinf.data.demonstrations import open_episodes
 from rlinf.envs.base import Simulator, WrongOption
 from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.checks.naming import RAISED, problem
+from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.shown import shown_of
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
+from rlinf.models.policy.off_policy.soft import SoftPolicy
 from rlinf.models.policy.published import tensor_shapes, tensors_in
-from rlinf.models.policy.sac import SoftPolicy
 
 _LEAST = 16
 """Bytes that are kept of every decision at least: a number each of observation, action, log-prob and reward."""
@@ -38,26 +40,63 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     Args:
         config: of the run.
     """
-    yield from _simulator_mistakes(config)
+    if config.algorithm.name != IMITATION or config.trials.episodes:
+        yield from _simulator_mistakes(config)
     found = _policy(config)
     if isinstance(found, Problem):
         yield found
     else:
-        footprints = control_footprints(found, targets=config.algorithm.name == SAC).values()
+        footprints = control_footprints(found, targets=config.algorithm.name in WITH_TARGETS).values()
         if (most := max(each.active_bytes for each in footprints)) > MOST_BYTES:
             yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
+        yield from _memory_mistakes(config, found)
     if config.policy.path is not None:
         yield from _saved_mistakes(config.policy.path, config.policy.type)
-    for key, directory in (
-        ("imitation.path", config.imitation.path),
-        ("off_policy.demonstrations", config.off_policy.demonstrations if config.algorithm.name == SAC else None),
+    yield from _demonstration_mistakes(config)
+    chunk = 1 if isinstance(found, Problem) else found.config.chunk
+    if (
+        config.env.max_steps is not None
+        and (advice := horizon_mistake(config, config.env.max_steps, chunk)) is not None
     ):
-        if directory is not None:
-            try:
-                first_demonstration(Path(directory).expanduser())
-            except Exception as error:  # of files that may hold anything
-                yield problem(key, directory, error)
-    yield from _oversized(config, 1 if isinstance(found, Problem) else found.config.chunk)
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    yield from _oversized(config, chunk)
+
+
+def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What is wrong with demonstrations, as far as their index and their first episode show."""
+    wanted: list[tuple[str, Mapping[str, Any], bool]] = []
+    if (shown := shown_of(config.imitation)) is not None:
+        key = "imitation.mixture.{}" if config.imitation.mixture else "imitation.path"
+        wanted += [(key.format(name), about, shown.solved) for name, about in shown.sets.items()]
+    elif config.algorithm.name == IMITATION:
+        advice = "there is nothing to imitate: name demonstrations"
+        yield Problem("configuration", "imitation.path", None, advice)
+    if (directory := config.off_policy.demonstrations) is not None:
+        solved = not config.off_policy.failed_demonstrations
+        wanted.append(("off_policy.demonstrations", {"path": directory}, solved))
+    for key, about, solved in wanted:
+        try:
+            found = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+            found.read(found.chosen(solved)[0])
+        except Exception as error:  # of files that may hold anything
+            yield problem(key, about["path"], error)
+
+
+def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
+    """What is wrong with a step of the flow in which no episode can end, though the next one begins others.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+    """
+    done = config.policy.horizon * chunk
+    if not (config.env.fresh and config.env.ignore_terminations) or limit is None or done >= limit:
+        return None
+    return (
+        f"a step of the flow does {done} steps in each environment, all episodes last {limit}, and each step begins "
+        f"new ones, so that none would ever end: take horizon={-(-limit // chunk)}, or env.fresh=false"
+    )
 
 
 # Simulators -----------------------------------------------------------------------------------------------------------
@@ -79,8 +118,8 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
         yield Problem("configuration", "env.simulator", name, advice)
         return
     wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
-    if config.trials.episodes and config.trials.options:
-        wanted.append(("trials.options", {**config.env.options, **config.trials.options}))
+    for name, suite in suites_of(config).items():
+        wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
     for key, options in wanted:
         try:
             found.check_options(options)
@@ -98,14 +137,16 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
 
 def _policy(config: EmbodiedConfig) -> Policy | Problem:
     """The policy on the meta device, in an environment of the smallest sizes; or what is wrong with it."""
-    off_policy, kind = config.algorithm.name == SAC, _kind(config)
-    given = {"type": kind, **config.policy.settings}
+    off_policy = config.algorithm.name in OFF_POLICY
+    given = policy_settings(config)
+    kind = given["type"]
     try:
         wanted = policy_class({"type": kind})
     except RAISED as error:
         return problem("policy.type", kind, error)
     if off_policy and not issubclass(wanted, SoftPolicy):
-        advice = "it has no critics of actions, which sac needs: take soft, or a class derived from its SoftPolicy"
+        name = config.algorithm.name
+        advice = f"it has no critics of actions, which {name} needs: take soft, or a class derived from its SoftPolicy"
         return Problem("configuration", "policy.type", kind, advice)
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
@@ -114,13 +155,21 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
     return _built("policy.settings", config.policy.settings, lambda: _smallest(given))
 
 
-def _kind(config: EmbodiedConfig) -> str:
-    return config.policy.type or ("soft" if config.algorithm.name == SAC else "mlp")
-
-
 def _smallest(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration fitted to an environment of the smallest sizes."""
     return fitted(given, {"state": (1,), "rgb": (_side(given),) * 2 + (3,)}, 1, bounds=((-1.0,), (1.0,)))
+
+
+def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:
+    """What does not go with a policy that remembers."""
+    if config.policy.horizon % policy.sequence:
+        advice = (
+            f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
+        )
+        yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
+    if policy.sequence > 1 and config.imitation.path is not None:
+        advice = "demonstrations are learned from decision by decision: leave policy.settings.memory out"
+        yield Problem("configuration", "imitation.path", config.imitation.path, advice)
 
 
 def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:
@@ -186,9 +235,9 @@ def _oversized(config: EmbodiedConfig, chunk: int) -> Iterator[Problem]:
     factors = {"env.num_envs": env.num_envs, "policy.horizon": policy.horizon, "policy.settings.chunk": chunk}
     most = max(factors, key=lambda key: factors[key])
     rows = [(most, factors[most], kept * env.num_envs * policy.horizon, "what environments show in a step")]
-    if config.imitation.path is not None:
+    if config.imitation.path is not None or config.imitation.mixture:
         rows.append(("imitation.batch", config.imitation.batch, kept * config.imitation.batch, "a batch"))
-    if config.algorithm.name == SAC:
+    if config.algorithm.name in OFF_POLICY:
         learned = config.off_policy
         rows.append(("off_policy.capacity", learned.capacity, kept * learned.capacity, "the transitions that are kept"))
         rows.append(("off_policy.batch", learned.batch, kept * learned.batch, "a batch"))

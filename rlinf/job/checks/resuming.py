@@ -72,12 +72,18 @@ TEXT: Mapping[str, Resumed] = {
 """Keys of runs on text. The longest one that a key is, or lies below, holds."""
 EMBODIED: Mapping[str, Resumed] = {
     **dict.fromkeys(_COMMON, Resumed("applied")),
-    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "trials"), Resumed("applied")),
+    **dict.fromkeys(("seed", "env", "policy.horizon", "off_policy", "dagger", "trials"), Resumed("applied")),
+    **dict.fromkeys(("policy.gradient_checkpointing", "policy.sharding", "policy.lora.alpha"), Resumed("applied")),
+    "policy.dtype": Resumed("refused", "the checkpoint's parameters and their optimizer are grouped by it"),
+    "policy.train": Resumed("refused", "the optimizer's state is of other parameters"),
+    "policy.lora.r": Resumed("refused", WEIGHTS),
+    "policy.lora.target_modules": Resumed("refused", WEIGHTS),
+    "policy.lora.path": Resumed("ignored", WEIGHTS),
     "policy.type": Resumed("refused", WEIGHTS),
     "policy.settings": Resumed("refused", WEIGHTS),
     "policy.path": Resumed("ignored", WEIGHTS),
     "off_policy.alpha": Resumed("ignored", "the temperature is the checkpoint's"),
-    "imitation": Resumed("ignored", OVER),
+    "imitation": Resumed("applied"),  # by runs of imitation; a warm-up that is over is not done again
 }
 """The same of embodied runs."""
 

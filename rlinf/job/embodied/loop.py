@@ -8,28 +8,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, suites_of
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
-from rlinf.data.step import AnyStep, EmbodiedStep
+from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
 from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
-from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
-from rlinf.job.embodied.roles import TRIALS, VIDEOS, learners_of, start_roles
-from rlinf.job.embodied.trials import in_words, keep_videos
+from rlinf.flows.off_policy.offline import offline
+from rlinf.job.embodied.roles import VIDEOS, learners_of, start_roles
+from rlinf.job.embodied.shown import shown_of
+from rlinf.job.embodied.trials import in_words, measured, try_suites
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Roles, only, spawn_roles
 from rlinf.metrics.alarm import StalenessAlarm
+from rlinf.metrics.console.success import success_table
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.runtime.system.system import ActorSystem
-from rlinf.training.embodied.trajectory_batch import summary
 
 SIMULATORS = "environments.pt"
 MOST_SKIPPED = 3
@@ -53,14 +54,22 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
+        self.env_steps = 0.0
+        """Steps that were done in environments to learn from, in all steps of the flow."""
 
     @property
     def evaluates_every(self) -> int:
-        return self.config.trials.every if self.config.trials.episodes else 0
+        return self.config.trials.every if suites_of(self.config) else 0
 
     @property
     def patience(self) -> int:
         return self.config.trials.patience
+
+    @property
+    def restartable(self) -> bool:
+        """Episodes that begin with a step follow from its number, so it can be acted in again."""
+        remembers = self.config.algorithm.name in (*OFF_POLICY, DAGGER)
+        return self.config.env.fresh and not remembers and not works_ahead(self.prepared.flow)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
         if names is None:
@@ -70,30 +79,37 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     async def warm_up(self) -> None:
         settings = self.config.imitation
-        if settings.path is None:
+        if (shown := shown_of(settings)) is None:
             return
         roles = (self.roles["policy"], self.roles["trainer"])
         try:
-            found = await imitate(*roles, settings.path, steps=settings.steps, batch=settings.batch, lr=settings.lr)
-        except (ValueError, FileNotFoundError) as error:
+            found = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
+        except (ValueError, FileNotFoundError, ImportError) as error:
             raise InputError(f"imitation.path: {error}") from error
         self.report.line(
             f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
             f"{found['imitation/last']:.2f} nats per number"
         )
 
-    async def draw(self, index: int) -> EmbodiedStep:
+    async def draw(self, index: int) -> AnyStep:
         config = self.config
         until = self.quiet_after(index)
         return EmbodiedStep(index, config.policy.horizon, config.env.slices, config.env.fresh, until, self.in_flight)
 
     async def call_flow(self, step: AnyStep) -> Mapping[str, float]:
+        if step.index < self.config.off_policy.offline_steps:
+            return await offline(self.roles["policy"], self.roles["trainer"])
         try:
             returned = await super().call_flow(step)
         except NothingHappened as error:
             return await self._skip(error)
         self.skipped = 0
-        return returned
+        return self._counted(returned)
+
+    def _counted(self, returned: Mapping[str, float]) -> dict[str, float]:
+        """A step's metrics, with the environment steps of all steps."""
+        self.env_steps += returned.get("env_steps", 0.0)
+        return {**returned, "env_steps/total": self.env_steps}
 
     async def _skip(self, error: NothingHappened) -> dict[str, float]:
         """Count a step that left nothing to learn from as one that changed nothing."""
@@ -106,16 +122,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             ) from error
         self.report.line(f"step {self.done + 1} is skipped: {error}")
         await self.in_flight.publish(self.roles["policy"])
-        return {"skipped": 1.0}
+        return self._counted({"skipped": 1.0})
 
     async def evaluate(self) -> dict[str, float] | None:
-        if TRIALS not in self.roles:
+        if not suites_of(self.config):
             return None
-        wanted = self.config.trials
-        found = await trials(self.roles[TRIALS], self.roles["policy"], wanted.episodes, greedy=wanted.greedy)
-        if wanted.videos:
-            await asyncio.to_thread(keep_videos, self.directory.path / VIDEOS, self.done)
-        return summary(found)
+        return measured(await try_suites(self.roles, self.config, self.directory.path / VIDEOS, self.done))
 
     def numbers(self, evaluation: dict[str, float]) -> dict[str, float]:
         return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
@@ -134,6 +146,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             if name in before and name in after:
                 style = ".1%" if name.startswith("success") else ".2f"
                 yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
+        yield from success_table(before, after)
 
     async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         environments: list[Any] = []
@@ -153,8 +166,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
         return fill
 
+    def queue(self) -> dict[str, Any]:
+        return {**super().queue(), "env_steps": self.env_steps}
+
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
+        self.env_steps = float(cast("float", begun.queue.get("env_steps", 0.0)))
         if self.config.env.fresh:
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download

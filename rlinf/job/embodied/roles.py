@@ -5,24 +5,32 @@ In: an `EmbodiedConfig`. Out: running roles.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlinf.actors.embodied.env import EnvActor
+from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
-from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import SAC, EmbodiedConfig
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, Suite, suites_of
 from rlinf.config.loading import InputError
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
+from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.checks.footprint import control_footprints
+from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.off_policy import remembering
+from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.models.policy.base import Policy
@@ -32,10 +40,13 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
 
+logger = logging.getLogger(__name__)
 TRIALS = "trials"
 VIDEOS = "videos"
 NEW = ".new"
 """Where videos are written until their trials are over."""
+_UNUSABLE = (CannotSimulate, ChildDied, EnvironmentLost, OSError, ImportError, TypeError, UserError, ValueError)
+"""What simulators and policies raise that cannot be made, or do not fit together."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
 """The last line of a traceback."""
 
@@ -56,19 +67,52 @@ async def start_roles(
         InputError: the simulator or the policy cannot be made, or they do not fit.
     """
     simulators = {}
-    if prepared is not None:
+    if prepared is not None and config.algorithm.name != IMITATION:
         simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
-    if config.trials.episodes:
-        hosts = placed.seats["env"].hosts[:1]
-        simulators[TRIALS] = Role(EnvActor, {**_simulation(config), **_trials(config, videos)}, hosts=hosts)
-    try:
+    hosts = placed.seats["env"].hosts[:1]
+    keys = ["env.simulator", "env.options"]
+    for name, suite in suites_of(config).items():
+        settings = {**_simulation(config), **_trials(config, name, suite, videos)}
+        simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
+        key = f"trials.suites.{name}" if name else "trials.options"
+        keys += [key] if name or config.trials.options else []
+    with _told_of(", ".join(keys)):
         roles = await spawn_roles(system, placed, simulators)
+        await _check_alike(roles)
+        first = await next(iter(roles.values()))[0].reset(0, 0)
+    with _told_of("policy" if config.policy.path is None else "policy.path, policy"):
         roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
         # one decision: a policy that looks at what there is not says so here
-        await roles["policy"][0].act((0, 0), await next(iter(roles.values()))[0].reset(0, 0), keep=False)
-        return roles
-    except (CannotSimulate, ChildDied, FileNotFoundError, ImportError, TypeError, UserError, ValueError) as error:
-        raise InputError(f"env, policy: {_cause(error)}") from error
+        await roles["policy"][0].act((0, 0), first, keep=False)
+    return roles
+
+
+def role_of(suite: str) -> str:
+    """Name of the role that has a suite's simulators."""
+    return f"{TRIALS}_{suite}" if suite else TRIALS
+
+
+async def _check_alike(simulators: Roles) -> None:
+    """Refuse suites that one policy could not be tried in.
+
+    Raises:
+        ValueError: they do not show the same, or do not take the same actions.
+    """
+    found = {role: await group[0].shapes() for role, group in simulators.items()}
+    (first, wanted), *others = found.items()
+    for role, shapes in others:
+        for what in ("shapes", "action_size"):
+            if shapes[what] != wanted[what]:
+                raise ValueError(f"{role} has {what} {shapes[what]}, and {first} has {wanted[what]}: one policy acts")
+
+
+@contextmanager
+def _told_of(keys: str) -> Iterator[None]:
+    """What cannot be made becomes an `InputError` that names these keys."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        raise InputError(f"{keys}: {_cause(error)}") from error
 
 
 async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulators: Roles) -> dict[str, Role]:
@@ -78,21 +122,36 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         config, prepared: as for `start_roles`.
         simulators: running; the policy is fitted to what they show.
     """
-    shapes = await next(iter(simulators.values()))[0].shapes()
-    off_policy = config.algorithm.name == SAC
-    kind = config.policy.type or ("soft" if off_policy else "mlp")
-    given = {"type": kind, **config.policy.settings}
+    alone = config.algorithm.name == IMITATION
+    if alone and not config.trials.episodes:
+        shapes = await asyncio.to_thread(shapes_of, config.imitation)
+    else:
+        shapes = await next(iter(simulators.values()))[0].shapes()
+    given = policy_settings(config)
     policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    footprints = control_footprints(_without_memory(made), targets=off_policy)
+    acting = {**made, "dtype": config.policy.dtype}
+    model = _without_memory(made)
+    footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
+    if prepared is not None and not alone:
+        _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     if prepared is None:
-        return {"policy": Role(PolicyActor, made, held["policy"])}
-    settings = _off_policy(config) if prepared.algorithm is None else _trainer(config, prepared.algorithm)
-    trainer = SacTrainer if off_policy else PolicyTrainer
+        return {"policy": Role(PolicyActor, acting, held["policy"])}
+    if config.algorithm.name in (*OFF_POLICY, DAGGER):
+        return remembering(config, made, held, optimizer(config))
+    if alone:
+        kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
+        settings = {name: value for name, value in optimizer(config).items() if name in kept}
+        settings |= {**preparation_of(config), "total_steps": config.steps, "shown": shown_of(config.imitation)}
+        settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
+        trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
+        acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
+        return {**acts, "trainer": trainer}
+    settings = _trainer(config, cast(AlgorithmSpec, prepared.algorithm))
     return {
-        "policy": Role(PolicyActor, {**made, "keep_following": off_policy}, held["policy"]),
-        "trainer": Role(trainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+        "policy": Role(PolicyActor, acting, held["policy"]),
+        "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
     }
 
 
@@ -101,6 +160,30 @@ def _without_memory(made: Mapping[str, Any]) -> Policy:
     path, config = made["path"], made["policy"]
     with torch.device("meta"):
         return build_policy_model(config if path is None else configured(config, Path(path).expanduser()))
+
+
+def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> None:
+    """Warn if episodes may last longer than a step of the flow, and begin anew with the next: those do not count.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+
+    Raises:
+        InputError: no episode could ever end.
+    """
+    if (advice := horizon_mistake(config, limit, chunk)) is not None:
+        raise InputError(f"policy.horizon = {config.policy.horizon}: {advice}")
+    done = config.policy.horizon * chunk
+    if config.env.fresh and (limit is None or done < limit):
+        longest = "end by themselves alone" if limit is None else f"last up to {limit} steps"
+        logger.warning(
+            "policy.horizon: a step of the flow does %d steps in each environment, and episodes %s; those that last "
+            "longer are cut off, and count neither as solved nor in reward/mean; env.fresh=false goes on with them",
+            done,
+            longest,
+        )
 
 
 def _cause(error: Exception) -> str:
@@ -112,7 +195,7 @@ def _cause(error: Exception) -> str:
 
 def _simulation(config: EmbodiedConfig) -> dict[str, Any]:
     """What simulators for training and for trials have in common."""
-    names = ("simulator", "options", "max_steps", "ignore_terminations", "step_timeout", "start_timeout")
+    names = ("simulator", "options", "max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
     return {name: getattr(config.env, name) for name in names}
 
 
@@ -122,41 +205,51 @@ def _env(config: EmbodiedConfig) -> dict[str, Any]:
     return {**own, "chunks": config.policy.horizon if env.fresh else None, "seed": config.seed}
 
 
-def _trials(config: EmbodiedConfig, directory: Path | None) -> dict[str, Any]:
-    workers = max(1, min(config.env.workers, config.trials.episodes))
-    count = max(1, min(config.trials.episodes, config.env.num_envs) // workers) * workers
-    videos = tuple(range(min(config.trials.videos, count)))
-    kept = Recording(str(directory / NEW), envs=videos) if videos and directory is not None else None
-    seed = config.seed + (1 << 32)  # other starts than in training
+def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | None) -> dict[str, Any]:
+    workers = max(1, min(config.env.workers, suite.episodes))
+    count = max(1, min(suite.episodes, config.env.num_envs) // workers) * workers
+    drawn = config.trials.videos and directory is not None
+    seed = config.seed if config.trials.seed is None else config.trials.seed
     return {
-        "options": {**config.env.options, **config.trials.options},
+        "options": suite.options,
+        "max_steps": suite.max_steps,
         "num_envs": count,
         "workers": workers if config.env.workers else 0,
         "auto_reset": False,
-        "seed": seed,
-        "recording": kept,
+        "held_out": True,
+        "seed": seed + (1 << 32),  # what policies draw differs from training, too
+        "recording": Recording(str(Path(directory, NEW, name)), envs=()) if drawn and directory else None,
     }
 
 
 def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     chosen_of_it = config.algorithm
     return {
-        **_optimizer(config),
+        **optimizer(config),
+        **preparation_of(config),
         "algorithm": algorithm,
         "epochs": chosen_of_it.epochs,
         "minibatch": chosen_of_it.minibatch,
+        "micro_batch": chosen_of_it.micro_batch,
+        "critic_warmup": chosen_of_it.critic_warmup,
         "kl_stop": chosen_of_it.kl_stop,
         "value_coef": chosen_of_it.value_coef,
+        "entropy_schedule": chosen_of_it.entropy_schedule,
+        "reward_scaling": chosen_of_it.reward_scaling,
+        "total_steps": config.steps,
+        "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }
 
 
-def _off_policy(config: EmbodiedConfig) -> dict[str, Any]:
-    settings = _optimizer(config)
-    settings.pop("weight_decay")  # it has none
-    return {**settings, **asdict(config.off_policy)}
+def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
+    """How the policy is made ready to learn, as arguments of `Preparation`."""
+    policy = config.policy
+    names = ("dtype", "gradient_checkpointing", "sharding")
+    train = None if policy.train is None else tuple(policy.train)
+    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}
 
 
-def _optimizer(config: EmbodiedConfig) -> dict[str, Any]:
+def optimizer(config: EmbodiedConfig) -> dict[str, Any]:
     """Settings of the optimizer; those that are not set are the trainer's own."""
     return {name: value for name, value in asdict(config.optimizer).items() if value is not None}

@@ -6,19 +6,31 @@ In: a configuration that names a policy. Out: the episodes.
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from rlinf.config.embodied import EmbodiedConfig
+from rlinf.actors.embodied.policy_trainer import POLICY
+from rlinf.algos.evaluation import wilson_interval
+from rlinf.config.embodied import EmbodiedConfig, suites_of
 from rlinf.envs.episodes import Episode
 from rlinf.flows.evaluation.trials import trials
-from rlinf.job.embodied.roles import NEW, TRIALS, start_roles
+from rlinf.job.embodied.roles import NEW, role_of, start_roles
+from rlinf.job.roles.running import Roles
+from rlinf.metrics.console.success import success_rows
+from rlinf.models.policy.build import CONFIG
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.trajectory_batch import by_task, summary
+
+Tried = dict[str, tuple[Episode, ...]]
+"""The episodes that were played, by suite; those in the environments of training are of the suite ""."""
 
 
-async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path | None = None) -> tuple[Episode, ...]:
+async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path | None = None) -> Tried:
     """Trials of the policy that a configuration names, without training.
 
     Args:
@@ -32,25 +44,92 @@ async def try_policy(system: ActorSystem, config: EmbodiedConfig, videos: Path |
     # a mode or a plan is for training: in trials nobody else is on a device
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     roles = await start_roles(system, config, None, placed, videos)
-    found = await trials(roles[TRIALS], roles["policy"], config.trials.episodes, greedy=config.trials.greedy)
-    if videos is not None and config.trials.videos:
-        await asyncio.to_thread(keep_videos, videos, 0)
+    return await try_suites(roles, config, videos, 0)
+
+
+async def try_suites(roles: Roles, config: EmbodiedConfig, videos: Path | None, step: int) -> Tried:
+    """Play the trials of all suites, one after the other.
+
+    Args:
+        roles: the policy, and the simulators of each suite.
+        config: of the run.
+        videos: directory for `trials.videos` of each suite; None records none.
+        step: after which this is, for the names of videos.
+    """
+    wanted, found = config.trials, {}
+    recorded = 0 if videos is None else wanted.videos
+    for name, suite in suites_of(config).items():
+        found[name] = await trials(
+            roles[role_of(name)], roles["policy"], suite.episodes, greedy=wanted.greedy, videos=recorded
+        )
+    if videos is not None and recorded:
+        await asyncio.to_thread(keep_videos, videos, step)
     return found
 
 
+def measured(tried: Tried) -> dict[str, float]:
+    """How trials went: `episodes`, means of return and length, and where the simulator says the share of success with
+    the interval in which it lies (`success_once/low` and `/high`, 95 %); the same of each suite as `suites/NAME/…`, and
+    of each task, where there are several, as `tasks/NAME/…`. Where training's environments are not tried, the first are
+    of all suites together.
+
+    Args:
+        tried: at least one suite.
+    """
+    first = tried.get("", tuple(episode for episodes in tried.values() for episode in episodes))
+    parts = {"": first, **{f"tasks/{task}/": part for task, part in by_task(tried.get("", ())).items()}}
+    for name, episodes in tried.items():
+        if name:
+            parts[f"suites/{name}/"] = episodes
+            parts |= {f"suites/{name}/tasks/{task}/": part for task, part in by_task(episodes).items()}
+    found: dict[str, float] = {}
+    for prefix, episodes in parts.items():
+        told = summary(episodes)
+        if "success_once" in told:
+            solved = sum(bool(episode.success_once) for episode in episodes)
+            told["success_once/low"], told["success_once/high"] = wilson_interval(solved, len(episodes))
+        found |= {f"{prefix}{name.removeprefix('episodes/') if prefix else name}": told[name] for name in told}
+    return found
+
+
+def written(tried: Tried, **about: Any) -> str:
+    """Trials as JSON: what they are of, a row per suite and task, and every episode.
+
+    Args:
+        tried: at least one suite.
+        about: further entries at its beginning.
+    """
+    rows = [asdict(row) for row in success_rows(measured(tried))]
+    episodes = [{"suite": name, **asdict(episode)} for name, episodes in tried.items() for episode in episodes]
+    return json.dumps({**about, "rows": rows, "episodes": episodes}, indent=1) + "\n"
+
+
+def saved_policy(path: Path) -> Path:
+    """The directory of a saved policy that a path leads to: itself, that of a checkpoint, or of a run's newest one."""
+    ways = ("", POLICY, f"checkpoints/latest/{POLICY}")
+    return next((path / way for way in ways if (path / way / CONFIG).is_file()), path)
+
+
 def keep_videos(directory: Path, step: int) -> None:
-    """Keep the videos of the trials that were just played as those of a step, and remove what else was recorded."""
-    for video in sorted((directory / NEW).glob("epoch0000-*")):
-        kept = directory / f"step_{step:06d}"
-        kept.mkdir(exist_ok=True)
+    """Keep the videos of the trials that were just played as those of a step, by suite.
+
+    Args:
+        directory: of all videos of a run.
+        step: after which they were played.
+    """
+    new = directory / NEW
+    for video in sorted(path for path in new.rglob("*") if path.is_file()):
+        kept = directory / f"step_{step:06d}" / video.parent.relative_to(new)
+        kept.mkdir(parents=True, exist_ok=True)
         video.replace(kept / video.name.removeprefix("epoch0000-"))
-    for rest in (directory / NEW).glob("*"):
-        rest.unlink()
+    shutil.rmtree(new, ignore_errors=True)
 
 
 def in_words(found: Mapping[str, float]) -> str:
     """How trials went, as half a sentence."""
     count = f"{found['episodes']:.0f} episodes"
     if "success_once" in found:
-        return f"{found['success_once']:.1%} of {count} solved, mean return {found['reward/mean']:.2f}"
+        low, high = found["success_once/low"], found["success_once/high"]
+        share = f"{found['success_once']:.1%} ({low:.1%} to {high:.1%})"
+        return f"{share} of {count} solved, mean return {found['reward/mean']:.2f}"
     return f"mean return {found['reward/mean']:.2f} over {count}"

@@ -56,7 +56,7 @@
       const width = this.svg.clientWidth || 320;
       this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
       this.svg.replaceChildren();
-      const x = axis.value === "time" ? data.elapsed : data.steps;
+      const x = { time: data.elapsed, env: data.env_steps, step: data.steps }[axis.value];
       // What is measured now and then, such as an accuracy, is shown as it was.
       const weight = this.known.length < this.values.length / 2 ? 0 : Number(smoothing.value);
       this.line = smooth(this.values, weight);
@@ -96,7 +96,10 @@
       const at = this.x(index);
       make("line", { class: "cross", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }, this.marks);
       make("circle", { class: "dot", cx: at, cy: this.y(this.line[index]), r: 3.5 }, this.marks);
-      const when = axis.value === "time" ? clock(data.elapsed[index]) : `step ${data.steps[index]}`;
+      const when = {
+        time: () => clock(data.elapsed[index]), env: () => `${data.env_steps[index].toLocaleString("en")} environment steps`,
+        step: () => `step ${data.steps[index]}`,
+      }[axis.value]();
       this.output.textContent = `${short(this.values[index])} at ${when}`;
     }
     rest() {

@@ -18,6 +18,7 @@ from rlinf.metrics.html.answers import answers_section
 from rlinf.metrics.html.lanes import Lanes
 from rlinf.metrics.html.lanes_svg import STYLE, actor_lanes_svg
 from rlinf.metrics.html.run_data import RunData, curves
+from rlinf.metrics.html.success import success_section
 from rlinf.metrics.timing import ACTIVITIES
 from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
 
@@ -80,7 +81,8 @@ def page(run: RunData, lanes: Sequence[Lanes]) -> str:
         (
             _header(run),
             f'<section class="headline">{"".join(_headline(run))}</section>',
-            _charts(numbers["metrics"]) if run.rows else "<p>No step is over yet.</p>",
+            success_section([*run.before, *run.rows]),
+            _charts(numbers) if run.rows else "<p>No step is over yet.</p>",
             _where_time_went(run),
             _beside_the_possible(run),
             _lanes(lanes),
@@ -164,14 +166,16 @@ def _fact(label: str, value: str, note: str) -> str:
     )
 
 
-def _charts(metrics: Mapping[str, Sequence[float | None]]) -> str:
+def _charts(numbers: Mapping[str, Any]) -> str:
+    metrics: Mapping[str, Sequence[float | None]] = numbers["metrics"]
+    acted = '<option value="env">environment steps</option>' if numbers["env_steps"] else ""
     there = [name for name, values in metrics.items() if any(value is not None for value in values)]
     shown: set[str] = set()
     parts = [
         "<h2>Curves</h2><p>Point at one to read its value; all of them follow.</p>"
         '<div class="controls"><label>smoothing <input id="smoothing" type="range" min="0" max="0.97" step="0.01" '
         'value="0.6"></label><label>over <select id="axis"><option value="step">steps</option>'
-        '<option value="time">time</option></select></label><noscript>Curves need JavaScript.</noscript></div>'
+        f'{acted}<option value="time">time</option></select></label><noscript>Curves need JavaScript.</noscript></div>'
     ]
     for heading, names in SECTIONS:
         found = [name for name in names if any(metrics.get(name, ()))]  # a curve of nothing but 0 can wait

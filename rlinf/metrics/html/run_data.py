@@ -129,15 +129,23 @@ def read_run(directory: Path) -> RunData:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, Any]:
-    """`steps`, `elapsed` and `metrics` by name, all of one length; null where a metric has no value."""
+    """`steps`, `elapsed`, `env_steps` and `metrics` by name, all of one length; null where a metric has no value, and
+    for all environment steps if they were not counted."""
     groups = list(_parts(rows, MOST_POINTS))
     names = sorted({name for row in rows for name, value in row.items() if isinstance(value, int | float)} - {"step"})
     elapsed, total = [], 0.0
+    acted = [group[-1].get("env_steps/total", None if group[-1]["step"] > 0 else 0) for group in groups]
     for group in groups:
         total += sum(row.get("timing/step") or 0.0 for row in group)
         elapsed.append(_short(group[-1].get("timing/elapsed") or total))
     metrics = {name: [_mean([row[name] for row in group if _known(row, name)]) for group in groups] for name in names}
-    return {"steps": [group[-1]["step"] for group in groups], "elapsed": elapsed, "metrics": metrics}
+    steps = [group[-1]["step"] for group in groups]
+    return {
+        "steps": steps,
+        "elapsed": elapsed,
+        "env_steps": acted if all(isinstance(count, int | float) for count in acted) else None,
+        "metrics": metrics,
+    }
 
 
 def _parts(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:

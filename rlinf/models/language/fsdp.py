@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -96,7 +97,12 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for block in blocks(policy.model):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows neither AVG nor a factor within the sum
+    sum_gradients(policy)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Have FSDP2 sum the gradients of ranks, where it would average them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo knows neither AVG nor a factor within the sum

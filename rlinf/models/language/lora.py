@@ -94,11 +94,12 @@ def _no_such_layer(model: nn.Module, wanted: str, linear: Sequence[str]) -> str:
     return f"lora: target_modules {wanted!r} {kind}; {advice}"
 
 
-def add_adapters(model: PreTrainedModel, lora: Mapping[str, Any], name: str = POLICY) -> None:
+def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) -> None:
     """Freeze a model and give it adapters: W x becomes W x + (alpha / r) B A x (LoRA, arXiv:2106.09685, eq. 3).
 
     Args:
-        model: changed in place; it may be on the meta device. The adapters' values are `adapter_values`' business.
+        model: of Hugging Face, or any other; changed in place; it may be on the meta device. The adapters' values are
+            `adapter_values`' business.
         lora: `r` (rank), `alpha`, and `target_modules` as for `lora_targets`; or `path` of saved adapters, which say
             all that themselves.
         name: under which the adapters are known. Any but `POLICY` do not learn.
@@ -126,7 +127,7 @@ def add_adapters(model: PreTrainedModel, lora: Mapping[str, Any], name: str = PO
             parameter.requires_grad_(is_adapter(f".{part}") and f".{POLICY}" in part)
 
 
-def _fresh(model: PreTrainedModel, lora: Mapping[str, Any]) -> Any:
+def _fresh(model: nn.Module, lora: Mapping[str, Any]) -> Any:
     from peft import LoraConfig
 
     targets = lora_targets(model, lora["target_modules"])

@@ -11,8 +11,8 @@ imitation are written here, once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
@@ -77,6 +77,11 @@ class Drawn:
     """Of each number, nats, float32 [N, C, A]."""
     values: Tensor | None
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
+    also: Stored = field(default_factory=dict)
+    """What else `score` needs of the drawing, N rows each, which is stored beside `made`."""
+    memory: Tensor | None = None
+    """What is remembered behind the decision, [N, ...], which comes back as "memory" with the next observation of the
+    episode; None for policies without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +96,8 @@ class Act:
     """Return expected before each action, [N, C], or before the chunk, [N]; None without a critic."""
     stored: Stored
     """All that `evaluate` needs."""
+    memory: Tensor | None = None
+    """See `Drawn.memory`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,14 +117,16 @@ class Policy(PublishedForm, nn.Module, ABC):
 
     What only values need is kept under the attribute `critic`, so that it can have a learning rate of its own.
 
-    A policy whose log-probs come from a chain of denoising steps (flow matching) fits in: it keeps the chain as its
-    "actions" [N, K + 1, C, A], asks for more random numbers by `randomness`, and `score` sums over the K steps.
+    A policy whose log-probs come from a chain of denoising steps derives from `vla.flow.policy.FlowPolicy`: its stored
+    "actions" are the chain.
     """
 
     Config: ClassVar[type[PolicyConfig]]
     """What this policy is configured by."""
     float32: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of parameters that stay in float32 where the others are in bfloat16, such as "*norm.weight"."""
+    trains: ClassVar[tuple[str, ...]] = ("*",)
+    """Patterns of the parameters that learn where a run does not say, as for `policy.train`."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Linear layers that get low-rank adapters where a run says `auto`, as for `lora.lora_targets`; none: not known."""
 
@@ -174,6 +183,24 @@ class Policy(PublishedForm, nn.Module, ABC):
             reduce: adds a tensor of sums up over ranks; None if this is all.
         """
 
+    @property
+    def sequence(self) -> int:
+        """Decisions in a row that `score` takes as one row, [B, L, ...], where it has a memory; 1 for single ones. What
+        it returns are B x L rows then."""
+        return 1
+
+    def adapt_values(self, returns: Tensor) -> None:
+        """Learn the scale of returns, without changing one prediction. Called before the first update of a step.
+
+        Args:
+            returns: what values are to predict, of all ranks, [n].
+        """
+
+    @property
+    def value_scale(self) -> Tensor | float:
+        """What errors of values are divided by in the critic's loss: the scale of returns, where it is known."""
+        return 1.0
+
     def blocks(self) -> Sequence[nn.Module]:
         """The repeated layers, which are checkpointed, and spread over ranks, one by one; none for a small policy.
 
@@ -206,7 +233,8 @@ class Policy(PublishedForm, nn.Module, ABC):
         noise = None if greedy else uniforms(generator, len(rows), self.randomness, rows.device)
         drawn = self.draw(inputs, noise)
         logprobs = at_level(drawn.logprobs, self.config.level)
-        return Act(drawn.actions, logprobs, drawn.values, {**inputs, "actions": drawn.made})
+        stored = {**inputs, **drawn.also, "actions": drawn.made}
+        return Act(drawn.actions, logprobs, drawn.values, stored, drawn.memory)
 
     def evaluate(self, stored: Stored, *, level: Level | None = None) -> Evaluated:
         """Log-probs, entropy and values of stored actions under the weights as they are now, with gradient.
@@ -242,12 +270,13 @@ class Policy(PublishedForm, nn.Module, ABC):
             )
         return {**self.inputs(observation, instructions), "actions": self.encode(actions)}
 
-    def imitate(self, stored: Stored, mask: Tensor | None = None) -> LossSum:
+    def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
         """The supervised loss of demonstrations: the negative log-likelihood of their actions, nats per number.
 
         Args:
             stored: of `demonstrated`.
             mask: which actions count, bool [N, C]; None for all.
+            generator: source of randomness, as for `act`, for policies whose loss is drawn (flow matching).
 
         Returns:
             Un-normalised sums over numbers, differentiable.
@@ -261,11 +290,17 @@ class Policy(PublishedForm, nn.Module, ABC):
         return torch.float32 if matches(name, self.float32) else dtype
 
     @torch.no_grad()
-    def keep(self, dtype: torch.dtype) -> Self:
-        """Have parameters in a dtype, but for those that stay in float32; buffers stay as they are."""
+    def keep(self, dtype: torch.dtype | DtypeOf) -> Self:
+        """Have parameters in a dtype, but for those that stay in float32; or in what is said of each. Buffers stay."""
         for name, parameter in self.named_parameters():
-            parameter.data = parameter.data.to(self.kept_in(name, dtype))
+            kept = self.kept_in(name, dtype) if isinstance(dtype, torch.dtype) else dtype(self, name)
+            parameter.data = parameter.data.to(kept)
         return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published and saved, by name: parameters, tied ones once, and the buffers that belong to them."""
+        kept = self.state_dict().keys()
+        return {**dict(self.named_parameters()), **{name: each for name, each in self.named_buffers() if name in kept}}
 
     def without_critic(self) -> list[nn.Parameter]:
         """Parameters that decide."""
@@ -274,6 +309,10 @@ class Policy(PublishedForm, nn.Module, ABC):
     def of_critic(self) -> list[nn.Parameter]:
         """Parameters that only values need; none without a critic."""
         return [each for name, each in self.named_parameters() if name.startswith("critic.")]
+
+
+DtypeOf: TypeAlias = Callable[[Policy, str], torch.dtype]
+"""Says in which dtype the parameter of a name is in a policy."""
 
 
 def at_level(x: Tensor, level: Level) -> Tensor:

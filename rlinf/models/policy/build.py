@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest, type_name
 from rlinf.data.rng import mix
 from rlinf.data.safetensors_io import write_tensors, write_text
-from rlinf.models.policy.base import Policy, PolicyConfig
+from rlinf.models.policy.base import DtypeOf, Policy, PolicyConfig
 from rlinf.models.policy.published import (
     EXTRA,
     INDEX,
@@ -42,7 +43,10 @@ POLICIES = {
     "mlp": "rlinf.models.policy.mlp.MlpPolicy",
     "cnn": "rlinf.models.policy.cnn.CnnPolicy",
     "vla": "rlinf.models.policy.vla.model.VlaPolicy",
-    "soft": "rlinf.models.policy.sac.SoftPolicy",
+    "soft": "rlinf.models.policy.off_policy.soft.SoftPolicy",
+    "soft_pixels": "rlinf.models.policy.off_policy.pixels.SoftPixelsPolicy",
+    "flow": "rlinf.models.policy.vla.flow.mlp_flow.MlpFlowPolicy",
+    "steered": "rlinf.models.policy.off_policy.steered.SteeredPolicy",
     "openvla": "rlinf.models.policy.vla.openvla.policy.OpenVlaPolicy",
     "openvla-oft": "rlinf.models.policy.vla.openvla.oft.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.flow.pi0.Pi0Policy",
@@ -76,19 +80,19 @@ def build_policy_model(config: Mapping[str, Any]) -> Policy:
 
 
 def make_policy(
-    config: Mapping[str, Any], path: str | None, device: torch.device, dtype: torch.dtype = torch.float32
+    config: Mapping[str, Any], path: str | None, device: torch.device, dtype: torch.dtype | DtypeOf = torch.float32
 ) -> Policy:
     """A policy on a device: from a directory if there is one, else from its configuration. Blocking.
 
     Args:
         config: `type` and further keys.
-        path: of a saved policy, whose own configuration counts then, or of the authors', which `config` goes before.
+        path: of a saved policy, whose own configuration counts then, or of the authors, which `config` goes before.
         device: where it is to be.
-        dtype: of its parameters, but for those that its class keeps in float32.
+        dtype: of its parameters, but for those that its class keeps in float32; or what says it of each.
     """
-    if path is None:
-        return build_policy_model(config).to(device).keep(dtype)
-    return load_policy(Path(path).expanduser(), config, device=device, dtype=dtype)
+    if path is not None:
+        return load_policy(Path(path).expanduser(), config, device=device, dtype=dtype)
+    return build_policy_model(config).to(device).keep(dtype)
 
 
 def policy_class(config: Mapping[str, Any]) -> type[Policy]:
@@ -171,7 +175,8 @@ def fitted(
 
 def described(policy: Policy) -> dict[str, Any]:
     """The configuration that makes a policy like this one, with every key, as `build_policy_model` takes it."""
-    path = f"{type(policy).__module__}.{type(policy).__qualname__}"
+    kind = next(kind for kind in type(policy).__mro__ if not issubclass(kind, FSDPModule))  # of one that is spread
+    path = f"{kind.__module__}.{kind.__qualname__}"
     short = {long: name for name, long in POLICIES.items()}
     return {"type": short.get(path, path), **dataclasses.asdict(policy.config)}
 
@@ -218,13 +223,14 @@ def save_policy(policy: Policy, directory: Path, state: Mapping[str, Tensor] | N
         policy: whose configuration and form are written.
         directory: takes `policy.json` and `policy.safetensors`, or the published form and `extra.safetensors`; those
             that are there are replaced.
-        state: what is written in place of the policy's own state, under the same names, in host memory.
+        state: what is written in place of the policy's own `weights`, under the same names, in host memory.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kept = policy.state_dict() if state is None else state
+    kept = policy.weights() if state is None else state
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
     if policy.published:
         for name, content in policy.files.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
         own = {name: tensor for name, tensor in weights.items() if matches(name, policy.own)}
         policy.write_published(directory, {name: weights[name] for name in weights if name not in own})
@@ -239,7 +245,7 @@ def load_policy(
     config: Mapping[str, Any] | None = None,
     *,
     device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | DtypeOf = torch.float32,
 ) -> Policy:
     """Read a policy that `save_policy` wrote, or its authors.
 
@@ -256,9 +262,10 @@ def load_policy(
     whole = configured(config or {}, directory)
     with without_memory():
         policy = build_policy_model(whole)
-    fill(policy, saved_tensors(policy, directory), where=str(directory), optional=_newly_made(policy, directory),
-         dtype=lambda name: policy.kept_in(name, dtype), device=device)  # fmt: skip
-    return policy.to(device).keep(dtype)
+    optional = () if (directory / EXTRA).is_file() or not policy.published else policy.own  # that authors have not
+    policy.keep(dtype)
+    fill(policy, saved_tensors(policy, directory), where=str(directory), optional=optional, device=device)
+    return policy.to(device)
 
 
 def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -271,15 +278,10 @@ def saved_tensors(policy: Policy, directory: Path) -> Iterator[tuple[str, Tensor
     if not policy.published:
         return read_tensors(tensors_in(directory / WEIGHTS))
     paths = sorted({path for pattern in policy.beside for path in directory.glob(pattern) if path.is_file()})
-    policy.files = {path.name: path.read_bytes() for path in paths}
+    policy.files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     policy.open_published(directory)
     own = directory / EXTRA
     return chain(policy.read_published(directory), read_tensors(tensors_in(own)) if own.is_file() else ())
-
-
-def _newly_made(policy: Policy, directory: Path) -> tuple[str, ...]:
-    """What a directory need not have: in that of the authors, what is our own."""
-    return policy.own if policy.published and not (directory / EXTRA).is_file() else ()
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

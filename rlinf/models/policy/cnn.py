@@ -59,7 +59,7 @@ class CnnPolicy(ActorCritic):
         found = {"rgb": looked_at(observation, "rgb", self.config.image, "policy cnn")}
         if self.config.state_size:
             found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy cnn").float()
-        return found
+        return self.looked(found, observation)
 
     def features(self, inputs: Stored) -> Tensor:
         """What the picture shows, and the state at the running scale."""

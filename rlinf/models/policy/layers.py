@@ -92,9 +92,13 @@ class RunningNorm(Exact):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise rows, float32 [N, size]."""
-        variance = torch.where(self.count > 0, self.squares / self.count.clamp(min=1.0), 1.0)
-        scale = variance.clamp(min=_LEAST_VARIANCE).rsqrt()
+        scale = self.variance.clamp(min=_LEAST_VARIANCE).rsqrt()
         return ((x - self.mean.to(x.dtype)) * scale.to(x.dtype)).clamp(-self.limit, self.limit)
+
+    @property
+    def variance(self) -> Tensor:
+        """Of each number, float64 [size]; 1 before the first update."""
+        return torch.where(self.count > 0, self.squares / self.count.clamp(min=1.0), 1.0)
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:

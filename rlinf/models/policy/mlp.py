@@ -32,7 +32,8 @@ class MlpPolicy(ActorCritic):
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """The state as it came."""
-        return {"state": looked_at(observation, "state", (self.config.state_size,), "policy mlp").float()}
+        state = looked_at(observation, "state", (self.config.state_size,), "policy mlp").float()
+        return self.looked({"state": state}, observation)
 
     def features(self, inputs: Stored) -> Tensor:
         """The state at the running scale."""

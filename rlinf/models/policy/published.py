@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -89,8 +89,8 @@ class PublishedForm:
         write_sharded(directory, {self.published_name(name): tensor for name, tensor in state.items()})
 
     def _of_authors(self) -> list[str]:
-        state: Mapping[str, Tensor] = self.state_dict()  # type: ignore[attr-defined]  # of the module that this is
-        return [name for name in state if not matches(name, self.own)]
+        names: Iterable[str] = self.weights()  # type: ignore[attr-defined]  # of the policy that this is
+        return [name for name in names if not matches(name, self.own)]
 
 
 # Tensors in files -----------------------------------------------------------------------------------------------------
@@ -255,7 +255,6 @@ def fill(
     *,
     where: str,
     optional: Sequence[str] = (),
-    dtype: Callable[[str], torch.dtype] | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Give parameters and saved buffers their values, one at a time; those without memory get it here.
@@ -265,8 +264,7 @@ def fill(
         named: values under the names of its state.
         where: they come from, for errors.
         optional: patterns of names that need not come.
-        dtype: of each parameter that has no memory yet; None: as it was made.
-        device: of those; None: the host's memory.
+        device: of those that have no memory yet; None: the host's memory.
 
     Raises:
         ValueError: a name is unknown, a shape is another, or something is missing.
@@ -288,8 +286,7 @@ def fill(
         if not target.is_meta:
             target.copy_(value)
             continue
-        kept = target.dtype if dtype is None else dtype(name)
-        made = nn.Parameter(value.to(device=device, dtype=kept, copy=True), requires_grad=target.requires_grad)
+        made = nn.Parameter(value.to(device=device, dtype=target.dtype, copy=True), requires_grad=target.requires_grad)
         for part, leaf in owners[id(target)]:
             part._parameters[leaf] = made
     if missing := sorted(names[each] for each in left):

@@ -189,9 +189,8 @@ class Process:
 
 async def send(channel: socket.socket, message: bytes) -> None:
     """Send one length-prefixed message to a Python child."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(channel, len(message).to_bytes(far_side.HEADER, "big"))
-    await loop.sock_sendall(channel, message)
+    for part in far_side.framed(message):
+        await asyncio.get_running_loop().sock_sendall(channel, part)
 
 
 async def receive(channel: socket.socket, most: int | None = None) -> bytearray:

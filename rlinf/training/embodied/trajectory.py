@@ -1,7 +1,7 @@
 """What a policy did in environments, on its way to the trainer.
 
 In: one `Trajectory` per slice of environments and step, put together by the actor of the policy. Out: one of all slices
-(`joined`), or its single transitions for a replay buffer (`transitions`). Nobody waits here.
+(`joined`); `off_policy/transitions.py` makes rows of a replay buffer of it. Nobody waits here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from rlinf.algos.chunk_advantages import Chunks
 from rlinf.envs.episodes import Episode
 from rlinf.models.policy.base import Stored
-from rlinf.training.embodied.replay_buffer import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,34 +91,3 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
 
     found = [getattr(part, name) for part in parts]
     return None if any(each is None for each in found) else along(found)
-
-
-def transitions(parts: Sequence[Trajectory]) -> tuple[Trajectory, Rows]:
-    """Several slices as one, and their transitions, in the order of time and then of environment.
-
-    Args:
-        parts: of all slices, in any order, with `following`.
-
-    Returns:
-        All trajectories in one, and for the R chunks of which anything was done: `seen.*`, the policy's inputs; and
-        `actions`, in its own terms; `following.*`; `rewards` of each action, 0 where it was not done, float32 [R, C];
-        `steps`, how many were done, int64 [R]; `terminated`, bool [R].
-
-    Raises:
-        ValueError: there are none, they are of different lengths, or do not say what followed.
-    """
-    whole = joined(parts)
-    if whole.following is None:
-        raise ValueError(
-            "train: trajectories do not say what followed each decision: spawn the PolicyActor with keep_following=True"
-        )
-    chunks = whole.chunks
-    valid = chunks.valid.bool()
-    done = valid.any(-1)
-    rows = {f"seen.{name}": stored for name, stored in whole.stored.items() if name != "actions"}
-    rows |= {f"following.{name}": stored for name, stored in whole.following.items()}
-    rows["actions"] = whole.stored["actions"]
-    rows["rewards"] = torch.where(valid, chunks.rewards, 0.0).float()
-    rows["steps"] = valid.sum(-1)
-    rows["terminated"] = (chunks.terminated.bool() & valid).any(-1)
-    return whole, {name: tensor[done] for name, tensor in rows.items()}

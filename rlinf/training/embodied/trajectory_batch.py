@@ -5,7 +5,7 @@ In: a step's trajectories. Out: a `TrajectoryBatch`, of which trainers take mini
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,12 +23,14 @@ from rlinf.training.embodied.trajectory import Trajectory, in_order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryBatch:
-    """D decisions to learn from, whichever environments and times they are from."""
+    """D decisions to learn from, whichever environments and times they are from; or D sequences of L decisions in a row
+    of one environment each, where the policy has a memory."""
 
     stored: Stored
-    """What the policy needs to evaluate them, D rows."""
+    """What the policy needs to evaluate them, D rows; of sequences [D, L, ...]."""
     logprobs: Tensor
-    """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own."""
+    """Under the policy that acted, nats, [D, tokens]; a token is what has a log-prob of its own. Those of a sequence
+    come one decision after the other."""
     advantages: Tensor
     """[D, tokens]"""
     mask: Tensor
@@ -70,7 +72,7 @@ class TrajectoryBatch:
         return TrajectoryBatch(**found)
 
 
-def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
+def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int, sequence: int = 1) -> None:
     """Check that an algorithm can learn from actions.
 
     Raises:
@@ -83,6 +85,11 @@ def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
         raise ValueError(f"{where} needs a critic: let policy.settings.value_level be action or chunk")
     if isinstance(spec.advantage, GroupRelative) and group_size < 2:
         raise ValueError(f"{where} compares episodes that began alike: set env.group_size to at least 2")
+    if sequence > 1 and spec.aggregation.how != "token-mean":
+        raise ValueError(
+            f"{where}: a policy with a memory learns from sequences, which may be of several episodes each, so that no "
+            f"mean over episodes can be taken: let aggregation.how be token-mean, or policy.settings.sequence 1"
+        )
     unusable: dict[str, object] = {
         "kl": spec.kl,
         "correction": spec.correction,
@@ -95,31 +102,52 @@ def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int) -> None:
             raise ValueError(f"{where}: {name} is for text; take a recipe without it, such as ppo or grpo")
 
 
-def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> TrajectoryBatch:
+def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, sequence: int = 1) -> TrajectoryBatch:
     """The decisions of a step's trajectories, with the advantages that an algorithm gives them.
 
     Args:
         trajectory: of all environments.
         spec: the algorithm, which passed `check`.
         group_size: neighbouring environments that began their episodes alike.
+        sequence: decisions in a row that are one row of the batch, L.
+
+    Raises:
+        ValueError: the decisions of an environment cannot be divided into such sequences.
     """
+    trajectory = _without_nan(trajectory)
     chunks = trajectory.chunks
+    if chunks.rewards.shape[0] % sequence:
+        raise ValueError(
+            f"train: {chunks.rewards.shape[0]} decisions of an environment are no multiple of policy.settings.sequence="
+            f"{sequence}: choose policy.horizon so that they are"
+        )
     found = _advantages(trajectory, spec, group_size)
     episodes = episode_ids(chunks.ended) if spec.aggregation.how != "token-mean" else None
     laid = rows(found.values, trajectory.logprobs, found.mask, episodes)
     if trajectory.logprobs.ndim > 2:  # one advantage for a whole chunk is none for its actions behind an end
         laid["mask"] = laid["mask"] & rows(chunks.rewards, trajectory.logprobs, chunks.valid)["mask"]
-    decisions = chunks.rewards.shape[0] * chunks.rewards.shape[1]
+
+    def in_rows(tensor: Tensor) -> Tensor:
+        """[T, N, ...] by decision, or by sequence of them."""
+        if sequence == 1:
+            return tensor.flatten(0, 1)
+        return tensor.unflatten(0, (-1, sequence)).transpose(1, 2).flatten(0, 1)
+
+    def tokens(name: str) -> Tensor:
+        return in_rows(laid[name].unflatten(0, chunks.rewards.shape[:2])).flatten(1)
 
     def flat(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None or found.returns is None else tensor.reshape(decisions, -1)
+        if tensor is None or found.returns is None:
+            return None
+        rows = in_rows(tensor)
+        return rows.reshape(len(rows), -1)
 
     return TrajectoryBatch(
-        stored={name: tensor.flatten(0, 1) for name, tensor in trajectory.stored.items()},
-        logprobs=laid["logprobs"],
-        advantages=laid["advantages"],
-        mask=laid["mask"],
-        sequences=laid.get("sequences"),
+        stored={name: in_rows(tensor) for name, tensor in trajectory.stored.items()},
+        logprobs=tokens("logprobs"),
+        advantages=tokens("advantages"),
+        mask=tokens("mask"),
+        sequences=tokens("sequences") if "sequences" in laid else None,
         values=flat(chunks.values),
         returns=flat(found.returns),
         value_mask=flat(found.mask),
@@ -137,13 +165,15 @@ def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: Traje
     chunks = trajectory.chunks
     valid = chunks.valid.bool()
     steps = float(valid.sum())
+    judged = [episode for part in in_order(parts) for episode in counted(part)]
     return {
         "env_steps": steps,
         "decisions": float(valid.any(-1).sum()),
         "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
         "episodes/lost": float(trajectory.lost),
         "learned_from": float(batch.mask.float().mean()),
-        **summary([episode for part in in_order(parts) for episode in counted(part)]),
+        **summary(judged),
+        **summary_by_task(judged),
     }
 
 
@@ -189,6 +219,41 @@ def summary(episodes: Sequence[Episode]) -> dict[str, float]:
         if None not in told:
             found[name] = told[True] / count
     return found
+
+
+def by_task(episodes: Sequence[Episode]) -> dict[str, tuple[Episode, ...]]:
+    """The episodes of each task by its name, in the order of names; none where there are no two tasks."""
+    found: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        if episode.task is not None:
+            found[episode.task].append(episode)
+    return {name: tuple(found[name]) for name in sorted(found)} if len(found) > 1 else {}
+
+
+def summary_by_task(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`tasks/NAME/…` of each task: its `episodes`, and their `success_once` and `reward/mean`."""
+    told = ("episodes", "success_once", "reward/mean")
+    parts = {name: summary(found) for name, found in by_task(episodes).items()}
+    return {f"tasks/{name}/{what}": part[what] for name, part in parts.items() for what in told if what in part}
+
+
+def _without_nan(trajectory: Trajectory) -> Trajectory:
+    """Zeros in the place of decisions of dropped episodes that are not finite: a mask does not keep NaN from spreading
+    in a gradient."""
+    if bool(torch.isfinite(trajectory.logprobs.sum())):
+        return trajectory
+    kept = trajectory.chunks.valid.bool().any(-1)  # [T, N]
+
+    def cleared(tensor: Tensor) -> Tensor:
+        return torch.where(kept.reshape(*kept.shape, *[1] * (tensor.ndim - 2)), tensor, torch.zeros_like(tensor))
+
+    chunks, values = trajectory.chunks, trajectory.chunks.values
+    return replace(
+        trajectory,
+        stored={name: cleared(tensor) for name, tensor in trajectory.stored.items()},
+        logprobs=cleared(trajectory.logprobs),
+        chunks=replace(chunks, values=None if values is None else cleared(values)),
+    )
 
 
 def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> ChunkAdvantages:

@@ -46,8 +46,8 @@ class OwnColumns:
     """In the first pass of each micro-batch, whose weights are those before the update."""
 
 
-def algorithm_of(algorithm: Algorithm) -> AlgorithmSpec:
-    """The spec that a setting means.
+def algorithm_of(algorithm: Algorithm, *, acting: bool = False) -> AlgorithmSpec:
+    """The spec that a setting means; where policies act, recipes have other defaults.
 
     Raises:
         ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
@@ -55,7 +55,7 @@ def algorithm_of(algorithm: Algorithm) -> AlgorithmSpec:
     if isinstance(algorithm, AlgorithmSpec):
         return algorithm
     if isinstance(algorithm, str):
-        return recipes.get(algorithm, resolve=resolve)
+        return recipes.get(algorithm, resolve=resolve, acting=acting)
     unknown = sorted(set(algorithm) - {"name", "overrides"})
     if unknown or "name" not in algorithm:
         raise ValueError(f"algorithm: a mapping has the keys name and overrides, not {sorted(algorithm)}")

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,6 +38,34 @@ async def test_a_policy_that_has_moved_too_far_is_left_where_it_is():
     assert 0 < held["optimizer_steps"] < 16
     assert held["stopped_early"] == 1
     assert never == free
+
+
+async def test_micro_batches_bound_memory_and_change_nothing_else():
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        whole, cut = await trainer_of(system, "whole"), await trainer_of(system, "cut", micro_batch=3)
+        metrics, again = await whole.train(trajectories), await cut.train(trajectories)
+        ours, theirs = await weights_of(whole), await weights_of(cut)
+    assert again == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    for name in ours:
+        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-4)
+
+
+async def test_the_critic_warms_up_alone_for_some_batches_and_a_resumed_run_does_not_begin_again(tmp_path):
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system, critic_warmup=2)
+        versions = [await weights_of(trainer)]
+        for _ in range(3):
+            await trainer.train(trajectories)
+            versions.append(await weights_of(trainer))
+            await trainer.save(str(tmp_path / str(len(versions))))
+        again = await trainer_of(system, "again", critic_warmup=2)
+        await again.restore(str(tmp_path / "3"))
+        await again.train(trajectories)
+        assert changed(await weights_of(again), versions[3]) == []
+    learned = [{name.split(".")[0] for name in changed(*pair)} - {"norm"} for pair in pairwise(versions)]
+    assert learned == [{"critic"}, {"critic"}, {"critic", "actor", "log_std"}]
 
 
 async def test_a_reward_that_is_no_number_is_refused_before_anything_changes():
@@ -114,6 +143,36 @@ async def test_a_resumed_trainer_goes_on_bit_for_bit_and_its_policy_is_for_every
     assert changed(saved, load_policy(tmp_path / "policy").state_dict()) == []
 
 
+async def test_scales_of_rewards_and_returns_and_schedules_go_on_with_a_checkpoint(tmp_path):
+    how = {
+        "policy": {**MLP, "normalise_values": True}, "reward_scaling": True, "fresh": False, "schedule": "cosine",
+        "entropy_schedule": "linear", "total_steps": 4, "algorithm": {"name": "ppo", "overrides": {"entropy_bonus": 1}},
+    }  # fmt: skip
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        trainer = await trainer_of(system, **how)
+        first = await trainer.train(trajectories)
+        await trainer.save(str(tmp_path))
+        metrics = await trainer.train(trajectories)
+        again = await trainer_of(system, "again", **how)
+        await again.restore(str(tmp_path))
+        assert await again.train(trajectories) == metrics
+        assert changed(await weights_of(trainer), await weights_of(again)) == []
+    assert first["lr"] == pytest.approx(0.03 * 0.5 * (1 + 0.5**0.5))
+    assert metrics["lr"] == pytest.approx(0.03 * 0.5)
+    assert metrics["reward/scale"] != first["reward/scale"]
+
+
+async def test_a_reward_that_is_no_number_does_not_come_into_the_scale():
+    async with ActorSystem.local() as system:
+        (part,) = await collected(system, MLP, 4)
+        trainer, other = [await trainer_of(system, name, reward_scaling=True) for name in ("one", "other")]
+        broken = dataclasses.replace(part.chunks, rewards=torch.full_like(part.chunks.rewards, torch.nan))
+        with pytest.raises(FloatingPointError, match="a reward or a value is not finite"):
+            await trainer.train([dataclasses.replace(part, chunks=broken)])
+        assert await trainer.train([part]) == await other.train([part])
+
+
 async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
     async with ActorSystem.local() as system:
         trainer = await trainer_of(system)
@@ -130,6 +189,12 @@ async def test_what_cannot_be_gone_on_from_is_said(tmp_path):
     [
         ({"epochs": 0}, "epochs=0"),
         ({"minibatch": 0}, "minibatch=0"),
+        ({"schedule": "linear"}, "total_steps"),
+        ({"micro_batch": 0}, "micro_batch=0"),
+        (
+            {"critic_warmup": 1, "policy": {**MLP, "value_level": None}, "algorithm": "grpo", "group_size": 2},
+            "the policy has no critic",
+        ),
         ({"algorithm": "pppo"}, "pppo"),
         ({"algorithm": "rloo"}, "take ppo or grpo"),
         ({"algorithm": "grpo"}, "env.group_size"),

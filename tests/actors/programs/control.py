@@ -1,4 +1,7 @@
-"""A policy that acts, trained over all ranks of a job: what it learned is written for a test to look at."""
+"""A policy that acts, trained over all ranks of a job: what it learned is written for a test to look at.
+
+Usage: control.py OUT [BEGUN], a file, and the directory of a run with another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from rlinf.models.policy.mlp import MlpConfig, MlpPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, batch_of
+from tests.actors.programs.spread import BLOCKS, spread_over
 from tests.envs.scripted import Scripted
 
 REACH = "rlinf.envs.toy.Reach"
@@ -99,7 +103,14 @@ class Watched(PolicyTrainer):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ppo": {"policy": {**MLP, "chunk": 2}, "algorithm": "ppo"},
+    "ppo": {
+        "policy": {**MLP, "chunk": 2},
+        "algorithm": {
+            "name": "ppo",
+            "overrides": {"loss": {"dual_clip": 3.0}, "critic": {"clip": 0.2, "error": "huber"},
+                          "advantage": {"gamma": 1.0, "lam": 1.0}},
+        },
+    },
     "ppo of numbers, plain": {
         "policy": {**MLP, "chunk": 2, "level": "token", "value_level": "action", "shared": True},
         "algorithm": {
@@ -134,7 +145,8 @@ async def main(system: rlinf.ActorSystem) -> None:
         trainer = await system.spawn(Watched, name=f"trainer{number}", **LEARNING, **case)
         metrics = await trainer.train(trajectories[::-1])
         algorithm = case["algorithm"]
-        recipe = recipes.get(algorithm) if isinstance(algorithm, str) else recipes.get(*algorithm.values())
+        given = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm.values())
+        recipe = recipes.get(*given, acting=True)
         found: dict[str, Any] = {
             "metrics": metrics,
             "lesson": as_dict(batch_of(joined(trajectories), recipe, group_size)),
@@ -148,6 +160,9 @@ async def main(system: rlinf.ActorSystem) -> None:
         await again.train(trajectories)
         found["resumed"] = dict((await again.weights()).named())
         results[name] = found
+    trajectories = await collected(system, BLOCKS, 4, name="blocks")
+    begun = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    results["spread"] = await spread_over(system, trajectories, out.parent, begun)
     torch.save(results, out)
 
 

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlinf.algos.losses import sac as control
 
@@ -100,3 +102,48 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
 def test_what_does_not_fit_is_named(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@given(
+    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=8),
+    st.floats(0.05, 0.95),
+)
+def test_expectile_regression_weighs_what_is_above_and_below(pairs, tau):
+    found, total, values = 0.0, 0.0, torch.tensor([v for _, v in pairs], requires_grad=True)
+    targets = torch.tensor([q for q, _ in pairs])
+    for q, v in zip(targets.tolist(), values.tolist(), strict=True):  # eq. 5, number by number
+        found += abs(tau - (1 if q - v < 0 else 0)) * (q - v) ** 2
+        total += 1
+    loss = control.expectile(values, targets, torch.ones(len(pairs)), tau=tau)
+    assert float(loss.mean().detach()) == pytest.approx(found / total, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("tau", "expected"), [(0.5, 3.0), (0.9, 4.5)])
+def test_the_value_that_it_is_drawn_to_is_the_expectile_of_the_data(tau, expected):
+    # Of 0 and 6 seen equally often, the minimum of tau (6 - v)^2 + (1 - tau) v^2 is at 6 tau; of 1 and 5: 1 + 4 tau.
+    values = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([values], lr=0.2)
+    low, high = (0.0, 6.0) if tau == 0.5 else (0.0, 5.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        control.expectile(values.expand(2), torch.tensor([low, high]), torch.ones(2), tau=tau).mean().backward()
+        optimizer.step()
+    assert values.item() == pytest.approx(expected, abs=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-2, 4)), min_size=1, max_size=6), st.floats(0, 3))
+def test_good_actions_are_imitated_more_than_bad_ones(pairs, beta):
+    logprobs = torch.tensor([each for each, _ in pairs], requires_grad=True)
+    advantages = torch.tensor([each for _, each in pairs])
+    mask = torch.tensor([True] * len(pairs) + [False])
+    loss = control.weighted_likelihood(
+        torch.cat([logprobs, torch.tensor([math.nan])]),
+        torch.cat([advantages, torch.tensor([math.inf])]),
+        mask,
+        beta=beta,
+        most=10.0,
+    )
+    weights = [min(math.exp(beta * each), 10.0) for each in advantages.tolist()]  # eq. 7
+    slope = torch.autograd.grad(loss.total, logprobs)[0]
+    assert slope.tolist() == pytest.approx([-each for each in weights], rel=1e-5)
+    assert loss.values()["weight/mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)

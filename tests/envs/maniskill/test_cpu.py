@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.around.rules import Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.maniskill import headless as maniskill_headless
 from rlinf.envs.maniskill.cpu import ManiSkill
 from rlinf.envs.maniskill.tasks import MissingAssets, Task, find

@@ -53,6 +53,22 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no such policy": (TOY, ("policy.type=nosuch",), "policy.type = nosuch: "),
     "a policy that is a function": (TOY, ("policy.type=os.path.join",), "policy.type = os.path.join: "),
     "a policy without critics for sac": (PENDULUM, ("policy.type=mlp",), "policy.type = mlp: it has no critics of"),
+    "a key that the algorithm does not read": (
+        PENDULUM, ("off_policy.expectile=0.9",), "sac does not read it, but iql: remove it",
+    ),
+    "targets where there are none": (PENDULUM, ("algorithm=crossq", "off_policy.tau=0.1"), "crossq does not read it"),
+    "steps on demonstrations that are not named": (PENDULUM, ("off_policy.offline_steps=3",), "name off_policy"),
+    "episodes that would be cut": (PENDULUM, ("off_policy.solved_only=true",), "set env.fresh=true"),
+    "shifts of no pictures": (PENDULUM, ("off_policy.shift=2",), "policy.type=soft looks at no pictures"),
+    "iql from pictures": (PENDULUM, ("algorithm=iql", "policy.type=soft_pixels"), "iql learns from states"),
+    "batch normalisation beside targets": (
+        PENDULUM, ("policy.settings.batch_norm=true",), "it is for crossq, which has no target critics",
+    ),
+    "crossq without it": (PENDULUM, ("algorithm=crossq", "policy.settings.batch_norm=false"), "crossq stands on it"),
+    "an expert that nobody asks": (PENDULUM, ("dagger.beta=0.5",), "sac asks no expert"),
+    "no expert": (TOY, ("algorithm=dagger",), "dagger learns from an expert: name a function"),
+    "an expert that is not there": (TOY, ("algorithm=dagger", "dagger.expert=rlinf.envs.toy.strait"), "as a function:"),
+    "nobody to steer": (PENDULUM, ("policy.type=steered",), "None is no directory: name that of the policy"),
     "a misspelt setting": (TOY, ("policy.settings.hiden=[3]",), "no key 'hiden'; did you mean hidden?"),
     "a setting of no width": (TOY, ("policy.settings.hidden=[0]",), "policy.settings = {'hidden': [0]}: "),
     "a setting too large": (TOY, ("policy.settings.hidden=[1000000000000]",), "would take at least 96,000 GB"),
@@ -76,6 +92,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "a misspelt option of trials": (TOY, ("trials.options.word=true",), "trials.options.word = True: Reach has no suc"),
     "code that leaves": (
         TOY, (f"env.simulator={__name__}.Leaving", "env.options={speed: leave}"), "SystemExit: no such speed",
+    ),
+    "episodes that never end": (
+        TOY, ("env.ignore_terminations=true", "env.max_steps=21"),
+        "policy.horizon = 20: a step of the flow does 20 steps in each environment, all episodes last 21",
     ),
     "environments without end": (TOY, ("env.num_envs=1000000000000",), "env.num_envs = 1000000000000: what environ"),
     "decisions without end": (TOY, ("policy.horizon=1000000000000000",), "policy.horizon = 1000000000000000: what"),

@@ -45,10 +45,10 @@ def instructed(config, rows=6):
     return [("push", "pull it")[row % 2] for row in range(rows)] if config["type"] == "vla" else None
 
 
-def rough(policy, scale=0.3, seed=1):
-    """The policy with all weights moved, so that nothing is 0 or uniform by its first weights."""
+def rough(policy, scale=0.3, seed=1, only=lambda parameter: True):
+    """The policy with its weights moved, so that nothing is 0 or uniform by its first weights."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.parameters():
+        for parameter in filter(only, policy.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=scale * parameter.numel() ** -0.25)
     return policy

@@ -99,7 +99,7 @@ def test_the_greedy_action_is_the_likeliest_choice_and_not_the_middle_of_them():
 def test_choices_and_the_numbers_that_they_are_for_the_environment_are_inverses():
     policy = build_policy_model({**MLP, "choices": [1, 7, 1000]})
     made = torch.stack([torch.zeros(7).long(), torch.arange(7), torch.arange(993, 1000)], -1)[:, None]
-    numbers = policy._heads(policy.inputs(observed(MLP, 7)))[0].actions(made)
+    numbers = policy._heads(observed(MLP, 7)["state"].new_zeros(7, 5))[0].actions(made)
     assert numbers.abs().max() < 1.0
     assert torch.equal(policy.encode(numbers), made)
     edges = policy.encode(torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])[:, None])
@@ -120,3 +120,21 @@ def test_choices_of_the_environment_become_the_policy_s_and_are_saved(tmp_path):
 def test_wrong_counts_of_choices_are_refused(choices):
     with pytest.raises(ValueError, match="choices"):
         build_policy_model({**MLP, "choices": choices})
+
+
+def test_the_scale_of_returns_moves_no_prediction_and_brings_returns_to_a_mean_of_0_and_a_variance_of_1():
+    policy = rough(build_policy_model({**MLP, "normalise_values": True}))
+    stored = policy.act(observed(MLP, 50)).stored
+    seen = []
+    for mean, spread in ((-800.0, 300.0), (40.0, 2000.0)):
+        before = policy.evaluate(stored).values.detach()
+        returns = mean + spread * torch.randn(400, generator=torch.Generator().manual_seed(0))
+        policy.adapt_values(returns)
+        seen.append(returns)
+        torch.testing.assert_close(policy.evaluate(stored).values, before, rtol=1e-4, atol=2e-3)
+        torch.testing.assert_close(policy.value(observed(MLP, 50)), before, rtol=1e-4, atol=2e-3)
+    assert float(policy.value_scale) == pytest.approx(float(torch.cat(seen).std(correction=0)), rel=1e-5)
+    with torch.no_grad():
+        policy.critic[-1].weight.zero_()
+        policy.critic[-1].bias.zero_()
+    assert policy.value(observed(MLP, 1)).item() == pytest.approx(float(torch.cat(seen).mean()), rel=1e-4)

@@ -146,4 +146,4 @@ def test_bounds_of_actions_reach_the_policies_that_know_the_robots_units():
     bounds = ([-1.0, -0.5, float("-inf")], [1.0, 2.0, float("inf")])
     found = fitted(GIVEN, {"state": (5,)}, 3, bounds=bounds)
     assert build_policy_model(found).config.action_high == (1.0, 2.0, float("inf"))
-    assert "action_low" not in fitted({"type": "mlp"}, {"state": (5,)}, 3, bounds)
+    assert "action_low" not in fitted({"type": "mlp"}, {"state": (5,)}, 3, bounds=bounds)

@@ -1,10 +1,12 @@
-"""GRPO, with a step that does not end, or in which the disk is full: `HELD_AT` and `FULL_AT` name its index."""
+"""Flows with a step that does not end, or in which the disk is full: `HELD_AT` and `FULL_AT` name its index."""
 
 import asyncio
 import os
 from pathlib import Path
 
+from rlinf.flows.embodied import embodied
 from rlinf.flows.grpo import grpo
+from rlinf.flows.parts.interact import interactions
 
 HELD = "held"
 """File in `HELD_IN` that says that the step has begun."""
@@ -22,3 +24,12 @@ async def held(step, rollout, judge, trainer):
         )
         os.dup2(os.open("/dev/full", os.O_WRONLY), metrics)
     return await grpo(step, rollout, judge, trainer)
+
+
+async def acting(step, env, policy, trainer):
+    """Learning by acting, with a step that does not end once all was acted."""
+    if os.environ.get("HELD_AT") == str(step.index):
+        await asyncio.gather(*interactions(step, env, policy))
+        Path(os.environ["HELD_IN"], HELD).touch()
+        await asyncio.sleep(1000)
+    return await embodied(step, env, policy, trainer)

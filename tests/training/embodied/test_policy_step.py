@@ -1,6 +1,8 @@
 """The learning of a policy that acts: one gradient, however a minibatch is cut, and steps that are not taken."""
 
 import dataclasses
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlinf.algos import recipes
 from rlinf.models.policy.build import build_policy_model
-from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings
+from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from tests.actors.programs.control import MLP
 
@@ -42,7 +44,8 @@ def gradient_of(policy, learner):
     seen = []
 
     def look(*_):
-        seen.append({name: each.grad.clone() for name, each in policy.named_parameters()})
+        given = policy.named_parameters()
+        seen.append({name: each.grad.clone() for name, each in given if each.grad is not None})
 
     learner.optimizer.register_step_pre_hook(look)
     return seen
@@ -74,6 +77,74 @@ def test_shares_of_a_minibatch_add_up_to_its_gradient(seed, owner):
     for (name, _), ours, theirs in zip(policy.named_parameters(), *sums, strict=True):
         expected = ours / counts[0] + 0.5 * theirs / counts[1]
         torch.testing.assert_close(seen[0][name], expected.expand_as(seen[0][name]), rtol=1e-4, atol=1e-6)
+
+
+HOW = st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 99), most=st.integers(1, ROWS + 1), how=HOW, critic_only=st.booleans())
+def test_micro_batches_give_the_gradient_and_the_metrics_of_the_whole_minibatch(seed, most, how, critic_only):
+    policy, lesson = made(seed)
+    policy = policy.double()
+    wide = {name: each.double() for name, each in lesson.stored.items()}
+    episodes = torch.arange(ROWS) // 3 if how != "token-mean" else None
+    lesson = dataclasses.replace(
+        lesson, stored=wide, sequences=None if episodes is None else episodes[:, None].expand(ROWS, 2)
+    )
+    spec = dataclasses.replace(PPO, aggregation=dataclasses.replace(PPO.aggregation, how=how))
+    learner = PolicyLearner(policy, PolicySettings(lr=0.0, grad_clip=1e9))
+    seen, order = gradient_of(policy, learner), torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+    shuffled = None if episodes is None else episodes[order]
+    parts = [lesson.rows(rows) for rows in cut(order, most, shuffled)]
+    whole, numbers = learner.learn(lesson, spec, critic_only=critic_only)
+    found, again = learner.learn([*parts, lesson.rows(order[:1]).silent()], spec, critic_only=critic_only)
+    assert seen[0].keys() == seen[1].keys()
+    for name in seen[0]:
+        torch.testing.assert_close(seen[1][name], seen[0][name], rtol=1e-6, atol=1e-9)
+    assert again == pytest.approx(numbers, rel=1e-6)
+    assert found.values() == pytest.approx(whole.values(), rel=1e-6, abs=1e-9)
+
+
+@given(episodes=st.lists(st.integers(0, 5), max_size=30), most=st.none() | st.integers(1, 12), averaged=st.booleans())
+def test_micro_batches_have_every_decision_once_and_whole_episodes_where_they_are_averaged(episodes, most, averaged):
+    ids = torch.tensor(episodes, dtype=torch.int64)
+    rows = torch.arange(len(ids)) + 7
+    parts = cut(rows, most, ids if averaged else None)
+    assert sorted(torch.cat([*parts, rows[:0]]).tolist()) == rows.tolist()
+    assert all(len(part) for part in parts)
+    of = [{episodes[row - 7] for row in part.tolist()} for part in parts]
+    if averaged:
+        assert sum(map(len, of)) == len(set(episodes))
+    if most is not None:
+        assert all(len(part) <= most or (averaged and len(inside) == 1) for part, inside in zip(parts, of, strict=True))
+
+
+def test_only_one_micro_batch_is_in_memory_at_a_time():
+    policy, lesson = made()
+    alive = []
+
+    def loss(part):
+        found = policy.imitate(part.stored)
+        weakref.finalize(found.total.grad_fn, alive.remove, part)
+        alive.append(part)
+        assert len(alive) == 1
+        return found
+
+    parts = [lesson.rows(rows) for rows in cut(torch.arange(ROWS), 3, None)]
+    gathered, norm = PolicyLearner(policy, PolicySettings()).step(partial(loss, part) for part in parts)
+    assert float(gathered.weight) == 2 * ROWS
+    assert norm > 0
+
+
+def test_a_critic_that_warms_up_leaves_the_policy_bit_for_bit():
+    policy, lesson = made()
+    learner = PolicyLearner(policy, PolicySettings(lr=0.1, weight_decay=0.1))
+    learner.learn(lesson, PPO)  # which leaves momentum
+    before = {name: each.detach().clone() for name, each in policy.named_parameters()}
+    learner.learn(lesson, PPO, critic_only=True)
+    moved = {name for name, each in policy.named_parameters() if not torch.equal(each.detach(), before[name])}
+    assert moved == {name for name in before if name.startswith("critic.")}
 
 
 def test_what_does_not_count_may_be_anything():
@@ -132,3 +203,40 @@ def test_a_loss_that_is_no_number_takes_no_step(place):
         learner.learn(dataclasses.replace(lesson, **{place: broken}), PPO)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
     learner.learn(lesson, PPO)  # and goes on
+
+
+def test_the_loss_of_normalised_values_does_not_depend_on_the_scale_of_returns():
+    """Rewards 1,000 times as large give values 1,000 times as large, and the same step of everything else."""
+    norms = []
+    for factor in (1.0, 1000.0):
+        policy, lesson = made()
+        learned = build_policy_model({**MLP, "chunk": 2, "normalise_values": True})
+        learned.load_state_dict(policy.state_dict(), strict=False)
+        lesson = dataclasses.replace(lesson, returns=factor * lesson.returns, values=0.0 * lesson.values)
+        with torch.no_grad():
+            for parameter in learned.critic[-1].parameters():
+                parameter.zero_()  # what is predicted is the mean
+        learned.adapt_values(lesson.returns[lesson.value_mask])
+        with torch.no_grad():
+            learned.critic[-1].bias.zero_()
+        spec = recipes.get("ppo", acting=True)
+        norms.append(PolicyLearner(learned, PolicySettings(lr=1e-3)).learn(lesson, spec)[1]["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_schedules_set_every_learning_rate_and_the_weight_of_the_entropy():
+    policy, _ = made()
+    settings = PolicySettings(
+        lr=1.0, critic_lr=0.1, schedule="linear", warmup_steps=2, min_lr_ratio=0.2, entropy_schedule="cosine",
+        total_steps=10,
+    )  # fmt: skip
+    learner = PolicyLearner(policy, settings)
+    spec = recipes.get("ppo", {"entropy_bonus": 0.4}, acting=True)
+    rates, bonuses = [], []
+    for done in (0, 1, 5, 9, 20):
+        bonuses.append(learner.begin(done, spec).entropy_bonus)
+        rates.append([group["lr"] for group in learner.optimizer.param_groups])
+    assert [rate for rate, _ in rates] == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    assert [rate for _, rate in rates] == pytest.approx([0.05, 0.1, 0.06, 0.02, 0.02])
+    assert bonuses[2] == pytest.approx(0.4 * 0.5 * (1 + torch.cos(torch.tensor(0.6 * torch.pi)).item()))
+    assert bonuses[3:] == pytest.approx([0.0, 0.0], abs=1e-12)

@@ -44,3 +44,18 @@ class ActionTokens(Exact):
     def decode(self, tokens: Tensor) -> Tensor:
         """The middles of tokens' bins, float32 in the shape of `tokens`."""
         return self.middles[(self.vocabulary - tokens - 1).clamp(0, self.bins - 2)].float()
+
+
+def picked_by(logprobs: Tensor, noise: Tensor) -> Tensor:
+    """One of the bins each, by inverting the distribution function: the first whose cumulated probability exceeds u.
+
+    Args:
+        logprobs: [..., bins].
+        noise: u in [0, 1), float64 [...].
+
+    Returns:
+        int64 [...]; never a bin of probability 0, since that adds nothing to the sum.
+    """
+    cumulated = logprobs.double().exp().cumsum(-1)
+    below = cumulated <= noise[..., None] * cumulated[..., -1:]
+    return below.sum(-1).clamp(max=logprobs.shape[-1] - 1)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, Cache, DynamicCache, PreTrainedM
 from rlinf.algos.advantages import Reduce
 from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import RunningNorm, perceptron
-from rlinf.models.policy.vla.action_tokens import ActionTokens
+from rlinf.models.policy.vla.action_tokens import ActionTokens, picked_by
 from rlinf.models.policy.vla.byte_tokenizer import PAD, ByteTexts
 
 _VISION = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -123,7 +123,7 @@ class VlaPolicy(Policy):
         numbers = self.config.chunk * self.config.action_size
         for number in range(numbers):
             each = self._logprobs(hidden)
-            choice = each.argmax(-1) if noise is None else _chosen(each, noise[:, number])
+            choice = each.argmax(-1) if noise is None else picked_by(each, noise[:, number])
             tokens.append(choice + self.bins.first)
             logprobs.append(each.gather(1, choice[:, None])[:, 0])
             if number + 1 < numbers:
@@ -213,18 +213,3 @@ def _model(settings: Mapping[str, Any], **sizes: int) -> PreTrainedModel:
     config = AutoConfig.for_model(**{**settings, **sizes})
     model: PreTrainedModel = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     return model
-
-
-def _chosen(logprobs: Tensor, noise: Tensor) -> Tensor:
-    """One of the bins each, by inverting the distribution function: the first whose cumulated probability exceeds u.
-
-    Args:
-        logprobs: [N, bins].
-        noise: u in [0, 1), float64 [N].
-
-    Returns:
-        int64 [N]; never a bin of probability 0, since that adds nothing to the sum.
-    """
-    cumulated = logprobs.double().exp().cumsum(-1)
-    below = cumulated <= noise[:, None] * cumulated[:, -1:]
-    return below.sum(-1).clamp(max=logprobs.shape[1] - 1)

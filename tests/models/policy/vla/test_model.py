@@ -6,7 +6,7 @@ from torch.distributions import Categorical
 
 from rlinf.models.language.lora import add_adapters, is_adapter, start_adapters
 from rlinf.models.policy.build import build_policy_model
-from rlinf.models.policy.vla.model import _chosen
+from rlinf.models.policy.vla.action_tokens import picked_by
 from tests.models.policy.cases import VLA, observed, rough
 
 CHUNKED = {**VLA, "chunk": 2}
@@ -103,11 +103,11 @@ def test_the_instruction_of_the_config_stands_in_where_the_environment_says_noth
 def test_only_action_tokens_are_drawn_and_as_often_as_they_are_likely():
     logprobs = torch.tensor([0.5, 0.0, 0.2, 0.3]).log()
     noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    found = torch.bincount(_chosen(logprobs.expand(1000, 4), noise), minlength=4)
+    found = torch.bincount(picked_by(logprobs.expand(1000, 4), noise), minlength=4)
     assert found.tolist() == [500, 0, 200, 300]
     ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
     never = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log().expand(2, 4)
-    assert _chosen(never, ends).tolist() == [1, 2]
+    assert picked_by(never, ends).tolist() == [1, 2]
 
     policy = policy_of(VLA)
     drawn = policy.act(observed(VLA, 50)).stored["actions"]

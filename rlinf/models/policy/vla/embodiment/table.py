@@ -67,6 +67,9 @@ def _pi05(**rest: object) -> Embodiment:
 
 
 TABLE = {
+    # a robot without a row: its checkpoint's only statistics, nothing cropped, the gripper as it is
+    ("openvla", "plain"): _openvla(64),
+    ("openvla-oft", "plain"): _openvla(64),
     # RLinf pads to 128 tokens; the original evaluation crops, since fine-tuning drew crops
     ("openvla", "libero"): _openvla(128, crop=0.9, statistics=_LIBERO, gripper="libero"),
     ("openvla", "maniskill"): _openvla(30, statistics=("bridge_orig",), gripper="maniskill"),
@@ -97,13 +100,13 @@ TABLE = {
     ("pi05", "calvin"): _pi05(
         cameras=2, state_size=7, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5
     ),
-    # Eagle's chat template is the checkpoint's; the padded length changes what the model says, since it reads the pads
+    # Crops keep 0.95 of each side. The padded length changes what the model says, since it reads the pads
     ("gr00t", "libero"): Embodiment(
-        prompt="{instruction}", prompt_length=570, cameras=2, crop=0.95, state_size=_LIBERO_STATE,
+        prompt="{instruction}", prompt_length=570, cameras=2, crop=0.9025, state_size=_LIBERO_STATE,
         statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5, horizon=16,
     ),
     ("gr00t", "maniskill"): Embodiment(
-        prompt="{instruction}", prompt_length=570, crop=0.95, statistics=("maniskill_widowx",), scale="min_max",
+        prompt="{instruction}", prompt_length=570, crop=0.9025, statistics=("maniskill_widowx",), scale="min_max",
         gripper="maniskill", chunk=5, horizon=16,
     ),
 }  # fmt: skip

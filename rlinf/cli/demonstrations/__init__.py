@@ -1,0 +1,1 @@
+"""Commands about demonstrations: `rlinf record` makes them, `rlinf convert` brings them into another format."""

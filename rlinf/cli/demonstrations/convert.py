@@ -1,0 +1,166 @@
+"""Brings demonstrations from one format into another, or computes their statistics.
+
+    rlinf convert FROM TO --format lerobot
+    rlinf convert FROM TO --statistics openvla --name my_robot
+
+In: a data set in any format that is read. Out: one in any that is written, complete as soon as it can be seen; or the
+file in which published checkpoints keep statistics. Exit code 0, or 2 with a line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rlinf.config.loading import InputError
+from rlinf.data.demonstrations.load import FORMATS, open_episodes
+from rlinf.data.demonstrations.save import WRITTEN, chosen_of, save_demonstrations
+from rlinf.data.demonstrations.source import ACTIONS, RGB, Episodes
+from rlinf.data.demonstrations.statistics import statistics_of
+from rlinf.data.demonstrations.statistics_files import FILES, as_groot, as_openpi, as_openvla, write_statistics
+
+UNREADABLE = (ValueError, OSError, ImportError)
+"""What data sets and disks are refused with."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a data set; returns the exit code.
+
+    Args:
+        arguments: what follows `convert` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        episodes = open_episodes(Path(options.source), options.source_format, names_of(options.names))
+        places = episodes.chosen(options.solved)[: options.episodes]
+        made = _statistics if options.statistics else _converted
+        sys.stdout.write(made(options, episodes, places) + "\n")
+    except (InputError, *UNREADABLE) as error:
+        sys.stderr.write(f"error: rlinf convert: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlinf convert", description="Bring demonstrations into another format, or compute their statistics."
+    )
+    parser.add_argument("source", metavar="FROM", help="directory or file with demonstrations, in any format")
+    parser.add_argument("target", metavar="TO", help="directory that is not there yet")
+    parser.add_argument("--format", choices=WRITTEN, default="rlinf", help="what is written; default: rlinf")
+    parser.add_argument("--source-format", choices=[*FORMATS], help="what is read; default: by its files")
+    parser.add_argument(
+        "--names",
+        nargs="+",
+        metavar="THEIRS=OURS",
+        help="our names of features, such as observation.images.front=rgb observation.state=state action=actions; "
+        "several of one name are joined; default: the format's own choice",
+    )
+    parser.add_argument("--solved", action="store_true", help="leave out episodes that did not solve their task")
+    parser.add_argument("--episodes", type=whole_number, metavar="N", help="no more than the first N")
+    add_format_options(parser)
+    parser.add_argument(
+        "--statistics", choices=[*FILES], help=f"write statistics instead: {', '.join(FILES.values())} into TO"
+    )
+    parser.add_argument("--name", default="data", help="of the data set (openvla), or tag of the robot (groot)")
+    parser.add_argument(
+        "--unmasked",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="PLACE",
+        help="numbers of an action that are not to be normalised, such as -1 for a gripper (openvla)",
+    )
+    return parser
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """What single formats take, for both commands."""
+    parser.add_argument(
+        "--fps", type=_rate, metavar="F", help="rows per second (lerobot, groot); default: 10, or as FROM"
+    )
+    parser.add_argument("--png", action="store_true", help="keep pictures exactly, in rows instead of videos (lerobot)")
+    parser.add_argument("--task", default="unknown", help="name of the environment (maniskill)")
+
+
+def names_of(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Our names by theirs.
+
+    Raises:
+        InputError: one is not THEIRS=OURS.
+    """
+    if given is None:
+        return None
+    pairs = [each.partition("=") for each in given]
+    if odd := [f"{theirs}{sign}{ours}" for theirs, sign, ours in pairs if not (theirs and sign)]:
+        raise InputError(f"--names {odd[0]}: write THEIRS=OURS, such as observation.state=state")
+    return {theirs: ours for theirs, _, ours in pairs}
+
+
+def progress(what: str, count: int) -> Callable[[int], None]:
+    """Tells how many of `count` are done, in ten lines at most."""
+    told = 0
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if done * 10 // count > told:
+            told = done * 10 // count
+            sys.stderr.write(f"{what} {done} of {count}\n")
+
+    return tell
+
+
+def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
+    written = save_demonstrations(
+        Path(options.target).expanduser(),
+        chosen_of(episodes, places, progress("read", len(places))),
+        options.format,
+        fps=rate_of(options, episodes),
+        videos=not options.png,
+        task=options.task,
+    )
+    left = len(episodes) - written
+    return f"{options.target}: {written} episodes as {options.format}" + (f", {left} left out" if left else "")
+
+
+def _statistics(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
+    found = statistics_of(episodes, places, told=progress("read", len(places)))
+    found[ACTIONS] = found[ACTIONS].masked(options.unmasked)
+    if options.statistics == "openvla":
+        content: Mapping[str, object] = as_openvla(found, options.name, len(places))
+    elif options.statistics == "openpi":
+        content = as_openpi(found)
+    else:
+        shown = episodes.read(places[0]).observation
+        pictures = shown[RGB][0].split(3, -1) if RGB in shown else ()
+        cameras = {f"camera_{number}": tuple(each.shape) for number, each in enumerate(pictures)}
+        content = as_groot(found, options.name, cameras=cameras, fps=rate_of(options, episodes))
+    path = Path(options.target).expanduser() / FILES[options.statistics]
+    write_statistics(path, content)
+    return f"{path}: of {found[ACTIONS].count} actions in {len(places)} episodes"
+
+
+def rate_of(options: argparse.Namespace, episodes: Episodes) -> float:
+    """Rows per second: as asked for, as the data set says, or 10."""
+    said = getattr(getattr(episodes, "info", None), "fps", 10.0)
+    return float(said if options.fps is None else options.fps)
+
+
+def whole_number(text: str) -> int:
+    """A number of things from the command line, at least 1."""
+    found = int(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return found
+
+
+def _rate(text: str) -> float:
+    found = float(text)
+    if not 0 < found < 1e6:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return found

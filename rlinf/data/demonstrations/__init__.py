@@ -1,0 +1,13 @@
+"""Demonstrations: episodes that somebody acted well in, read and written in several formats; and what is computed of
+them: decisions to learn from, batches in an order drawn from a seed, statistics of features. All of it blocks.
+"""
+
+from rlinf.data.demonstrations.episode import Decisions, Demonstration, Window, decisions, joined
+from rlinf.data.demonstrations.load import Shown, first_demonstration, open_episodes, open_parts, read_demonstrations
+from rlinf.data.demonstrations.records import write_demonstrations
+from rlinf.data.demonstrations.stream import DecisionStream
+
+__all__ = [
+    "DecisionStream", "Decisions", "Demonstration", "Shown", "Window", "decisions", "first_demonstration", "joined",
+    "open_episodes", "open_parts", "read_demonstrations", "write_demonstrations",
+]  # fmt: skip

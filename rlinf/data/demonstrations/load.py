@@ -1,0 +1,142 @@
+"""Demonstrations of whatever format: which one lies at a path, and its episodes.
+
+In: a path, and what its features are to be called. Out: `Episodes`, of which nothing but the index is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlinf.data.demonstrations.episode import Demonstration
+from rlinf.data.demonstrations.source import Episodes
+from rlinf.data.demonstrations.stream import Part, bounded
+from rlinf.data.rng import permutation
+
+FORMATS = {
+    "rlinf": "rlinf.data.demonstrations.records.Records",
+    "lerobot": "rlinf.data.demonstrations.lerobot.reading.LeRobot",
+    "maniskill": "rlinf.data.demonstrations.maniskill_h5.ManiSkillH5",
+    "rlds": "rlinf.data.demonstrations.rlds_npz.RldsNpz",
+}
+"""What reads each format; imported when asked for, since their packages are large."""
+
+
+def format_of(path: Path) -> str:
+    """The format of what lies at a path, by its files.
+
+    Raises:
+        FileNotFoundError: nothing is there, or nothing that is known.
+    """
+    if path.is_file():
+        found = {".h5": "maniskill", ".hdf5": "maniskill", ".npz": "rlds"}.get(path.suffix)
+    elif (path / "meta" / "info.json").is_file():
+        found = "lerobot"
+    else:
+        known = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.npz", "rlds"))
+        found = next((name for pattern, name in known if any(path.glob(pattern))), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{path} holds no demonstrations: neither episode_*.json (`rlinf record` writes them) nor meta/info.json "
+            "(LeRobot), *.h5 (ManiSkill) or *.npz (RLDS-like)"
+        )
+    return found
+
+
+def open_episodes(path: Path, form: str | None = None, names: Mapping[str, str] | None = None) -> Episodes:
+    """The episodes at a path.
+
+    Args:
+        path: directory or file.
+        form: one of `FORMATS`; None goes by the files that are there.
+        names: our name for each feature, see `Episodes`.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a file is broken, or there is no such format; the text names the file and the field.
+    """
+    path = path.expanduser()
+    form = format_of(path) if form is None else form
+    if form not in FORMATS:
+        raise ValueError(f"{form!r} is no format of demonstrations: there are {', '.join(FORMATS)}")
+    module, _, name = FORMATS[form].rpartition(".")
+    kind: type[Episodes] = getattr(import_module(module), name)
+    return kind(path, names)
+
+
+def read_demonstrations(directory: Path, *, solved: bool = True) -> list[Demonstration]:
+    """Read all episodes of a data set, in its order.
+
+    Args:
+        directory: in any of the formats.
+        solved: leave out those of which somebody says that they did not solve their task.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: none of them solved its task, or a file is broken.
+    """
+    found = open_episodes(directory)
+    return [found.read(place) for place in found.chosen(solved)]
+
+
+def first_demonstration(directory: Path, *, solved: bool = True) -> Demonstration:
+    """The first episode that `read_demonstrations` would give; raises what that does, if there is none."""
+    found = open_episodes(directory)
+    return found.read(found.chosen(solved)[0])
+
+
+SET_KEYS = ("path", "weight", "format", "names", "bounds")
+"""What may be said of each of several data sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a policy is to learn from."""
+
+    sets: Mapping[str, Mapping[str, Any]]
+    """By name: `path`, and `weight`, `format`, `names`, `bounds` where they differ from the defaults."""
+    solved: bool = True
+    """Leave out episodes of which somebody says that they did not solve their task."""
+    held_out: float = 0.0
+    """Share of the episodes of each data set that is not learned from, but watched."""
+    memory: int = 4 << 30
+    """Bytes of episodes that are held at a time."""
+
+    @classmethod
+    def at(cls, path: str | Path) -> Shown:
+        """One data set, all of it."""
+        return cls(sets={"data": {"path": str(path)}})
+
+
+def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
+    """The data sets, each cut into what is learned from and what is held out.
+
+    Args:
+        shown: which.
+        seed: of which episodes are held out.
+
+    Raises:
+        FileNotFoundError: a data set is not there.
+        ValueError: one is broken, has too few episodes to hold any out, or a setting of it cannot be used.
+    """
+    learned, watched = [], []
+    for number, (name, about) in enumerate(shown.sets.items()):
+        if unknown := sorted({*about} - {*SET_KEYS}):
+            raise ValueError(f"{name} has no {unknown[0]!r}; of a data set there are {', '.join(SET_KEYS)}")
+        weight = float(about.get("weight", 1.0))
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"{name}: weight={weight} must be above 0")
+        episodes = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
+        places = episodes.chosen(shown.solved)
+        order = [places[each] for each in permutation(len(places), seed, number).tolist()]
+        left = round(shown.held_out * len(places))
+        if shown.held_out and not 0 < left < len(places):
+            raise ValueError(f"{episodes.path}: {shown.held_out:g} of its {len(places)} episodes cannot be held out")
+        part = bounded(Part(episodes, tuple(sorted(order[left:])), weight), about.get("bounds"))
+        learned.append(part)
+        if left:
+            watched.append(Part(episodes, tuple(sorted(order[:left])), weight, part.low, part.high))
+    return learned, watched

@@ -1,0 +1,203 @@
+"""ManiSkill's trajectories: an HDF5 file with a group for each episode, and a JSON file of the same name beside it.
+
+A group `traj_0` holds `actions` [T, A], `obs` (T + 1 rows: an array in mode `state`, otherwise groups of them),
+`env_states` (groups, T + 1 rows), `success`, `terminated`, `truncated` [T] and, if they were recorded, `rewards` [T].
+Read it keeps what it shows; written it holds everything but texts other than the task's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.demonstrations.episode import Demonstration, mistake_between
+from rlinf.data.demonstrations.source import (
+    ACTIONS,
+    IGNORED,
+    REWARDS,
+    RGB,
+    STATE,
+    About,
+    Episodes,
+    assembled,
+    broken,
+    needs,
+    plain,
+)
+
+_CAMERAS = "obs/sensor_data/"
+FILE = "trajectory.h5"
+"""Name of the file that is written."""
+
+
+class ManiSkillH5(Episodes):
+    """ManiSkill's trajectories.
+
+    By default `obs` is the state; of groups, all arrays of numbers below `obs/agent` and `obs/extra` are, joined in the
+    order of the file, and the pictures of all cameras are rgb. A mapping names arrays by their path in the group, such
+    as {obs/agent/qpos: state, actions: actions}; `env_states/…` may stand in it, too.
+    """
+
+    format = "maniskill"
+
+    def __init__(self, path: Path, names: Mapping[str, str] | None = None):
+        super().__init__(path, names)
+        self.file = _only_file(path)
+        self._entries = _entries(self.file.with_suffix(".json"))
+        self.abouts = [
+            About(each["elapsed_steps"], each.get("success"), each.get("instruction")) for each in self._entries
+        ]
+
+    def read(self, index: int, *, pictures: bool = True) -> Demonstration:
+        with needs("reading ManiSkill's trajectories"):
+            import h5py
+        about, group = self.abouts[index], f"traj_{self._entries[index]['episode_id']}"
+        with broken(self.file, group), h5py.File(self.file, "r") as file:
+            found = dict(_arrays(file[group]))
+            flags = {
+                name: np.asarray(found[name][()]).astype(bool) for name in ("success", "terminated") if name in found
+            }
+            names = _own_names(found) if self.names is None else self.names
+            with broken(self.file, f"{group}/actions"):
+                actions = next((theirs for theirs, ours in names.items() if ours == ACTIONS), "actions")
+                rows = len(found[actions])
+                if rows != about.rows:
+                    raise ValueError(f"it has {rows} rows, and the JSON beside it says elapsed_steps={about.rows}")
+            wanted = {theirs for theirs, ours in names.items() if ours != IGNORED}
+            wanted = {name for name in wanted if pictures or name not in found or found[name].dtype != np.uint8}
+            arrays = {theirs: torch.from_numpy(found[theirs][()]) for theirs in wanted if theirs in found}
+            success = about.success
+            if success is None and "success" in flags:
+                success = bool(flags["success"].any())
+            ended = bool(flags["terminated"].any()) if "terminated" in flags else bool(success)
+            if not any(name.startswith(("obs", "env_states")) for name in names):
+                raise ValueError(
+                    "it shows nothing: it was recorded with obs_mode none. Replay it with "
+                    "python -m mani_skill.trajectory.replay_trajectory --obs-mode state --save-traj"
+                )
+            return assembled(arrays, names, rows, About(rows, success, about.instruction), ended, pictures=pictures)
+
+
+def write_maniskill(directory: Path, demonstrations: Iterable[Demonstration], *, task: str = "unknown") -> int:
+    """Write `trajectory.h5` and `trajectory.json`.
+
+    Args:
+        directory: empty or not there.
+        demonstrations: at least one, all with the same arrays.
+        task: name of the environment.
+
+    Returns:
+        How many episodes were written.
+
+    Raises:
+        ValueError: there is none, they differ, or were recorded in chunks.
+    """
+    with needs("writing ManiSkill's trajectories"):
+        import h5py
+    directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    first: Demonstration | None = None
+    with h5py.File(directory / FILE, "w", track_order=True) as file:
+        for number, shown in enumerate(demonstrations):
+            first = plain(shown, "ManiSkill") if first is None else first
+            if (mistake := mistake_between(shown, first)) is not None:
+                raise ValueError(f"episode {number} does not go with the others: {mistake}")
+            group = file.create_group(f"traj_{number}", track_order=True)
+            for name, rows in _datasets(plain(shown, "ManiSkill")).items():
+                group.create_dataset(name, data=rows.numpy(), compression="gzip", compression_opts=5)
+            entries.append(
+                {
+                    "episode_id": number,
+                    "episode_seed": None,
+                    "elapsed_steps": len(shown.actions),
+                    "success": shown.success,
+                    "instruction": shown.instruction,
+                }
+            )
+    if not entries:
+        raise ValueError("there is no episode to write")
+    about = {"env_info": {"env_id": task, "env_kwargs": {}}, "source_type": "rlinf", "episodes": entries}
+    (directory / FILE).with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return len(entries)
+
+
+def _datasets(shown: Demonstration) -> dict[str, Tensor]:
+    """An episode as ManiSkill names its arrays."""
+    count = len(shown.actions)
+    found = {"actions": shown.actions[:, 0], "rewards": shown.rewards[:, 0]}
+    last = torch.arange(count) == count - 1
+    found |= {"terminated": last & shown.terminated, "truncated": last & (not shown.terminated)}
+    if shown.success is not None:
+        found["success"] = last & shown.success
+    if shown.observation.keys() == {STATE}:
+        return {"obs": shown.observation[STATE], **found}
+    for name, rows in shown.observation.items():
+        if name == RGB:
+            parts = {f"{_CAMERAS}camera_{number}/rgb": part for number, part in enumerate(rows.split(3, -1))}
+        else:
+            parts = {f"obs/extra/{name}" if name == STATE else f"obs/{name}": rows}
+        found |= parts
+    return found
+
+
+def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
+    """Our names for the arrays of an episode, if nobody says otherwise."""
+    names: dict[str, str] = {}
+    for path in found:
+        if path.startswith(_CAMERAS):
+            if path.endswith("/rgb"):
+                names[path] = RGB
+        elif path == "obs" or path.startswith(("obs/agent/", "obs/extra/")):
+            names[path] = STATE
+        elif path.startswith("obs/") and "sensor_param" not in path:
+            names[path] = path.removeprefix("obs/")
+        elif path == "actions":
+            names[path] = ACTIONS
+        elif path == "rewards":
+            names[path] = REWARDS
+    return names
+
+
+def _arrays(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All data sets below a group, by their path in it."""
+    for name, each in group.items():
+        if hasattr(each, "items"):
+            yield from _arrays(each, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", each if each.dtype.kind != "O" else np.zeros(len(each))
+
+
+def _only_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = sorted([*path.glob("*.h5"), *path.glob("*.hdf5")])
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise FileNotFoundError(f"{path}: name one file with trajectories; there is {names}")
+    return found[0]
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """Of every episode what the JSON file says, checked."""
+    with broken(file, "the text"):
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    with broken(file, "episodes"):
+        found = list(raw["episodes"])
+        if not found:
+            raise ValueError("there is none")
+    for number, each in enumerate(found):
+        with broken(file, f"episodes[{number}]"):
+            each["elapsed_steps"], each["episode_id"] = int(each["elapsed_steps"]), int(each["episode_id"])
+            if each["elapsed_steps"] < 1:
+                raise ValueError(f"elapsed_steps={each['elapsed_steps']} is no episode")
+            if not isinstance(each.get("success"), bool | None):
+                each["success"] = bool(np.any(each["success"]))
+            if not isinstance(each.get("instruction"), str | None):
+                raise ValueError(f"instruction={each['instruction']!r:.40} is no text")
+    return found

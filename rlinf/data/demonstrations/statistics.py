@@ -1,0 +1,161 @@
+"""Statistics of features: mean, spread, bounds and quantiles of every number, from data that need not fit into memory.
+
+In: rows, part by part. Out: `FeatureStatistics`; and, in `statistics_files.py`, the files that published checkpoints
+keep them in. Mean, standard deviation, least and greatest value are exact. Quantiles are exact up to `keep` rows; of
+more, they are those of `keep` rows drawn evenly by a fixed seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.demonstrations.episode import Demonstration
+from rlinf.data.demonstrations.source import ACTIONS, STATE, Episodes
+
+KEEP = 1_000_000
+"""Rows whose values are kept for quantiles. The share of all rows below the quantile q that is found is off by
+sqrt(q (1 - q) / KEEP) (one standard deviation): 0.0001 for q01 and q99."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureStatistics:
+    """Of a feature of D numbers."""
+
+    mean: Tensor
+    """Float64 [D]."""
+    std: Tensor
+    """Standard deviation of the rows as they are (divided by their number), float64 [D]."""
+    min: Tensor
+    """Least value, float64 [D]."""
+    max: Tensor
+    """Greatest value, float64 [D]."""
+    q01: Tensor
+    """Below it lies 1 % of the rows, float64 [D]; linear between two rows."""
+    q99: Tensor
+    """Below it lie 99 %, float64 [D]."""
+    mask: Tensor
+    """Numbers that are to be normalised, bool [D]; a gripper's are often not."""
+    count: int
+    """Rows."""
+
+    def masked(self, left: Sequence[int]) -> FeatureStatistics:
+        """The same with numbers that are not to be normalised.
+
+        Args:
+            left: their places; negative ones count from the end.
+
+        Raises:
+            ValueError: there is no such place.
+        """
+        mask, size = torch.ones_like(self.mask), len(self.mask)
+        if odd := [place for place in left if not -size <= place < size]:
+            raise ValueError(f"there is no number {odd[0]} in a feature of {size}")
+        mask[list(left)] = False
+        return replace(self, mask=mask)
+
+
+class Accumulator:
+    """Adds rows up to statistics.
+
+    Args:
+        keep: rows whose values are kept for quantiles.
+    """
+
+    def __init__(self, keep: int = KEEP):
+        self._keep = keep
+        self._count = 0
+        self._mean = self._squares = self._least = self._greatest = np.zeros(0)
+        self._kept, self._keys = np.zeros((0, 0)), np.zeros(0)
+        self._draw = np.random.default_rng(0)
+
+    def add(self, rows: Tensor) -> None:
+        """Take rows, [n, D], into account.
+
+        Raises:
+            ValueError: a value is not finite, or rows have another length than those before.
+        """
+        if not len(rows):
+            return
+        part = rows.reshape(len(rows), -1).double().numpy()
+        if not np.isfinite(part).all():
+            raise ValueError("a value is not finite")
+        if self._count == 0:
+            size = part.shape[1]
+            self._mean, self._squares = np.zeros(size), np.zeros(size)
+            self._least, self._greatest = np.full(size, np.inf), np.full(size, -np.inf)
+            self._kept = np.zeros((0, size))
+        elif part.shape[1] != len(self._mean):
+            raise ValueError(f"rows have {part.shape[1]} numbers, and those before them {len(self._mean)}")
+        # Chan, Golub and LeVeque (1983), equation 2.1: sums of squares about the mean, merged
+        count, mean = len(part), part.mean(0)
+        total, apart = self._count + count, mean - self._mean
+        self._squares = self._squares + ((part - mean) ** 2).sum(0) + apart**2 * (self._count * count / total)
+        self._mean = self._mean + apart * (count / total)
+        self._least, self._greatest = np.minimum(self._least, part.min(0)), np.maximum(self._greatest, part.max(0))
+        self._count = total
+        self._sample(part)
+
+    def _sample(self, part: np.ndarray) -> None:
+        """Keep the rows with the smallest of random keys: each row is as likely as any other to be among them."""
+        self._kept = np.concatenate([self._kept, part])
+        self._keys = np.concatenate([self._keys, self._draw.random(len(part))])
+        if len(self._keys) > self._keep:
+            least = np.sort(np.argpartition(self._keys, self._keep)[: self._keep])
+            self._kept, self._keys = self._kept[least], self._keys[least]
+
+    def done(self) -> FeatureStatistics:
+        """The statistics of all rows.
+
+        Raises:
+            ValueError: there were none.
+        """
+        if not self._count:
+            raise ValueError("there is no row to compute statistics of")
+        low, high = np.quantile(self._kept, [0.01, 0.99], axis=0)
+        found = (self._mean, np.sqrt(self._squares / self._count), self._least, self._greatest, low, high)
+        tensors = [torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in found]
+        mean, std, least, greatest, q01, q99 = tensors
+        mask = torch.ones(len(mean), dtype=torch.bool)
+        return FeatureStatistics(mean, std, least, greatest, q01, q99, mask, self._count)
+
+
+def statistics_of(
+    episodes: Episodes, places: Iterable[int], *, keep: int = KEEP, told: Callable[[int], None] = lambda done: None
+) -> dict[str, FeatureStatistics]:
+    """Statistics of the actions, of the state, and of every other array of numbers that is shown, one episode in
+    memory at a time.
+
+    Args:
+        episodes: to read.
+        places: which.
+        keep: see `Accumulator`.
+        told: called with the number of episodes that are done.
+
+    Raises:
+        ValueError: there are none, or a file is broken.
+    """
+    found: dict[str, Accumulator] = {}
+    for done, place in enumerate(places):
+        for name, rows in features_of(episodes.read(place, pictures=False)).items():
+            try:
+                found.setdefault(name, Accumulator(keep)).add(rows)
+            except ValueError as error:
+                raise ValueError(f"{episodes.path}: {name} of episode {place}: {error}") from error
+        told(done + 1)
+    return {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
+
+
+def features_of(shown: Demonstration) -> dict[str, Tensor]:
+    """The actions that were done, and what was shown before each row that is no picture: [n, D] by name."""
+    numbers = {
+        name: rows[:-1].flatten(1)
+        for name, rows in shown.observation.items()
+        if rows.dtype != torch.uint8 and rows[0].numel()
+    }
+    state = {STATE: numbers.pop(STATE)} if STATE in numbers else {}
+    return {ACTIONS: shown.actions[shown.valid], **state, **numbers}

@@ -1,0 +1,1 @@
+"""Policies for off-policy learning: a squashed normal distribution, and critics that judge actions beside it."""

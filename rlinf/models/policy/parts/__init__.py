@@ -1,0 +1,1 @@
+"""Parts of policies: what actions are drawn from, and what is remembered."""

@@ -1,0 +1,118 @@
+"""The tiny instances of policies that `test_contract.py` holds to what every policy promises to trainers.
+
+A policy joins by one line in `INSTANCES`: the dotted path of a function that is given an empty directory and returns an
+`Instance`, writing the authors' files into the directory if it has such a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.config.importing import resolve
+from tests.models.policy.authored import AUTHORED, publish_as_authors
+from tests.models.policy.cases import CNN, MLP, VLA
+
+ROWS = 5
+INSTANCES: dict[str, str] = {
+    "mlp": "tests.models.policy.contract.mlp",
+    "cnn": "tests.models.policy.contract.cnn",
+    "vla": "tests.models.policy.contract.vla",
+    "flow": "tests.models.policy.contract.flow",
+    "openvla": "tests.models.policy.vla.openvla_case.openvla",
+    "openvla-oft": "tests.models.policy.vla.openvla_case.oft",
+    "flow, noise": "tests.models.policy.contract.flow_noise",
+    "pi0": "tests.models.policy.vla.flow.contract.pi0",
+    "pi05": "tests.models.policy.vla.flow.contract.pi05",
+    "pi0, lora": "tests.models.policy.vla.flow.contract.pi0_lora",
+    "authored": "tests.models.policy.contract.authored",
+    "authored, lora": "tests.models.policy.contract.adapted",
+    "gr00t": "tests.models.policy.contract.gr00t",
+    "authored, part": "tests.models.policy.contract.partly_frozen",
+}
+"""By name, what makes an instance."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A tiny policy, and how to show it something."""
+
+    config: Mapping[str, Any]
+    """`type` and settings, fitted to its environment."""
+    path: Path | None = None
+    """Directory of the authors; None for a new policy."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the trainer that say what learns, such as `train` and `lora`."""
+    unused: tuple[str, ...] = ()
+    """Patterns of parameters that learn, and that no log-prob, entropy or value depends on: say why beside it."""
+    observe: Callable[[int], dict[str, torch.Tensor]] | None = None
+    """Makes an observation of so many rows; None: random states and pictures of the config's sizes."""
+    instructions: tuple[str, ...] = ()
+    """What rows are told by turns; none for policies that do not read."""
+
+    def observation(self, rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:
+        if self.observe is not None:
+            return self.observe(rows)
+        random = torch.Generator().manual_seed(seed)
+        found = {"state": torch.randn(rows, int(self.config.get("state_size", 0)), generator=random)}
+        if "image" in self.config:
+            shape = (rows, *self.config["image"])
+            found["rgb"] = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+        return found
+
+    def texts(self, rows: int = ROWS) -> list[str] | None:
+        return [self.instructions[row % len(self.instructions)] for row in range(rows)] if self.instructions else None
+
+
+def instance(name: str, directory: Path) -> Instance:
+    """The instance of a name; files go into a directory that is made for them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    made: Instance = resolve(INSTANCES[name])(directory)
+    return made
+
+
+def mlp(_: Path) -> Instance:
+    return Instance({**MLP, "chunk": 2, "value_level": "action"})
+
+
+def cnn(_: Path) -> Instance:
+    return Instance({**CNN, "state_size": 5})
+
+
+def vla(_: Path) -> Instance:
+    return Instance(VLA, instructions=("push", "pull it"))
+
+
+def flow(_: Path) -> Instance:
+    return Instance({"type": "flow", "state_size": 5, "action_size": 3, "chunk": 2, "hidden": [16, 16]})
+
+
+def flow_noise(directory: Path) -> Instance:
+    return Instance({**flow(directory).config, "method": "flow_noise"})
+
+
+def authored(directory: Path) -> Instance:
+    publish_as_authors(directory)
+    return Instance({key: value for key, value in AUTHORED.items() if key != "width"}, directory)
+
+
+def adapted(directory: Path) -> Instance:
+    known = authored(directory)
+    lora = {"r": 2, "alpha": 4, "target_modules": "auto"}
+    return Instance(known.config, known.path, training={"lora": lora})
+
+
+def partly_frozen(directory: Path) -> Instance:
+    known = authored(directory)
+    return Instance(known.config, known.path, training={"train": ["*", "!body.0.*", "!entry.*"]})
+
+
+def gr00t(directory: Path) -> Instance:
+    from tests.models.policy.vla.gr00t.tiny import GIVEN, publish
+
+    publish(directory / "authors")
+    return Instance(GIVEN, directory / "authors", instructions=("push", "pull it"))

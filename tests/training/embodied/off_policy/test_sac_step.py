@@ -1,0 +1,138 @@
+"""Soft actor-critic's steps, on transitions small enough to be worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rlinf.models.policy.build import build_policy_model
+from rlinf.training.embodied.off_policy.sac_step import SacLearner
+from rlinf.training.embodied.off_policy.settings import SacSettings
+
+SOFT = {"type": "rlinf.models.policy.off_policy.soft.SoftPolicy", "state_size": 1, "action_size": 1, "hidden": [16]}
+
+
+def learner(policy=None, **settings):
+    return SacLearner(build_policy_model({**SOFT, **(policy or {})}), SacSettings(**settings))
+
+
+def transition(count=1, chunk=1, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "seen.state": torch.randn(count, 1, generator=random),
+        "following.state": torch.randn(count, 1, generator=random),
+        "actions": torch.randn(count, chunk, 1, generator=random),
+        "rewards": torch.randn(count, chunk, generator=random),
+        "steps": torch.full((count,), chunk),
+        "terminated": torch.zeros(count, dtype=torch.bool),
+    }
+
+
+def constant(ensemble, *values):
+    """Have each critic always say the same."""
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter.zero_()
+        ensemble.offsets[-1].copy_(torch.tensor(values)[:, None, None])
+
+
+def test_the_target_of_hand_made_transitions_is_the_one_worked_out_by_hand():
+    made = learner({"chunk": 2}, gamma=0.5, alpha=0.1)
+    constant(made.module.target, 5.0, 3.0)
+    for parameter in made.policy.actor.parameters():
+        parameter.data.zero_()
+    made.policy.actor[-1].bias.data[2:] = math.atanh(3 / 7)  # a standard deviation of 1: -5 + 7/2 (3/7 + 1) = 0
+    batch = {
+        **transition(4, chunk=2),
+        "rewards": torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 0.0], [1.0, 0.0]]),
+        "steps": torch.tensor([2, 2, 1, 1]),
+        "terminated": torch.tensor([False, True, False, True]),
+    }
+    noise = torch.full((4, 2), 0.5, dtype=torch.float64)  # in the middle of the distribution, so u = 0 = tanh(u)
+    logprob = -2 * 0.5 * math.log(2 * math.pi)  # of two numbers; tanh has slope 1 there
+    ahead = 3.0 - 0.1 * logprob
+    expected = torch.tensor([
+        1.0 + 0.5 * 2.0 + 0.25 * ahead,  # the whole chunk was done, and the episode goes on (or was cut at its limit)
+        1.0 + 0.5 * 2.0,  # the task ended with the second action
+        1.0 + 0.5 * ahead,  # the episode was cut after the first action, which the discount must know
+        1.0,  # the task ended with the first
+    ])  # fmt: skip
+    torch.testing.assert_close(made.target(batch, noise), expected)
+
+
+def test_a_subset_of_critics_is_drawn_for_the_target():
+    made = learner({"critics": 3}, subset=2, gamma=1.0, alpha=1e-9)
+    constant(made.module.target, 1.0, 2.0, 3.0)
+    batch = {**transition(), "rewards": torch.zeros(1, 1)}
+    found = {
+        round(float(made.target(batch, torch.rand(1, 1).double(), torch.Generator().manual_seed(seed))), 4)
+        for seed in range(20)
+    }
+    assert found == {1.0, 2.0}  # the smallest of two of them
+
+
+def test_a_part_that_is_not_asked_for_stays_as_it_is():
+    made = learner(lr=1e-2)
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    made.learn(transition(8), seed=0, actor=False)
+    after = made.module.state_dict()
+    changed = {".".join(name.split(".")[:2]) for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"policy.critic", "target.weights", "target.offsets"}
+
+
+def test_targets_follow_by_their_share_of_the_way():
+    made = learner(tau=0.25, critic_lr=1e-2)
+    before = [parameter.clone() for parameter in made.module.target.parameters()]
+    made.learn(transition(8), seed=0, actor=False)
+    sources = made.policy.critic.parameters()
+    for old, new, source in zip(before, made.module.target.parameters(), sources, strict=True):
+        torch.testing.assert_close(new, 0.75 * old + 0.25 * source)
+
+
+def test_steps_repeat_bit_for_bit():
+    def run():
+        made = learner({"critics": 3}, subset=2)
+        for seed in range(5):
+            made.learn(transition(16, seed=seed), seed=seed)
+        return made.module.state_dict()
+
+    first, again = run(), run()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+
+
+def test_it_finds_the_best_action_and_keeps_the_entropy_that_was_asked_for():
+    # One decision, worth -4 (a - 1/2)^2; episodes end with it.
+    made = learner({"hidden": [32, 32]}, lr=4e-3, alpha_lr=0.02, alpha=0.5, target_entropy=-0.5)
+    random = torch.Generator().manual_seed(0)
+    for seed in range(400):
+        actions = torch.rand(64, 1, 1, generator=random) * 1.98 - 0.99
+        batch = transition(64, seed=seed)
+        batch |= {"actions": torch.atanh(actions), "rewards": -4 * (actions[:, 0] - 0.5).square()}
+        found = made.learn({**batch, "terminated": torch.ones(64, dtype=torch.bool)}, seed=seed)
+    act = made.policy.act({"state": torch.randn(200, 1, generator=random)}, greedy=True)
+    assert act.actions.mean().item() == pytest.approx(0.5, abs=0.1)
+    assert found.values()["entropy"] == pytest.approx(-0.5, abs=0.25)
+    # The best density is exp(-4 (a - 1/2)^2 / alpha): of entropy -1/2 if its variance, alpha / 8, is 0.147^2.
+    assert float(made.alpha) == pytest.approx(8 * 0.147**2, rel=0.3)
+
+
+def test_a_temperature_that_is_not_learned_stays():
+    made = learner(alpha=0.3, alpha_lr=0.0)
+    made.learn(transition(8), seed=0)
+    assert float(made.alpha) == pytest.approx(0.3)
+
+
+def test_a_loss_that_is_no_number_changes_nothing():
+    made = learner()
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    with pytest.raises(FloatingPointError, match="not both finite"):
+        made.learn({**transition(4), "rewards": torch.full((4, 1), math.inf)}, seed=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"), [({"gamma": 1.5}, "gamma=1.5"), ({"alpha": 0.0}, "alpha=0"), ({"subset": 3}, "subset=3")]
+)
+def test_a_bad_setting_is_named(settings, text):
+    with pytest.raises(ValueError, match=text):
+        learner(**settings)

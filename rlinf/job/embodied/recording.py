@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.scripted import Scripted
-from rlinf.config.embodied import EmbodiedConfig, suites_of
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.demonstrations.load import open_episodes
 from rlinf.data.demonstrations.save import chosen_of, save_demonstrations
@@ -22,6 +22,7 @@ from rlinf.envs.episodes import Decision
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.record import NothingToKeep, record
 from rlinf.job.embodied.roles import TRIALS, _cause, _simulation, _trials, learners_of
+from rlinf.job.embodied.suites import suites_of
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runtime.base.errors import UserError
@@ -102,7 +103,8 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     hosts = placed.seats["env"].hosts
     # what is learned from never begins as what is evaluated
-    simulation = {**_simulation(config), **_trials(config, "", suites_of(config)[""], None), "held_out": False}
+    suite = suites_of(config)[""]
+    simulation = {**_simulation(config, suite.options), **_trials(config, "", suite, None), "held_out": False}
     try:
         roles = await spawn_roles(system, placed, {TRIALS: Role(EnvActor, simulation, hosts=hosts)})
         acting = {"policy": Role(Scripted, {"function": expert}, hosts=hosts)}

@@ -71,6 +71,8 @@ def test_without_a_simulator_the_data_say_what_the_policy_must_fit(recorded, tmp
     found = metrics(tmp_path / "robot")
     assert {"loss", "grad_norm", "lr"} <= found[-1].keys()
     assert found[-1]["evaluation/held_out/decisions"] > 0
+    told = launch("--config", str(path), f"output_dir={tmp_path}", "policy.type=cnn", expect=2)
+    assert "imitation: cnn" in told.stderr or "policy, imitation" in told.stderr
     told = launch("--config", str(path), "imitation.mixture.sim.path=/nowhere", "imitation.path=/nowhere", expect=2)
     assert "imitation.mixture.sim" in told.stderr
     assert "it is one data set or several" in told.stderr

@@ -74,7 +74,10 @@ class ImitationLoop(EmbodiedLoop):
         return dict(returned)  # nobody acted
 
     async def evaluate(self) -> dict[str, float] | None:
-        found: dict[str, float] = dict(await self.roles["trainer"].held_out())
+        try:
+            found: dict[str, float] = dict(await self.roles["trainer"].held_out())
+        except ValueError as error:
+            raise InputError(f"imitation: {error}") from error
         if TRIALS in self.roles:
             await self._publish(self.roles)
             found |= await super().evaluate() or {}

@@ -76,7 +76,7 @@ async def record_episodes(
         InputError: something cannot be made, or the format cannot hold it.
         RunFailure: no episode solves its task, or simulators are lost all the time.
     """
-    roles = await _started(system, config, wanted.expert)
+    roles = await _started(system, config, wanted.expert, wanted.form)
     rounds = wanted.directory.absolute().with_name(f".{wanted.directory.absolute().name}.recording")
     await asyncio.to_thread(shutil.rmtree, rounds, ignore_errors=True)  # of a call that was killed
     try:
@@ -96,7 +96,7 @@ async def record_episodes(
     return played
 
 
-async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | None) -> Roles:
+async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | None, form: str) -> Roles:
     """Simulators with other starts than those of training and of trials, and who acts in them."""
     trials = replace(config.trials, episodes=config.env.num_envs, videos=0, options={}, suites={}, seed=None)
     config = replace(config, seed=config.seed + (1 << 32), trials=trials)
@@ -117,6 +117,11 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
         size = (await roles[TRIALS][0].shapes())["action_size"]
         if actions.shape[-1] != size:
             raise ValueError(f"actions have {actions.shape[-1]} numbers, and the environment takes {size}")
+        if actions.shape[1] > 1 and form != "rlinf":
+            raise ValueError(
+                f"{form} keeps single actions, and {actions.shape[1]} are decided at a time, between which nothing is "
+                "seen: record in rlinf's format, which keeps chunks"
+            )
         return roles
     except (CannotSimulate, ChildDied, OSError, ImportError, TypeError, UserError, ValueError) as error:
         who = "env, policy" if expert is None else f"env, {expert}"

@@ -16,12 +16,16 @@ def loaded(directory, kind, **settings):
     return make_policy({"type": kind, **given, **settings}, str(directory), CPU)
 
 
-def instance_of(directory, kind, training=None, **settings):
+def instance_of(directory, kind, training=None, unused=(), **settings):
     """An instance for `tests/models/policy/contract.py`."""
     given = {"embodiment": "plain", "image": (28, 28, 3), "action_size": 3, "chunk": 2, "prompt_length": 24}
     write_tiny(directory, kind, action_size=3)
     return Instance(
-        {"type": kind, **given, **settings}, directory, training or {}, instructions=("push", "pick up the bowl")
+        {"type": kind, **given, **settings},
+        directory,
+        training or {},
+        unused,
+        instructions=("push", "pick up the bowl"),
     )
 
 
@@ -35,7 +39,9 @@ def oft(directory):
 
 def adapted(directory):
     lora = {"r": 2, "alpha": 2, "target_modules": ["auto"]}
-    return instance_of(directory, "openvla-oft", {"lora": lora}, value_level="action")
+    # adapters go to all layers of a name, those of blocks that nothing reads too, as in the published ones
+    unread = ("*.featurizer.blocks.2.*", "*.fused_featurizer.blocks.1.*", "*.attn_pool.*")
+    return instance_of(directory, "openvla-oft", {"lora": lora}, unread, value_level="action")
 
 
 def seen(rows=4, channels=3, seed=0):

@@ -40,7 +40,7 @@ from rlinf.job.algorithm import (
 )
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.by_kind import device_kind
-from rlinf.job.checks.embodied import unusable
+from rlinf.job.checks.embodied import check_memory, unusable
 from rlinf.job.checks.fits import Fitted, fit
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
@@ -225,15 +225,14 @@ def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
     if config.placement.mode == "auto" and flow is sac and algorithm is None:
         advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
         problems.append(_problem("placement.mode", "auto", advice))
-    callbacks = Callbacks.of(config.callbacks, problems)
+    told = Callbacks.of(config.callbacks, problems)
     if problems:
         raise ConfigError(problems)
     staleness = config.algorithm.staleness if works_ahead(flow) else 0
     said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, planned = _planned(config.placement, CONTROL, hosts, **said)
-    return Prepared(
-        **said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=planned, held={}, callbacks=callbacks
-    )
+    placed, plan = _planned(config.placement, CONTROL, hosts, **said)
+    check_memory(config, placed)
+    return Prepared(**said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=plan, held={}, callbacks=told)
 
 
 def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:

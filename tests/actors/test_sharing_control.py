@@ -14,7 +14,7 @@ from rlinf.data.weights import Weights
 from rlinf.envs.toy import Reach
 from rlinf.flows.embodied import embodied
 from rlinf.flows.sac import sac
-from rlinf.job.checks.footprint import control_footprints
+from rlinf.job.checks.acting.footprint import control_footprints
 from rlinf.models.policy.build import build_policy_model
 from rlinf.runtime.actor.actor import endpoint
 from tests.actors.programs.control import MLP

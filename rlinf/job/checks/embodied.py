@@ -15,20 +15,22 @@ import torch
 
 from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import resolve
-from rlinf.config.loading import Problem
+from rlinf.config.loading import ConfigError, Problem
 from rlinf.data.demonstrations import open_episodes
 from rlinf.envs.around.scored import mistake_in_function
 from rlinf.envs.base import Simulator, WrongOption
+from rlinf.job.checks.acting.footprint import control_footprints, unfit
 from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
-from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.checks.naming import RAISED, problem
-from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings, preparation_of
 from rlinf.job.embodied.shown import shown_of
 from rlinf.job.embodied.suites import suites_of
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
 from rlinf.models.policy.off_policy.soft import SoftPolicy
 from rlinf.models.policy.published import tensor_shapes, tensors_in
+from rlinf.placement.seats import Placed
+from rlinf.training.embodied.preparing import Preparation
 
 _LEAST = 16
 """Bytes that are kept of every decision at least: a number each of observation, action, log-prob and reward."""
@@ -49,10 +51,8 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     if isinstance(found, Problem):
         yield found
     else:
-        footprints = control_footprints(found, targets=config.algorithm.name in WITH_TARGETS).values()
-        if (most := max(each.active_bytes for each in footprints)) > MOST_BYTES:
-            yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
         yield from _memory_mistakes(config, found)
+        yield from _too_large(config, found, None)
     if config.policy.path is not None:
         yield from _saved_mistakes(config.policy.path, config.policy.type)
     yield from _demonstration_mistakes(config)
@@ -177,6 +177,42 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
     if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
         return _built("policy.path", path, lambda: configured(_smallest(given), Path(path).expanduser()))
     return _built("policy.settings", config.policy.settings, lambda: _smallest(given))
+
+
+def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
+    """See that the policy and what learns it fit into the memory of devices; the configuration has passed `unusable`.
+
+    Args:
+        config: of the run.
+        placed: where its roles are.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if placed.memory is None or isinstance(found := _policy(config), Problem):
+        return
+    if problems := list(_too_large(config, found, placed)):
+        raise ConfigError(problems)
+
+
+def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) -> Iterator[Problem]:
+    """What is wrong with how the policy is to learn, or too large."""
+    given = preparation_of(config)
+    targets, ranks = config.algorithm.name in WITH_TARGETS, 1 if placed is None else len(placed.seats["trainer"].hosts)
+    how = Preparation(**given)
+    try:
+        footprints = control_footprints(policy, how, ranks=ranks, targets=targets)
+    except ValueError as error:
+        key = "policy.lora" if str(error).startswith("lora") else "policy.train"
+        yield problem(key, given["lora" if key == "policy.lora" else "train"], error)
+        return
+    if (most := max(each.active_bytes for each in footprints.values())) > MOST_BYTES:
+        yield too_much("policy.settings", config.policy.settings, most, "the policy and what learns it")
+    elif placed is not None:
+        yield from unfit(config, placed, footprints)
+    if config.policy.gradient_checkpointing and not policy.blocks():
+        advice = "a policy without blocks, such as this one, keeps little for the gradient: remove it"
+        yield Problem("configuration", "policy.gradient_checkpointing", True, advice)
 
 
 def _smallest(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from rlinf.job.checks.by_kind import by_kind, device_kind
 from rlinf.job.checks.transformer import ALLOWANCE, Shape, Training, logit_bytes, peak_bytes, saved_shape
 from rlinf.job.roles.named import kinds_of
 from rlinf.models.language.fsdp import Sharding, copies_of
-from rlinf.models.policy.base import Policy
 from rlinf.placement.seats import Placed, cluster_of, place
 from rlinf.weights.publish import publishing_bytes
 
@@ -373,25 +372,3 @@ def _learners_fit(
     room = placed.memory * (1.0 if device_kind(config.placement) == "cuda" else _AUTO_FILLS)
     needs = _needs(config, model_config, placed, roles, slices)
     return all(sum(need.values()) <= room for _, need in needs if need.keys() & slices.keys())
-
-
-# Policies that act ---------------------------------------------------------------------------------------------------
-
-
-def control_footprints(policy: Policy, *, targets: bool = False) -> dict[str, Footprint]:
-    """What a process of each role takes that has a policy of its own: weights, and what training keeps beside them.
-
-    Activations are left out: what a policy keeps of a row is its own affair.
-
-    Args:
-        policy: any with the right shapes; on the meta device it costs nothing.
-        targets: the trainer keeps a second copy of the critics (soft actor-critic).
-    """
-    tensors = [*policy.parameters(), *policy.buffers()]
-    weights = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    learned = 4.0 * sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    copied = 4.0 * sum(parameter.numel() for parameter in policy.of_critic()) if targets else 0.0
-    return {
-        "policy": Footprint(weights=weights),
-        "trainer": Footprint(weights=weights + copied, gradients=learned, optimizer=2 * learned),
-    }

@@ -138,3 +138,11 @@ def _paths(settings: ImitationConfig) -> Iterator[tuple[str, Any]]:
         yield "imitation.path", settings.path
     for name, about in settings.mixture.items():
         yield f"imitation.mixture.{name}", about.get("path") if isinstance(about, Mapping) else None
+
+
+def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
+    """How the policy is made ready to learn, as arguments of `Preparation`."""
+    policy = config.policy
+    names = ("dtype", "gradient_checkpointing", "sharding")
+    train = None if policy.train is None else tuple(policy.train)
+    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}

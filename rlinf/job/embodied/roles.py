@@ -28,9 +28,9 @@ from rlinf.envs.around.scored import Scored
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
+from rlinf.job.checks.acting.footprint import control_footprints
 from rlinf.job.checks.embodied import horizon_mistake
-from rlinf.job.checks.footprint import control_footprints
-from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
+from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings, preparation_of
 from rlinf.job.embodied.off_policy import remembering
 from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.embodied.suites import Suite, suites_of
@@ -42,6 +42,7 @@ from rlinf.placement.seats import Placed
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.training.embodied.preparing import Preparation
 
 logger = logging.getLogger(__name__)
 TRIALS = "trials"
@@ -135,7 +136,9 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype}
     model = _without_memory(made)
-    footprints = control_footprints(model, targets=config.algorithm.name in WITH_TARGETS)
+    ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)
+    targets = config.algorithm.name in WITH_TARGETS
+    footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
     if prepared is not None and not alone:
         _check_horizon(config, shapes["max_steps"], model.config.chunk)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
@@ -258,14 +261,6 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }
-
-
-def preparation_of(config: EmbodiedConfig) -> dict[str, Any]:
-    """How the policy is made ready to learn, as arguments of `Preparation`."""
-    policy = config.policy
-    names = ("dtype", "gradient_checkpointing", "sharding")
-    train = None if policy.train is None else tuple(policy.train)
-    return {"train": train, "lora": policy.lora.settings, **{name: getattr(policy, name) for name in names}}
 
 
 def optimizer(config: EmbodiedConfig) -> dict[str, Any]:

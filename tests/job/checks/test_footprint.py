@@ -8,14 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlinf.data.offload import bytes_of
 from rlinf.data.packing import Row, pack
-from rlinf.job.checks.footprint import complaints, control_footprints, footprints, spread_of
+from rlinf.job.checks.footprint import complaints, footprints, spread_of
 from rlinf.job.checks.transformer import Shape
 from rlinf.job.validate import load_config
 from rlinf.models.language.policy_model import PolicyModel
-from rlinf.models.policy.build import build_policy_model
 from rlinf.placement.seats import TEXT, place
 from rlinf.weights.publish import publishing_bytes
-from tests.actors.programs.control import MLP
 
 SHAPE = {
     "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -184,22 +182,6 @@ def test_processes_of_one_role_are_on_their_device_together():
 
 def test_nothing_is_said_where_the_memory_is_not_known():
     assert list(complaints(configured(), MODEL, 1, ALL)) == []
-
-
-# Policies that act ---------------------------------------------------------------------------------------------------
-
-
-def test_a_policy_that_acts_is_counted_by_its_parameters():
-    policy = build_policy_model(MLP)
-    found = control_footprints(policy)
-    weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    learned = bytes_of(policy.parameters())
-    assert found["policy"].active_bytes == weights
-    assert found["trainer"].active_bytes == weights + 3 * learned
-    with torch.device("meta"):
-        assert control_footprints(build_policy_model(MLP)) == found
-    critics = bytes_of(policy.of_critic())
-    assert control_footprints(policy, targets=True)["trainer"].active_bytes == weights + 3 * learned + critics
 
 
 def spread(*overrides, hosts=4, roles=()):

@@ -1,0 +1,1 @@
+"""What `--dry-run` promises of runs in which a policy acts: the memory that its roles take."""

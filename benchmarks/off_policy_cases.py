@@ -133,7 +133,7 @@ CASES: Mapping[str, Case] = {
                 overrides=("steps=80",)),
     "crossq": Case(**SWING, panel="Pendulum: SAC and CrossQ", label="CrossQ", config="pendulum_crossq", every=20),
     "sac_pixels": Case("toy, 2D, pictures of 16 x 16, success", "Toy from pictures: SAC", "SAC, pixels",
-                       "toy_pixels_sac", "success_once", 20),
+                       "toy_pixels_sac", "success_once", 20, ("steps=100",)),
     "rlpd": Case("MountainCarContinuous-v0, return", "Mountain car, rewarded at the top", "RLPD, 5 episodes",
                  "mountaincar_rlpd", "reward/mean", 10, ("off_policy.demonstrations={made}",), few_climbs),
     "rlpd_none": Case("MountainCarContinuous-v0, return", "Mountain car, rewarded at the top", "without them",

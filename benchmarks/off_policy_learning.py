@@ -41,8 +41,8 @@ class Outcome:
     """Steps that environments did in learning."""
     minutes: float
     """Of the run, from its start to its end."""
-    load: float
-    """The machine's load average over the last minute."""
+    load: float | None
+    """The machine's load average over the last minute; None where it was not noted."""
 
 
 def run(name: str, seed: int, work: Path, *, quick: bool) -> Outcome:

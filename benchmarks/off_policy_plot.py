@@ -47,7 +47,7 @@ def _panel(title: str, cases: Mapping[str, Sequence[Curve]], x: int, y: int) -> 
     found.append(f'<text text-anchor="end" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 12}">{last} steps</text>')
     for number, (name, runs) in enumerate(cases.items()):
         colour = _COLOURS[number % len(_COLOURS)]
-        label = f'<text x="{_LEFT + 90 * number}" y="27" style="fill:{colour}">{escape(CASES[name].label)}</text>'
+        label = f'<text x="{_LEFT + 120 * number}" y="27" style="fill:{colour}">{escape(CASES[name].label)}</text>'
         lines = (" ".join(point(*place) for place in curve) for curve in runs)
         found += [label, *(f'<polyline fill="none" stroke="{colour}" points="{line}"/>' for line in lines)]
     return "\n".join([*found, "</g>"])

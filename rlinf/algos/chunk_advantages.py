@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlinf.algos import advantages
 from rlinf.algos.advantages import Reduce
-from rlinf.algos.filters import uneven
+from rlinf.algos.filters import mean_within, uneven
 from rlinf.algos.tensor.masks import wide
 from rlinf.algos.validation import same_shape
 
@@ -146,6 +146,8 @@ def group_advantages(
     success: Tensor | None = None,
     scale: Literal["std", "none"] = "std",
     level: Literal["action", "chunk"] = "action",
+    returns_within: tuple[float, float] | None = None,
+    success_within: tuple[float, float] | None = None,
 ) -> ChunkAdvantages:
     """What an episode earned relative to the others of its group, which began in the same state.
 
@@ -160,6 +162,8 @@ def group_advantages(
             learned from. None filters nothing, which for equal returns comes to the same.
         scale: see `advantages.group_relative`.
         level: of the result.
+        returns_within: groups whose mean return lies outside are not learned from; None for no bounds.
+        success_within: groups whose share of successes lies outside are not learned from; None for no bounds.
 
     Raises:
         ValueError: shapes do not fit.
@@ -174,6 +178,11 @@ def group_advantages(
         telling = torch.zeros_like(there)
         telling[there] = uneven(success[there].float(), groups[there])
         kept = kept & telling[None, :, None]
+    for found, bounds in ((earned, returns_within), (success, success_within)):
+        if bounds is not None and found is not None:
+            inside = torch.zeros_like(there)
+            inside[there] = mean_within(found[there].double(), groups[there], *bounds)
+            kept = kept & inside[None, :, None]
     mask = kept if level == "action" else kept.any(-1)
     spread = gained[None, :, None] if level == "action" else gained[None]
     return ChunkAdvantages(torch.where(mask, spread, 0.0), mask)

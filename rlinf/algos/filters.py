@@ -36,6 +36,27 @@ def uneven(rewards: Tensor, groups: Tensor) -> Tensor:
     return (highest != lowest)[group]
 
 
+def mean_within(rewards: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
+    """Which answers are in a group whose mean reward lies between two bounds: the others are too hard or too easy
+    (PRIME, arXiv:2502.01456; for robots SimpleVLA-RL, arXiv:2509.09674).
+
+    Args:
+        rewards: of each answer, [answers].
+        groups: which group each answer belongs to, whole numbers, [answers].
+        low, high: bounds, themselves inside.
+
+    Returns:
+        bool [answers].
+    """
+    same_shape("mean_within", "rewards", rewards, groups=groups)
+    if rewards.numel() == 0:
+        return rewards.bool()
+    group: Tensor = torch.unique(groups, return_inverse=True)[1]  # type: ignore[no-untyped-call, unused-ignore]
+    empty = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=rewards.device)
+    means = empty.scatter_reduce(0, group, rewards.detach().double(), "mean", include_self=False)
+    return ((means >= low) & (means <= high))[group]
+
+
 def whole(mask: Tensor, truncated: Tensor) -> Tensor:
     """The mask without the answers that the length limit cut (overlong filtering, DAPO section 3.4).
 

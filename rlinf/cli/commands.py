@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from rlinf.cli.key_docs import as_markdown, as_text
 from rlinf.cli.unread import quiet_when_unread
-from rlinf.config.embodied import EmbodiedConfig, suites_of
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
+from rlinf.job.embodied.suites import suites_of
 from rlinf.job.validate import is_embodied, load_config, load_embodied
 from rlinf.runtime.base.errors import HostLost
 

@@ -5,8 +5,7 @@ A file with a section `env` is one of these; every other one is for text (`text.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +23,20 @@ DAGGER = "dagger"
 
 
 @dataclass
+class CurriculumConfig:
+    """Which of `env.tasks` are played how often, by how often they are solved."""
+
+    floor: float = number(1.0, above=0, high=1)
+    """Share of its weight that a task keeps while its success rate lies outside of low and high; 1 lets weights be."""
+    low: float = number(0.1, low=0, high=1)
+    """Success rate below which a task is too hard as yet."""
+    high: float = number(0.9, low=0, high=1)
+    """Success rate above which it is learned."""
+    memory: float = number(0.8, low=0, below=1)
+    """Share of a task's earlier rate in each step that finishes episodes of it."""
+
+
+@dataclass
 class EnvConfig:
     """Environments to act in."""
 
@@ -32,6 +45,20 @@ class EnvConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """What the simulator is made with, such as {id: PullCube-v1, control: pd_ee_delta_pos}
     for ManiSkill."""
+    tasks: list[Any] = field(default_factory=list)
+    """Tasks that episodes are drawn from, by their seeds: [{options: {id: PushCube-v1}, weight: 2}, …], with options
+    besides env.options and, where names should be others, a name. None leaves env.options alone."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """How the weights of tasks follow their success."""
+    reward: str | None = None
+    """Dotted path of a function that gives all environments their rewards, in the place of the simulator's; it takes
+    what it names of observation, before, action, reward, success, terminated, instructions, tasks."""
+    reward_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of that function."""
+    reward_scale: float = 1.0
+    """Rewards are multiplied by it."""
+    success: str | None = None
+    """The same of a function that says which environments have solved their task."""
     num_envs: int = number(16, low=1)
     """Environments on each host of placement.env."""
     workers: int = number(2, low=0)
@@ -136,6 +163,12 @@ class ControlAlgorithmConfig:
     """Changes the critic's loss: {clip: 0.2, error: huber}."""
     entropy_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the entropy bonus falls, to 0 in the last step."""
+    filter_returns: tuple[float, float] | None = None
+    """Groups of episodes whose mean return lies outside of these bounds are not learned from (grpo and its like), such
+    as [0.5, 4.5] where a solved task earns 5; null for no bounds."""
+    filter_success: tuple[float, float] | None = None
+    """The same of the share of a group's episodes that solved the task, such as [0.1, 0.9], where a simulator says it.
+    Groups in which all did, or not one, are never learned from."""
     reward_scaling: bool = False
     """Divide rewards by the running standard deviation of discounted returns (gae alone), for tasks whose rewards are
     large or small."""
@@ -292,56 +325,17 @@ class TrialsConfig:
     videos, and which slows its building down."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """A set of environments that trials are played in."""
-
-    episodes: int
-    """How many."""
-    options: dict[str, Any]
-    """Of its simulators."""
-    max_steps: int | None
-    """Steps after which an episode is cut off; None for the simulator's own limit."""
-
-
-_SUITE = {"options": dict, "episodes": int, "max_steps": int}
-"""Keys of an entry of `trials.suites`, and their types."""
-
-
-def suites_of(config: EmbodiedConfig) -> dict[str, Suite]:
-    """The sets of environments that trials are played in, by name; those of training are "" and come first.
+def task_names(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of a mixture's tasks: those given, or else the texts among their options.
 
     Args:
-        config: without mistakes in `trials.suites`.
+        tasks: entries of `env.tasks`.
     """
-    env, trials = config.env, config.trials
-    common = {**env.options, **trials.options}
-    suites = {"": Suite(trials.episodes, common, env.max_steps)}
-    for name, entry in trials.suites.items():
-        options = {**common, **entry.get("options", {})}
-        suites[name] = Suite(entry.get("episodes", trials.episodes), options, entry.get("max_steps", env.max_steps))
-    return {name: suite for name, suite in suites.items() if suite.episodes}
-
-
-def suite_mistakes(suites: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, advice) for every mistake in `trials.suites`.
-
-    Args:
-        suites: as they were written.
-    """
-    for name, entry in suites.items():
-        key = f"trials.suites.{name}"
-        if not re.fullmatch(r"[\w.-]+", str(name)) or str(name).startswith("."):
-            yield key, "this names metrics and directories: write it with letters, digits, - and _ alone"
-        if not isinstance(entry, Mapping):
-            yield key, "write {options: {...}}, and episodes or max_steps where they differ"
-            continue
-        for each, value in entry.items():
-            if each not in _SUITE:
-                yield f"{key}.{each}", f"it has no such key; its keys are {', '.join(_SUITE)}"
-            elif not isinstance(value, _SUITE[each]) or isinstance(value, bool) or value == 0:
-                wanted = "a mapping of options" if each == "options" else "a whole number from 1 on"
-                yield f"{key}.{each}", f"{value!r}: write {wanted}"
+    found = []
+    for index, task in enumerate(tasks):
+        texts = [value for value in task.get("options", {}).values() if isinstance(value, str)]
+        found.append(str(task.get("name") or " ".join(texts) or f"task {index}"))
+    return found
 
 
 @dataclass

@@ -219,6 +219,17 @@ class Simulator(ABC):
         knows better; None where all have the same. May change with a reset."""
         return self.instructions()
 
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Choose the tasks of episodes to come by other weights.
+
+        Args:
+            weights: of each task.
+
+        Raises:
+            NotImplementedError: this simulator has one task alone, or chooses them by itself.
+        """
+        raise NotImplementedError(f"{type(self).__name__} mixes no tasks: name them in env.tasks")
+
     def render(self, env_ids: Tensor) -> Tensor:
         """Pictures for people, uint8 [n, H, W, 3].
 

@@ -174,6 +174,10 @@ class Environment:
             raise RuntimeError("these environments were made without a recorder: give them a Recording")
         self._recorder.watch(envs)
 
+    def weigh(self, weights: Sequence[float]) -> None:
+        """`Simulator.weigh`."""
+        self.simulator.weigh(weights)
+
     def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
         self.simulator.offload()

@@ -33,8 +33,6 @@ _ACTION = 7
 """Numbers of an action: three of position, three of rotation, one of the gripper, each from -1 to 1."""
 _STATE = 8
 """Numbers of the state: position, rotation as axis times angle, the gripper's two fingers."""
-_SETTLING = 10
-"""Steps without motion at the start of an episode, in which objects fall into place."""
 _STILL = [0.0] * 6 + [-1.0]
 """No motion, with an open gripper."""
 _CAMERAS = ("agentview_image", "robot0_eye_in_hand_image")
@@ -61,6 +59,8 @@ class Libero(SerialSimulator):
         suite: one of `MAX_STEPS`.
         tasks: numbers of the tasks that are drawn from; None for all of the suite.
         image_size: height and width of the pictures.
+        settle: steps without motion at the start of an episode, in which objects fall into place; OpenVLA takes 10,
+            RLinf 15.
 
     Raises:
         ValueError: there is no such suite or task.
@@ -73,9 +73,19 @@ class Libero(SerialSimulator):
         super().check_options(options)
         if (suite := options["suite"]) not in MAX_STEPS:
             raise WrongOption("suite", f"suite={suite!r} is none of {', '.join(MAX_STEPS)}")
+        if options.get("settle", 1) < 1:
+            raise WrongOption("settle", "it must be at least 1: LIBERO shows nothing before the first step")
 
-    def __init__(self, num_envs: int, *, suite: str, tasks: Sequence[int] | None = None, image_size: int = 224):
-        Libero.check_options({"suite": suite})
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        suite: str,
+        tasks: Sequence[int] | None = None,
+        image_size: int = 224,
+        settle: int = 10,
+    ):
+        Libero.check_options({"suite": suite, "settle": settle})
         _prepare()
         from libero.libero import benchmark, get_libero_path
 
@@ -85,7 +95,7 @@ class Libero(SerialSimulator):
         if not self._tasks or not all(0 <= task < count for task in self._tasks):
             raise ValueError(f"tasks={self._tasks} must be numbers from 0 to {count - 1}, the tasks of {suite}")
         self._folder = Path(get_libero_path("bddl_files"))
-        self._size = image_size
+        self._size, self._settle = image_size, settle
         self.max_steps = MAX_STEPS[suite]
         self.observation_spec = {
             "state": ArraySpec((_STATE,), torch.float32),
@@ -95,6 +105,9 @@ class Libero(SerialSimulator):
         self._envs: list[Any] = [None] * num_envs
         self._chosen = [self._tasks[0]] * num_envs
         self._track(num_envs)
+
+    def tasks(self) -> list[str]:
+        return [f"{task}: {text}" for task, text in zip(self._chosen, self.instructions(), strict=True)]
 
     def instructions(self) -> list[str]:
         return [str(self._suite.get_task(task).language) for task in self._chosen]
@@ -116,7 +129,7 @@ class Libero(SerialSimulator):
         simulation.seed(seed)
         simulation.reset()
         simulation.set_init_state(starts[seed // len(self._tasks) % len(starts)])
-        for _ in range(_SETTLING):
+        for _ in range(self._settle):
             observed, *_ = simulation.step(_STILL)
         return _read(observed)
 

@@ -197,6 +197,10 @@ class Slice:
         """Keep videos of these environments alone from now on; see `Environment.watch`."""
         await _all([part.call("watch", tuple(envs)) for part in self._parts])
 
+    async def weigh(self, weights: Sequence[float]) -> None:
+        """Choose the tasks of episodes to come by other weights, also in processes that replace others."""
+        await _all([part.weigh(weights) for part in self._parts])
+
     async def offload(self) -> None:
         """Give device memory back; `onload` before the next step."""
         await _all([part.call("offload") for part in self._parts])

@@ -109,6 +109,10 @@ class Program:
             self._begun[part] = False
             return str(error)
 
+    def weigh(self, part: int, weights: tuple[float, ...]) -> None:
+        """`Environment.weigh` of one slice."""
+        self._environments[part].weigh(weights)
+
     def offload(self, part: int) -> None:
         """`Environment.offload` of one slice."""
         self._environments[part].offload()

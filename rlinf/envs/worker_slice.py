@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,12 +80,18 @@ class WorkerSlice:
         self._episode = torch.zeros(span.count, dtype=torch.int64)
         self._running = torch.zeros(span.count, dtype=torch.bool)
         self._losses = 0
+        self._weights: tuple[float, ...] | None = None  # of tasks
         self._dropped = torch.zeros(span.count, dtype=torch.int64)  # episodes since one of the environment was finished
         self._owed: Start | None = None  # begun after a loss that no chunk has told of yet
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the program for this slice; not made up for if the worker dies."""
         return await self._worker.call(method, self._part, *args, timeout=self._reset_timeout)
+
+    async def weigh(self, weights: Sequence[float]) -> None:
+        """`Environment.weigh`, now and whenever the process is replaced."""
+        self._weights = tuple(weights)
+        await self.call("weigh", self._weights)
 
     async def reset(self, epoch: int) -> Start:
         """`Environment.reset`; a death meanwhile costs the episodes of the lowest numbers."""
@@ -181,6 +187,8 @@ class WorkerSlice:
             highest = episode.view(-1, self._group).amax(1) + 1
             episode = highest.repeat_interleave(self._group)
             try:
+                if self._weights is not None:  # the process may be new
+                    await self.call("weigh", self._weights)
                 start: Start = unpacked(await self.call("reset", self._epoch, episode.numpy()))
                 return start
             except (ChildDied, CallTimeout) as error:

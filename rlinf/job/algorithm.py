@@ -119,6 +119,13 @@ def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> 
         yield f"optimizer.{key}", getattr(learned, key), "sac keeps its learning rates: remove it"
     if wanted.reward_scaling and not (algorithm is not None and isinstance(algorithm.advantage, Gae)):
         yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
+    for name in ("filter_returns", "filter_success"):
+        if (bounds := getattr(wanted, name)) is None:
+            continue
+        if algorithm is None or not isinstance(algorithm.advantage, GroupRelative):
+            yield f"algorithm.{name}", bounds, f"{wanted.name} has no groups to choose from: take grpo, or remove it"
+        elif bounds[0] > bounds[1]:
+            yield f"algorithm.{name}", bounds, "the first bound is the lower one"
     if wanted.entropy_schedule != "constant" and not (algorithm is not None and algorithm.entropy_bonus):
         advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
         yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice

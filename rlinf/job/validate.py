@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlinf.config.common import best_mistakes, common_mistakes
-from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, suite_mistakes, suites_of
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EnvConfig, task_names
 from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
@@ -25,6 +25,7 @@ from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
 from rlinf.engines import ENGINES
 from rlinf.job.embodied.keys import imitation_mistakes, off_policy_mistakes
+from rlinf.job.embodied.suites import suite_mistakes, suites_of
 from rlinf.placement.seats import CONTROL, TEXT, mistakes_in, own_kinds, teacher_kinds
 
 __all__ = ["ConfigError", "InputError", "Problem", "RunConfig", "RunFailure", "dump", "load_config"]
@@ -278,8 +279,35 @@ def _embodied_mistakes(config: EmbodiedConfig, hosts: int | None) -> Iterator[tu
     directory = config.off_policy.demonstrations
     if directory is not None and not os.path.exists(os.path.expanduser(directory)):
         yield "off_policy.demonstrations", "there is no such directory; name one with demonstrations"
+    yield from _task_mistakes(env)
     yield from _trials_mistakes(config)
     yield from mistakes_in(config.placement, CONTROL, hosts)
+
+
+def _task_mistakes(env: EnvConfig) -> Iterator[tuple[str, str]]:
+    keys = ("name", "options", "weight")
+    for number, task in enumerate(env.tasks):
+        key = f"env.tasks[{number}]"
+        if not isinstance(task, Mapping) or not isinstance(task.get("options", {}), Mapping):
+            yield "env.tasks", f"{key}: write {{options: {{...}}}}, and weight or name where it has them"
+            return
+        weight = task.get("weight", 1)
+        if unknown := sorted(task.keys() - set(keys)):
+            yield "env.tasks", f"{key} has no {unknown[0]}; its keys are {', '.join(keys)}"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            yield "env.tasks", f"{key}.weight: {weight!r}: write a number above 0"
+    names = task_names(env.tasks)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield "env.tasks", f"two of them are called {twice[0]!r}: give each a name of its own"
+    if not env.tasks and env.curriculum.floor < 1:
+        yield "env.curriculum.floor", "there is nothing to choose from: name several env.tasks"
+    if env.curriculum.low > env.curriculum.high:
+        yield "env.curriculum.low", f"it must be at most env.curriculum.high, {env.curriculum.high}"
+    if env.reward is None and env.reward_args:
+        yield "env.reward_args", "there is no function that takes them: name it in env.reward"
+    for key, path in (("env.reward", env.reward), ("env.success", env.success)):
+        if path is not None and (advice := mistake_in(path)) is not None:
+            yield key, advice
 
 
 def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:

@@ -247,6 +247,19 @@ def test_groups_in_which_all_or_none_succeeded_are_left_out():
     assert found.values.tolist() == [[0.5, -0.5, 0.0, 0.0], [0.0, -0.5, 0.0, 0.0]]
 
 
+def test_groups_whose_mean_lies_outside_of_the_bounds_are_left_out():
+    groups, success = torch.tensor([3, 3, 9, 9]), torch.tensor([True, False, True, False])
+    for bounds, kept in (((0.5, 1.0), [0, 1, 2, 3]), ((0.6, 1.0), [2, 3]), ((0.0, 0.9), [0, 1]), ((2.0, 3.0), [])):
+        found = group_advantages(two_groups(), groups, success=success, returns_within=bounds)  # they earned 0.5 and 1
+        assert found.mask.any(-1).any(0).nonzero().flatten().tolist() == kept
+    success = torch.tensor([True, False, True, True])
+    chunks, groups = two_groups(), torch.tensor([3, 3, 3, 3])
+    for bounds, some in (((0.1, 0.9), True), ((0.75, 0.75), True), ((0.1, 0.7), False)):
+        found = group_advantages(chunks, groups, success=success, success_within=bounds)
+        assert bool(found.mask.any()) == some
+        assert bool(found.values.any()) == some
+
+
 def test_a_lost_episode_is_no_member_of_its_group():
     chunks = two_groups()
     chunks.valid[:, 1] = False

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "embodied.md"
 def test_python_blocks_of_the_page_run_in_order():
     names = {"__name__": "__docs__"}
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
 

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = (
     "runtime", "data-and-rewards", "own-loop", "library", "train", "roles", "sft", "preferences", "sandbox", "tools",
-    "flow-policies", "demonstrations", "vla",
+    "flow-policies", "demonstrations", "vla", "environments",
 )  # fmt: skip
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

@@ -100,6 +100,7 @@ def test_a_seed_chooses_the_task_and_its_start():
     places = begin(simulator, [4, 5])["state"][:, :2].round()  # 4 = 2 x 2 + 0: start 2 of task 0; 5: start 2 of task 2
     assert places.tolist() == [[4.0, 5.0], [204.0, 205.0]]
     assert simulator.instructions() == ["do 0", "do 2"]
+    assert simulator.tasks() == ["0: do 0", "2: do 2"]
     from libero.libero.envs import OffScreenRenderEnv
 
     begin(simulator, [0, 1])
@@ -108,6 +109,7 @@ def test_a_seed_chooses_the_task_and_its_start():
 
 def test_both_cameras_come_the_right_way_up_and_the_state_has_axis_times_angle():
     simulator = Libero(1, suite="libero_spatial", image_size=4)
+    assert begin(Libero(1, suite="libero_spatial", image_size=4, settle=15), [0])["rgb"][0, 3, 3, 0] == 15
     observed = begin(simulator, [0])
     assert observed["rgb"][0, 3, 3].tolist() == [10, 10, 10, 11, 11, 11]  # ten steps in which objects settle
     assert observed["rgb"][0, 0, 0].tolist() == [0, 0, 0, 1, 1, 1]
@@ -134,6 +136,11 @@ def test_tasks_are_those_of_the_suite(tasks):
 def test_an_unknown_suite_is_answered_with_those_there_are():
     with pytest.raises(ValueError, match="libero_spatial, libero_object"):
         Libero(1, suite="libero_special")
+
+
+def test_something_must_settle():
+    with pytest.raises(ValueError, match="shows nothing before the first step"):
+        Libero.check_options({"suite": "libero_spatial", "settle": 0})
 
 
 def test_missing_meshes_are_said_with_the_command(package):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.actors.embodied.sac_trainer import SacTrainer
-from rlinf.data.demonstrations import decisions, read_demonstrations
+from rlinf.data.demonstrations import Shown, decisions, read_demonstrations
 from rlinf.flows.evaluation.trials import trials
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
@@ -129,3 +130,25 @@ async def test_demonstrations_of_another_task_are_refused(tmp_path):
         with pytest.raises(FileNotFoundError, match="record"):
             await trainer.imitate(str(tmp_path / "nothing"), steps=1)
         assert equal(before, await trainer[0].weights())
+
+
+async def test_a_run_of_imitation_learns_the_same_however_its_steps_and_batches_are_cut(tmp_path):
+    config = policy_for({"type": "mlp", "hidden": [8]})
+
+    async def learned(system, cuts, micro_batch=None):
+        trainer = await system.spawn(
+            ImitationTrainer, name=f"trainer {len(cuts)} {micro_batch}", policy=config, shown=Shown.at(tmp_path),
+            batch=20, micro_batch=micro_batch, lr=1e-2,
+        )  # fmt: skip
+        metrics = [await trainer.imitate_steps(*cut) for cut in cuts]
+        return metrics, dict((await trainer[0].weights()).named())
+
+    async with ActorSystem.local() as system:
+        await recorded(system, tmp_path)
+        _, whole = await learned(system, [(0, 6)])
+        (first, *_), parts = await learned(system, [(0, 2), (2, 2), (4, 2)])
+        (small, *_), _ = await learned(system, [(0, 2)], micro_batch=7)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    for name in ("loss", "grad_norm"):  # means over two steps of float32 sums in another order
+        assert small[name] == pytest.approx(first[name], rel=1e-4)
+    assert first["imitation/epochs"] > 0

@@ -107,12 +107,11 @@ async def test_simulators_that_lose_everything_end_the_trials():
 # Videos --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-async def test_failures_are_played_again_and_recorded_first(tmp_path, workers):
+async def test_failures_are_played_again_and_recorded_first(tmp_path):
     """Of two rounds of four those are recorded that went worst, as they were played, and nothing else is drawn."""
     recording = Recording(str(tmp_path), envs=(), name="again-")
     async with ActorSystem.local() as system:
-        more = {"options": {"wind": True, "dims": 1}, "max_steps": 8, "recording": recording, "workers": workers}
+        more = {"options": {"wind": True, "dims": 1}, "max_steps": 8, "recording": recording}
         env, policy = await roles(system, **more)
         found = await trials(env, policy, 8)
         assert not list(tmp_path.iterdir())

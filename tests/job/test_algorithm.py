@@ -168,6 +168,8 @@ GRPO = ("algorithm=grpo", "env.group_size=2", "algorithm.advantage={}", "policy.
     [
         ((*GRPO, "env.fresh=false"), "env.fresh"),
         ((*GRPO, "algorithm.reward_scaling=true"), "algorithm.reward_scaling"),
+        ((*GRPO, "algorithm.filter_success=[0.9, 0.1]"), "algorithm.filter_success"),
+        (("algorithm.filter_returns=[0.5, 4.5]",), "algorithm.filter_returns"),
         (("algorithm.entropy_schedule=linear",), "algorithm.entropy_schedule"),
         (("algorithm=sac", "optimizer.schedule=cosine"), "optimizer.schedule"),
         (("algorithm=sac", "optimizer.warmup_steps=3"), "optimizer.warmup_steps"),

@@ -155,6 +155,16 @@ class EnvActor(Actor):
         return self._output(number, chunk.observation, chunk.instructions, chunk)
 
     @endpoint
+    async def weigh(self, weights: Sequence[float]) -> None:
+        """Choose the tasks of episodes to come by other weights.
+
+        Args:
+            weights: of each task of the mixture.
+        """
+        for part in self._pool.slices:
+            await part.weigh(weights)
+
+    @endpoint
     async def watch(self, number: int, envs: Sequence[int]) -> None:
         """Keep videos of some environments of a slice alone from now on.
 

@@ -32,7 +32,7 @@ from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, c
 from rlinf.training.embodied.preparing import Preparation, exported, prepare
 from rlinf.training.embodied.reward_scale import RewardScale
 from rlinf.training.embodied.trajectory import Trajectory, joined
-from rlinf.training.embodied.trajectory_batch import TrajectoryBatch, ages_of, batch_of, check, metrics_of
+from rlinf.training.embodied.trajectory_batch import GroupFilter, TrajectoryBatch, ages_of, batch_of, check, metrics_of
 from rlinf.training.text.requirements import Algorithm, algorithm_of
 from rlinf.weights.publish import gathered, has_room, publish
 from rlinf.weights.state_tensors import reshard
@@ -68,6 +68,8 @@ class PolicyTrainer(BaseTrainer):
         critic_warmup: int = 0,
         kl_stop: float | None = None,
         group_size: int = 1,
+        filter_returns: tuple[float, float] | None = None,
+        filter_success: tuple[float, float] | None = None,
         reward_scaling: bool = False,
         fresh: bool = True,
         **settings: Any,
@@ -88,6 +90,7 @@ class PolicyTrainer(BaseTrainer):
             kl_stop: take no more steps on a batch once the estimated KL divergence from the policy that acted, nats per
                 token, is larger; None never stops.
             group_size: neighbouring environments that began their episodes alike.
+            filter_returns, filter_success: see `GroupFilter`.
             reward_scaling: divide rewards by the running standard deviation of discounted returns, see `RewardScale`.
             fresh: every step begins new episodes.
             settings: of `PolicySettings` and `Preparation`.
@@ -115,6 +118,7 @@ class PolicyTrainer(BaseTrainer):
         self._seed, self._epochs, self._minibatch = seed, epochs, minibatch
         self._micro_batch, self._critic_warmup, self._batches = micro_batch, critic_warmup, 0
         self._kl_stop, self._group_size = kl_stop, group_size
+        self._groups = GroupFilter(filter_returns, filter_success)
         self._scale = None
         if reward_scaling and isinstance(self._spec.advantage, Gae):
             self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
@@ -146,7 +150,7 @@ class PolicyTrainer(BaseTrainer):
         learned = whole
         if self._scale is not None and bool(rewards.isfinite().all()):
             learned = replace(whole, chunks=self._scale.scaled(whole.chunks))
-        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence)
+        batch = batch_of(learned, self._spec, self._group_size, self.policy.sequence, self._groups)
         if not bool(batch.advantages.isfinite().all()):  # before any step: a later minibatch would have it too late
             raise FloatingPointError("a reward or a value is not finite, so nothing was learned from this step")
         if batch.returns is not None and batch.value_mask is not None:

@@ -27,7 +27,7 @@ from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.off_policy.sac_step import CrossQLearner, SacLearner
 from rlinf.training.embodied.off_policy.transitions import transitions
 from rlinf.training.embodied.trajectory import Trajectory
-from rlinf.training.embodied.trajectory_batch import ages_of, summary
+from rlinf.training.embodied.trajectory_batch import ages_of, summary, summary_by_task
 from rlinf.weights.train_state import Restored, Source
 
 LEARNERS: Mapping[str, Any] = {"sac": SacLearner, "crossq": CrossQLearner, "iql": IqlLearner}
@@ -148,6 +148,7 @@ class SacTrainer(RememberingTrainer):
             **ages_of(trajectories, self.version),
             "replay/rows": float(len(self._replay)),
             **summary(whole.episodes),
+            **summary_by_task(whole.episodes),
         }
 
     def _catch_up(self) -> dict[str, float]:

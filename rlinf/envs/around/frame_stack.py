@@ -51,6 +51,12 @@ class FrameStack(Simulator):
             self._seen[name] = torch.where(active.view(-1, *[1] * (seen.ndim - 1)), new, seen)
         return replace(moved, observation={name: _stacked(seen) for name, seen in self._seen.items()})
 
+    def tasks(self) -> Sequence[str] | None:
+        return self.simulator.tasks()
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        self.simulator.weigh(weights)
+
     def save(self) -> list[State]:
         inner = self.simulator.save()
         return [

@@ -52,6 +52,10 @@ class ManiSkill(SerialSimulator):
         self.max_steps = maniskill_tasks.find(self._task.id).max_episode_steps
         self._track(num_envs)
 
+    def instructions(self) -> list[str] | None:
+        told = [maniskill_tasks.words(env) for env in self._envs]
+        return None if told[0] is None else [text for each in told for text in each or ()]
+
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:
             raise NotImplementedError(f"{self._task.id} was made without pictures for people: set pictures=True")

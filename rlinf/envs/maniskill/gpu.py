@@ -74,6 +74,9 @@ class ManiSkillBatched(Simulator):
             success=said["success"].clone() if "success" in said else None,
         )
 
+    def instructions(self) -> list[str] | None:
+        return maniskill_tasks.words(self._env)
+
     @torch.no_grad()
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:

@@ -213,6 +213,12 @@ def read(observed: Any) -> Observation:
     return rows
 
 
+def words(env: Any) -> list[str] | None:
+    """What each environment is to do, in words, where a task has them: those of the Bridge data set's scenes do."""
+    ask = getattr(env, "get_language_instruction", None)
+    return None if ask is None else [str(text) for text in ask()]
+
+
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Tensor]:
     for value in tree.values():
         if isinstance(value, Mapping):

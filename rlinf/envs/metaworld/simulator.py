@@ -114,6 +114,9 @@ class MetaWorld(SerialSimulator):
         self._left: list[Snapshot | None] = [None] * num_envs  # the episodes of the others
         self._track(num_envs)
 
+    def tasks(self) -> list[str]:
+        return list(self._names)
+
     def instructions(self) -> list[str]:
         return [INSTRUCTIONS[name] for name in self._names]
 

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
-from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, suites_of
+from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.importing import resolve
 from rlinf.config.loading import Problem
 from rlinf.data.demonstrations import open_episodes
+from rlinf.envs.around.scored import mistake_in_function
 from rlinf.envs.base import Simulator, WrongOption
 from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
 from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
 from rlinf.job.embodied.shown import shown_of
+from rlinf.job.embodied.suites import suites_of
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
 from rlinf.models.policy.off_policy.soft import SoftPolicy
@@ -42,6 +44,7 @@ def unusable(config: EmbodiedConfig) -> Iterator[Problem]:
     """
     if config.algorithm.name != IMITATION or config.trials.episodes:
         yield from _simulator_mistakes(config)
+    yield from _function_mistakes(config)
     found = _policy(config)
     if isinstance(found, Problem):
         yield found
@@ -82,6 +85,23 @@ def _demonstration_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
             yield problem(key, about["path"], error)
 
 
+def _function_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
+    """What is wrong with the functions that `env.reward` and `env.success` name."""
+    for key, path, arguments in (
+        ("env.reward", config.env.reward, config.env.reward_args),
+        ("env.success", config.env.success, {}),
+    ):
+        if path is None:
+            continue
+        try:
+            advice = mistake_in_function(resolve(path), arguments)
+        except RAISED as error:
+            yield problem(key, path, error, "importing it")
+            continue
+        if advice is not None:
+            yield Problem("configuration", key, path, advice)
+
+
 def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
     """What is wrong with a step of the flow in which no episode can end, though the next one begins others.
 
@@ -120,6 +140,10 @@ def _simulator_mistakes(config: EmbodiedConfig) -> Iterator[Problem]:
     wanted: list[tuple[str, Mapping[str, Any]]] = [("env.options", config.env.options)]
     for name, suite in suites_of(config).items():
         wanted.append((f"trials.suites.{name}.options" if name else "trials.options", suite.options))
+    for number, task in enumerate(config.env.tasks):
+        wanted.append((f"env.tasks[{number}].options", {**config.env.options, **task.get("options", {})}))
+    if config.env.tasks:
+        wanted = wanted[-len(config.env.tasks) :]  # the others lack what each task adds
     for key, options in wanted:
         try:
             found.check_options(options)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig, suites_of
+from rlinf.config.embodied import DAGGER, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import AnyStep, EmbodiedStep, works_ahead
@@ -20,8 +20,10 @@ from rlinf.envs.episodes import NothingHappened
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.imitate import imitate
 from rlinf.flows.off_policy.offline import offline
+from rlinf.job.embodied.curriculum import Curriculum
 from rlinf.job.embodied.roles import VIDEOS, learners_of, start_roles
 from rlinf.job.embodied.shown import shown_of
+from rlinf.job.embodied.suites import suites_of
 from rlinf.job.embodied.trials import in_words, measured, try_suites
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
@@ -56,6 +58,12 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         """Steps in a row, up to now, that left nothing to learn from."""
         self.env_steps = 0.0
         """Steps that were done in environments to learn from, in all steps of the flow."""
+        follows = config.env.tasks and config.env.curriculum.floor < 1
+        self.curriculum = Curriculum(config.env) if follows else None
+        if follows and works_ahead(prepared.flow):
+            raise InputError(
+                "env.curriculum.floor: episodes that are begun early would be drawn by weights of any step"
+            )
 
     @property
     def evaluates_every(self) -> int:
@@ -104,7 +112,14 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         except NothingHappened as error:
             return await self._skip(error)
         self.skipped = 0
+        if self.curriculum is not None:
+            self.curriculum.heard(returned)
+            returned = {**returned, **self.curriculum.told()}
+            await self._weigh(self.curriculum)
         return self._counted(returned)
+
+    async def _weigh(self, curriculum: Curriculum) -> None:
+        await asyncio.gather(*(env.weigh(curriculum.weights) for env in self.roles["env"]))
 
     def _counted(self, returned: Mapping[str, float]) -> dict[str, float]:
         """A step's metrics, with the environment steps of all steps."""
@@ -167,11 +182,15 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return fill
 
     def queue(self) -> dict[str, Any]:
-        return {**super().queue(), "env_steps": self.env_steps}
+        rates = None if self.curriculum is None else self.curriculum.rates
+        return {**super().queue(), "env_steps": self.env_steps, "curriculum": rates}
 
     async def restore(self, begun: Checkpoint) -> None:
         await super().restore(begun)
         self.env_steps = float(cast("float", begun.queue.get("env_steps", 0.0)))
+        if self.curriculum is not None:
+            self.curriculum.resume(begun.queue.get("curriculum"))
+            await self._weigh(self.curriculum)
         if self.config.env.fresh:
             return
         # Episodes go on over a restart, too. Tensors and plain values only: checkpoints are things that people download

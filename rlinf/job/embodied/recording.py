@@ -13,14 +13,16 @@ from pathlib import Path
 
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.scripted import Scripted
-from rlinf.config.embodied import EmbodiedConfig, suites_of
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.data.demonstrations.load import open_episodes
 from rlinf.data.demonstrations.save import chosen_of, save_demonstrations
 from rlinf.envs.base import CannotSimulate
+from rlinf.envs.episodes import Decision
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.flows.record import NothingToKeep, record
 from rlinf.job.embodied.roles import TRIALS, _cause, _simulation, _trials, learners_of
+from rlinf.job.embodied.suites import suites_of
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runtime.base.errors import UserError
@@ -101,7 +103,8 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
     hosts = placed.seats["env"].hosts
     # what is learned from never begins as what is evaluated
-    simulation = {**_simulation(config), **_trials(config, "", suites_of(config)[""], None), "held_out": False}
+    suite = suites_of(config)[""]
+    simulation = {**_simulation(config, suite.options), **_trials(config, "", suite, None), "held_out": False}
     try:
         roles = await spawn_roles(system, placed, {TRIALS: Role(EnvActor, simulation, hosts=hosts)})
         acting = {"policy": Role(Scripted, {"function": expert}, hosts=hosts)}
@@ -109,7 +112,8 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
             acting = await learners_of(config, None, roles)
         roles |= await spawn_roles(system, placed, acting)
         # one decision: what does not fit is told before anything is played
-        actions = await roles["policy"][0].act((0, 0), await roles[TRIALS][0].reset(0, 0), keep=False)
+        decided = await roles["policy"][0].act((0, 0), await roles[TRIALS][0].reset(0, 0), keep=False)
+        actions = decided.actions if isinstance(decided, Decision) else decided
         size = (await roles[TRIALS][0].shapes())["action_size"]
         if actions.shape[-1] != size:
             raise ValueError(f"actions have {actions.shape[-1]} numbers, and the environment takes {size}")

@@ -21,8 +21,10 @@ from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.algos.spec import AlgorithmSpec
-from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, Suite, suites_of
+from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError
+from rlinf.envs.around.mixture import Mixture
+from rlinf.envs.around.scored import Scored
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
@@ -31,6 +33,7 @@ from rlinf.job.checks.footprint import control_footprints
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings
 from rlinf.job.embodied.off_policy import remembering
 from rlinf.job.embodied.shown import shapes_of, shown_of
+from rlinf.job.embodied.suites import Suite, suites_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.models.policy.base import Policy
@@ -68,11 +71,11 @@ async def start_roles(
     """
     simulators = {}
     if prepared is not None and config.algorithm.name != IMITATION:
-        simulators["env"] = Role(EnvActor, {**_simulation(config), **_env(config)})
+        simulators["env"] = Role(EnvActor, {**_simulation(config, config.env.options), **_env(config)})
     hosts = placed.seats["env"].hosts[:1]
     keys = ["env.simulator", "env.options"]
     for name, suite in suites_of(config).items():
-        settings = {**_simulation(config), **_trials(config, name, suite, videos)}
+        settings = {**_simulation(config, suite.options), **_trials(config, name, suite, videos)}
         simulators[role_of(name)] = Role(EnvActor, settings, hosts=hosts)
         key = f"trials.suites.{name}" if name else "trials.options"
         keys += [key] if name or config.trials.options else []
@@ -193,10 +196,24 @@ def _cause(error: Exception) -> str:
     return told[-1] if told else str(error)
 
 
-def _simulation(config: EmbodiedConfig) -> dict[str, Any]:
-    """What simulators for training and for trials have in common."""
-    names = ("simulator", "options", "max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
-    return {name: getattr(config.env, name) for name in names}
+def _simulation(config: EmbodiedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What simulators for training and for trials have in common.
+
+    Args:
+        config: of the run.
+        options: of the simulator.
+    """
+    env = config.env
+    simulator, made = env.simulator, dict(options)
+    if env.tasks:
+        made = {"simulator": simulator, "options": made, "tasks": env.tasks}
+        simulator = f"{Mixture.__module__}.{Mixture.__qualname__}"
+    if env.reward is not None or env.success is not None or env.reward_scale != 1:
+        functions = {"reward": env.reward, "success": env.success, "arguments": env.reward_args}
+        made = {"simulator": simulator, "options": made, **functions, "scale": env.reward_scale}
+        simulator = f"{Scored.__module__}.{Scored.__qualname__}"
+    names = ("max_steps", "ignore_terminations", "frame_stack", "step_timeout", "start_timeout")
+    return {"simulator": simulator, "options": made, **{name: getattr(env, name) for name in names}}
 
 
 def _env(config: EmbodiedConfig) -> dict[str, Any]:
@@ -211,7 +228,6 @@ def _trials(config: EmbodiedConfig, name: str, suite: Suite, directory: Path | N
     drawn = config.trials.videos and directory is not None
     seed = config.seed if config.trials.seed is None else config.trials.seed
     return {
-        "options": suite.options,
         "max_steps": suite.max_steps,
         "num_envs": count,
         "workers": workers if config.env.workers else 0,
@@ -236,6 +252,8 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "value_coef": chosen_of_it.value_coef,
         "entropy_schedule": chosen_of_it.entropy_schedule,
         "reward_scaling": chosen_of_it.reward_scaling,
+        "filter_returns": chosen_of_it.filter_returns,
+        "filter_success": chosen_of_it.filter_success,
         "total_steps": config.steps,
         "fresh": config.env.fresh,
         "group_size": config.env.group_size,

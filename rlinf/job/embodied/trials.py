@@ -15,10 +15,11 @@ from typing import Any
 
 from rlinf.actors.embodied.policy_trainer import POLICY
 from rlinf.algos.evaluation import wilson_interval
-from rlinf.config.embodied import EmbodiedConfig, suites_of
+from rlinf.config.embodied import EmbodiedConfig
 from rlinf.envs.episodes import Episode
 from rlinf.flows.evaluation.trials import trials
 from rlinf.job.embodied.roles import NEW, role_of, start_roles
+from rlinf.job.embodied.suites import suites_of
 from rlinf.job.roles.running import Roles
 from rlinf.metrics.console.success import success_rows
 from rlinf.models.policy.build import CONFIG

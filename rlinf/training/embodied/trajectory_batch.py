@@ -102,7 +102,23 @@ def check(spec: AlgorithmSpec, *, has_critic: bool, group_size: int, sequence: i
             raise ValueError(f"{where}: {name} is for text; take a recipe without it, such as ppo or grpo")
 
 
-def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, sequence: int = 1) -> TrajectoryBatch:
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """Which groups of episodes are learned from, besides those that were all solved, or not one, which never are."""
+
+    returns: tuple[float, float] | None = None
+    """Bounds of the mean return."""
+    success: tuple[float, float] | None = None
+    """Bounds of the share that solved the task."""
+
+
+def batch_of(
+    trajectory: Trajectory,
+    spec: AlgorithmSpec,
+    group_size: int,
+    sequence: int = 1,
+    groups: GroupFilter | None = None,
+) -> TrajectoryBatch:
     """The decisions of a step's trajectories, with the advantages that an algorithm gives them.
 
     Args:
@@ -110,6 +126,7 @@ def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, seque
         spec: the algorithm, which passed `check`.
         group_size: neighbouring environments that began their episodes alike.
         sequence: decisions in a row that are one row of the batch, L.
+        groups: which of them are learned from; None for no bounds.
 
     Raises:
         ValueError: the decisions of an environment cannot be divided into such sequences.
@@ -121,7 +138,7 @@ def batch_of(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, seque
             f"train: {chunks.rewards.shape[0]} decisions of an environment are no multiple of policy.settings.sequence="
             f"{sequence}: choose policy.horizon so that they are"
         )
-    found = _advantages(trajectory, spec, group_size)
+    found = _advantages(trajectory, spec, group_size, groups or GroupFilter())
     episodes = episode_ids(chunks.ended) if spec.aggregation.how != "token-mean" else None
     laid = rows(found.values, trajectory.logprobs, found.mask, episodes)
     if trajectory.logprobs.ndim > 2:  # one advantage for a whole chunk is none for its actions behind an end
@@ -256,7 +273,7 @@ def _without_nan(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) -> ChunkAdvantages:
+def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int, bounds: GroupFilter) -> ChunkAdvantages:
     part = spec.advantage
     if isinstance(part, Gae):
         return advantages_of_chunks(trajectory.chunks, gamma=part.gamma, lam=part.lam, whiten=part.whiten)
@@ -264,4 +281,5 @@ def _advantages(trajectory: Trajectory, spec: AlgorithmSpec, group_size: int) ->
     groups = torch.arange(trajectory.logprobs.shape[1]) // group_size
     level: Literal["action", "chunk"] = "action" if trajectory.logprobs.ndim > 2 else "chunk"
     success = trajectory.success if trajectory.episodes else None  # nobody says it before an episode has ended
-    return group_advantages(trajectory.chunks, groups, success=success, scale=part.scale, level=level)
+    within = {"returns_within": bounds.returns, "success_within": bounds.success}
+    return group_advantages(trajectory.chunks, groups, success=success, scale=part.scale, level=level, **within)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import CannotSimulate, WrongOption
-from rlinf.envs.environment import Environment, Rules
+from rlinf.envs.environment import Environment
 from rlinf.envs.metaworld import MetaWorld
 from rlinf.envs.metaworld import simulator as simulator_module
 from rlinf.envs.metaworld.pictures import NEEDED, can_draw

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import CannotSimulate, SimulatorLost, WrongOption
-from rlinf.envs.environment import Rules
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.remote import Remote, serve
 from rlinf.envs.remote.simulator import RemoteError

@@ -151,7 +151,7 @@ CASES = {
             "critic_hidden": (64, 64),
         },
         algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
-        learning={"lr": 6e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 128, "train": ["*"]},
+        learning={"lr": 3e-4, "critic_lr": 1e-3, "epochs": 2, "minibatch": 128, "train": ["*"]},
         demonstrations=512,
         imitation={"steps": 330, "batch": 64, "lr": 1e-3},
         num_envs=64,

@@ -356,16 +356,30 @@ def listen(make: Callable[..., Any], token: str, address: str, most: int, ready:
             if not places.acquire(blocking=False):
                 text = f"all {most} places are taken: start more servers, or this one with --connections"
                 _send(connection.sendall, {"error": text, "kind": "Busy"})
+                _part_from(connection)
                 return
             try:
                 converse(Session(make, token), connection.recv, connection.sendall, turn)
             finally:
                 places.release()
+            _part_from(connection)
 
     with server:
         while True:
             connection, _ = server.accept()
             threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+
+def _part_from(connection: socket.socket) -> None:
+    """Let the last answer arrive: closing a connection while something that came is unread takes it back."""
+    try:
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(1.0)
+        for _ in range(64):
+            if not connection.recv(1 << 16):
+                return
+    except OSError:
+        pass
 
 
 def _say(line: str) -> None:

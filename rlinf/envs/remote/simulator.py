@@ -263,10 +263,17 @@ class Remote(Simulator):
             connection.settimeout(left())
             return connection.recv(size)
 
-        for part in serve.pack(call):
-            connection.settimeout(left())
-            connection.sendall(part)
-        told = serve.receive(read)
+        lost: OSError | None = None
+        try:
+            for part in serve.pack(call):
+                connection.settimeout(left())
+                connection.sendall(part)
+        except (BrokenPipeError, ConnectionResetError) as error:  # it may have said why, before it went
+            lost = error
+        try:
+            told = serve.receive(read)
+        except (OSError, serve.Closed) as error:
+            raise lost or error from None
         if not isinstance(told, dict) or not ({"error", "kind"} <= told.keys() or "value" in told):
             raise serve.Garbled("an answer that is neither a value nor an error")
         return told

@@ -43,7 +43,7 @@ class RoboCasa(Benchmark):
     """Environments of RoboCasa's tasks.
 
     The seed of an episode, modulo the number of tasks, chooses the task; the kitchen, its objects and where they stand
-    are drawn from it. An environment whose task changes is built anew. A solved task ends the episode with a reward of 1.
+    are drawn from it. An environment whose task changes is built anew. A solved task ends the episode, and earns 1.
 
     Args:
         num_envs: how many.

@@ -40,7 +40,9 @@ class Benchmark(SerialSimulator):
             simulation.close()
         self._simulations.clear()
 
-    def _shape(self, num_envs: int, cameras: int, size: int, state: int, low: Sequence[float], high: Sequence[float]):
+    def _shape(
+        self, num_envs: int, cameras: int, size: int, state: int, low: Sequence[float], high: Sequence[float]
+    ) -> None:
         """Set what is observed and done.
 
         Args:

@@ -19,6 +19,8 @@ TASKS = ["open_drawer", "turn_on_led", "push_into_drawer", "move_slider_left", "
 class PlayTable:
     """The part of `PlayTableSimEnv` that is used. A task is done once the arm has moved far enough since it began."""
 
+    sizes = 200, 84
+
     def __init__(self, folder, show_gui):
         assert not show_gui
 
@@ -28,7 +30,9 @@ class PlayTable:
         return self.get_obs()
 
     def get_obs(self):
-        static, wrist = np.zeros((200, 200, 3), np.uint8), np.full((84, 84, 3), 77, np.uint8)
+        static, wrist = (
+            np.full((size, size, 3), value, np.uint8) for size, value in zip(self.sizes, (0, 77), strict=True)
+        )
         static[0, 0] = 200
         return {
             "rgb_obs": {"rgb_static": static, "rgb_gripper": wrist},
@@ -94,7 +98,8 @@ def folder(monkeypatch, tmp_path):
 
 class TestStandIn(ProtocolSuite):
     @pytest.fixture(autouse=True)
-    def scene(self, folder):
+    def scene(self, folder, monkeypatch):
+        monkeypatch.setattr(PlayTable, "sizes", (6, 4))  # quicker to bring to one size
         self.folder = folder
 
     def make(self, num_envs):

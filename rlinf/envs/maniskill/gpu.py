@@ -17,6 +17,7 @@ from torch import Tensor
 from rlinf.envs.base import CannotSimulate, Observation, Simulator, State, Transition, check_arguments
 from rlinf.envs.maniskill import tasks as maniskill_tasks
 from rlinf.envs.maniskill.tasks import Task
+from rlinf.envs.trees import stacked_trees, tree_on_cpu, tree_rows
 from rlinf.runtime.gpu.own_device import enter_device
 
 
@@ -60,7 +61,7 @@ class ManiSkillBatched(Simulator):
         first = {seed: row for row, seed in reversed(list(enumerate(seeds.tolist())))}
         source = env_ids[[first[seed] for seed in seeds.tolist()]].to(self.device)
         if not torch.equal(source, rows):  # members of a group: each takes over the start of its first
-            observed = self._put(_rows(self._env.get_state_dict(), source), rows)
+            observed = self._put(tree_rows(self._env.get_state_dict(), source), rows)
         return {name: array[rows] for name, array in maniskill_tasks.read(observed).items()}
 
     @torch.no_grad()
@@ -86,12 +87,13 @@ class ManiSkillBatched(Simulator):
     def save(self) -> list[State]:
         everything = self._env.get_state_dict()
         return [
-            {"bodies": _cpu(_rows(everything, torch.tensor([env], device=self.device)))} for env in range(self.num_envs)
+            {"bodies": tree_on_cpu(tree_rows(everything, torch.tensor([env], device=self.device)))}
+            for env in range(self.num_envs)
         ]
 
     @torch.no_grad()
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        self._put(_stacked([state["bodies"] for state in states], self.device), env_ids.to(self.device))
+        self._put(stacked_trees([state["bodies"] for state in states], self.device), env_ids.to(self.device))
 
     def close(self) -> None:
         self._env.close()
@@ -103,20 +105,6 @@ class ManiSkillBatched(Simulator):
             whole = _placed(self._env.agent.get_controller_state(), env_ids, state["controller"])
             self._env.agent.set_controller_state(whole)
         return self._env.get_obs()
-
-
-def _rows(tree: Any, rows: Tensor) -> Any:
-    return {name: _rows(part, rows) for name, part in tree.items()} if isinstance(tree, dict) else tree[rows]
-
-
-def _cpu(tree: Any) -> Any:
-    return {name: _cpu(part) for name, part in tree.items()} if isinstance(tree, dict) else tree.cpu()
-
-
-def _stacked(trees: Sequence[Any], device: torch.device) -> Any:
-    if isinstance(trees[0], dict):
-        return {name: _stacked([tree[name] for tree in trees], device) for name in trees[0]}
-    return torch.cat(list(trees)).to(device)
 
 
 def _placed(tree: Any, rows: Tensor, new: Any) -> Any:

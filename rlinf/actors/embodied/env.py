@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from rlinf.data.rng import mix, mixed

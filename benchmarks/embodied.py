@@ -2,7 +2,10 @@
 
     speed      environment steps/s (simulation, inference and learning) of configs/embodied/maniskill_pullcube_ppo.yaml,
                in one process and its simulators, beside a plain loop in the structure of ManiSkill's own PPO baseline
-               with as many workers; all take turns, one step each, and ratios are taken between neighbouring turns
+               with as many workers; all take turns, one step each, and ratios are taken between neighbouring turns.
+               Two processes that each do everything, with half of the environments, take turns with them
+    cartpole   configs/embodied/cartpole_ppo.yaml: what it comes to on three seeds, and how long a step takes beside a
+               plain loop with the hyperparameters of cleanrl's ppo.py
     overlap    of simulation and inference, modelled, under the virtual clock: how near to the bound
     overhead   of the runtime per environment step, around a simulator and a policy that do nothing
 
@@ -17,6 +20,7 @@ import importlib.util
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +30,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contestants import ROOT, TurnFailed
+from benchmarks.contestants import ONE_THREAD, ROOT, TurnFailed
+from benchmarks.embodied_cartpole import STEP
+from benchmarks.embodied_evidence import trained
 from benchmarks.embodied_modelled import RATIOS, SLICES, overlap
 from benchmarks.embodied_ours import ASYNC_FLOW, FLOW
 from benchmarks.embodied_overhead import overhead
@@ -39,7 +45,7 @@ from rlinf.config.embodied import EmbodiedConfig
 from rlinf.job.validate import load_embodied
 
 CONFIG = ROOT / "configs" / "embodied" / "maniskill_pullcube_ppo.yaml"
-FASTER, OVERLAP, OVERHEAD = 1.3, 0.95, 0.3e-3
+OVERLAP, OVERHEAD, TOGETHER, NO_SLOWER = 0.95, 0.3e-3, 1.2, 1.0
 STATE, ACTION = 35, 4
 """Numbers in PullCube's state, and in an action of its configuration."""
 OURS = {
@@ -48,7 +54,15 @@ OURS = {
     "rlinf, asynchronous (learning may lag by 1 version), 1 slice": (ASYNC_FLOW, 1),
 }
 """Flow and slices. The asynchronous one is not the plain loop's algorithm, so it is a row of its own."""
-PLAIN = {"plain loop, our adapter in its workers": "ours", "plain loop, ManiSkill's own wrapper": "theirs"}
+PLAIN = {
+    "plain loop, our adapter in its workers": ("ours", 1.0),
+    "plain loop, ManiSkill's own wrapper": ("theirs", 1.5),
+}
+"""Who simulates, and how many times as fast ours is to be."""
+ONE, TWO = "rlinf, 1 slice", "rlinf, two processes that each do everything"
+CARTPOLE = ROOT / "configs" / "embodied" / "cartpole_ppo.yaml"
+SEEDS, SOLVED, ENV_STEPS = (11, 12, 13), 475.0, 60_000
+PLAIN_CARTPOLE = (sys.executable, "-m", "benchmarks.embodied_cartpole")
 WARM_UP = 1
 """Turns that are not counted: the first steps of an episode load meshes and code."""
 
@@ -76,33 +90,59 @@ def runs(steps: int) -> tuple[dict[str, Result], int]:
         place = Path(directory)
         job_of(config, steps).write(place / "job.json")
         commands = [_ours(place / str(number), *how, steps) for number, how in enumerate(OURS.values())]
-        commands += [_plain(place / "job.json", simulator) for simulator in PLAIN.values()]
+        commands.append(_both(place / "both", config, steps))
+        commands += [_plain(place / "job.json", simulator) for simulator, _ in PLAIN.values()]
         outcomes = in_turn(commands)
-    found = {}
-    for name, outcome in zip((*OURS, *PLAIN), outcomes, strict=True):
-        if isinstance(outcome, TurnFailed):
-            raise outcome
-        found[name] = Result.heard(outcome)
-    return found, config.env.num_envs * config.policy.horizon
+    return _heard((*OURS, TWO, *PLAIN), outcomes), config.env.num_envs * config.policy.horizon
 
 
 def speed(found: Mapping[str, Result], env_steps: int) -> Iterator[Line]:
     """Environment steps per second, ours beside the plain loops."""
     for ours in OURS:
         mine = found[ours].seconds[WARM_UP:]
-        for other in PLAIN:
+        for other, (_, bar) in PLAIN.items():
             theirs = found[other].seconds[WARM_UP:]
-            ratios = [each / own for own, each in zip(mine, theirs, strict=True)]
-            middle = statistics.median(ratios)
-            yield Line(
-                "env steps/s, PullCube", f"{ours}: {_rate(mine, env_steps)}", f"{other}: {_rate(theirs, env_steps)}",
-                f"{middle:.2f} x ({_range(ratios)})", f">= {FASTER:g} x", _verdict(middle >= FASTER),
-            )  # fmt: skip
+            yield _compared("env steps/s, PullCube", (ours, mine), (other, theirs), env_steps, bar)
+
+
+def together(found: Mapping[str, Result], env_steps: int) -> Line:
+    """Two processes that each do everything, beside one that does, with the same environments in as many workers."""
+    mine, theirs = ((name, found[name].seconds[WARM_UP:]) for name in (TWO, ONE))
+    return _compared("env steps/s, PullCube", mine, theirs, env_steps, TOGETHER)
+
+
+def cartpole(seeds: Sequence[int], turns: int) -> Iterator[Line]:
+    """CartPole: what the configuration learns on each seed, beside the plain loop; and how long a step takes.
+
+    Raises:
+        TurnFailed: a run failed.
+    """
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as directory:
+            done = trained("cartpole_ppo", seed, Path(directory))
+        plain = subprocess.run(
+            [*PLAIN_CARTPOLE, "--seed", str(seed), "--judge", str(done.episodes)],
+            cwd=ROOT, env={**os.environ, **ONE_THREAD}, capture_output=True, text=True, check=True,
+        ).stdout.splitlines()[-1]  # fmt: skip
+        yield Line(
+            f"CartPole, mean return of {done.episodes} episodes, seed {seed}", f"{done.total:.0f}",
+            f"plain loop, cleanrl's hyperparameters: {plain.rpartition(' ')[2]}", f"after {done.env_steps:,} env steps",
+            f">= {SOLVED:g} within {ENV_STEPS:,}", _verdict(done.total >= SOLVED and done.env_steps <= ENV_STEPS),
+        )  # fmt: skip
+    config = load_embodied(CARTPOLE)
+    env_steps = config.env.num_envs * config.policy.horizon
+    names = ("rlinf", "plain loop, cleanrl's hyperparameters")
+    with tempfile.TemporaryDirectory() as directory:
+        ours = _ours(Path(directory), FLOW, 1, turns, config=CARTPOLE)
+        outcomes = in_turn([ours, Command([*PLAIN_CARTPOLE, "--turns", str(turns)], {})])
+    mine, theirs = (run.seconds[WARM_UP:] for run in _heard(names, outcomes).values())
+    alike = [env_steps / STEP * seconds for seconds in theirs]  # for as many environment steps as our step has
+    yield _compared("env steps/s, CartPole", (names[0], mine), (names[1], alike), env_steps, NO_SLOWER)
 
 
 def agreement(found: Mapping[str, Result]) -> Line:
     """Whether everybody did the same work: mean returns of the first step, from equal starts and equal noise."""
-    first = {name: run.rewards[0] for name, run in found.items()}
+    first = {name: run.rewards[0] for name, run in found.items() if name != TWO}  # whose second half starts otherwise
     apart = max(first.values()) - min(first.values())
     shown = ", ".join(f"{value:.3f}" for value in first.values())
     same = apart <= 0.02 * abs(statistics.mean(first.values()))
@@ -171,17 +211,49 @@ def save(found: Sequence[Line], raced: Mapping[str, Result], load: tuple[float, 
     return path
 
 
-def _ours(directory: Path, flow: str, slices: int, steps: int) -> Command:
+def _ours(
+    directory: Path, flow: str, slices: int, steps: int, *, config: Path = CONFIG, processes: int = 1, **more: object
+) -> Command:
     settings = {
         "flow": flow, "steps": steps, "env.slices": slices, "trials.episodes": 0, "trials.videos": 0,
-        "output_dir": directory,
+        "output_dir": directory, **more,
     }  # fmt: skip
     keys = [f"{key}={value}" for key, value in settings.items()]
-    return Command([sys.executable, "-m", "benchmarks.embodied_ours", "--config", str(CONFIG), *keys], {})
+    many = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    return Command([sys.executable, "-m", *many, "benchmarks.embodied_ours", "--config", str(config), *keys], {})
+
+
+def _both(directory: Path, config: EmbodiedConfig, steps: int) -> Command:
+    """Every role on two processes, each with half of the environments and of the workers."""
+    halves = {f"env.{name}": getattr(config.env, name) // 2 for name in ("num_envs", "workers")}
+    places = {f"placement.{role}": "0-1" for role in ("env", "policy", "trainer")}
+    return _ours(directory, FLOW, 1, steps, processes=2, **halves, **places)
 
 
 def _plain(job: Path, simulator: str) -> Command:
     return Command([sys.executable, "-m", "benchmarks.embodied_plain", str(job), "--simulator", simulator], {})
+
+
+def _heard(names: Sequence[str], outcomes: Sequence[str | TurnFailed]) -> dict[str, Result]:
+    found = {}
+    for name, outcome in zip(names, outcomes, strict=True):
+        if isinstance(outcome, TurnFailed):
+            raise outcome
+        found[name] = Result.heard(outcome)
+    return found
+
+
+def _compared(
+    what: str, ours: tuple[str, Sequence[float]], other: tuple[str, Sequence[float]], env_steps: int, bar: float
+) -> Line:
+    """Names and seconds of two who took turns, as a row."""
+    (name, mine), (beside, theirs) = ours, other
+    ratios = [each / own for own, each in zip(mine, theirs, strict=True)]
+    middle = statistics.median(ratios)
+    return Line(
+        what, f"{name}: {_rate(mine, env_steps)}", f"{beside}: {_rate(theirs, env_steps)}",
+        f"{middle:.2f} x ({_range(ratios)})", f">= {bar:g} x", _verdict(middle >= bar),
+    )  # fmt: skip
 
 
 def _rate(seconds: Sequence[float], env_steps: int) -> str:
@@ -203,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16, help="turns of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of the overhead (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="four turns and one round: says little")
+    parser.add_argument("--quick", action="store_true", help="four turns, one round, one seed: says little")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-embodied.json")
     options = parser.parse_args()
     steps, rounds = (4, 1) if options.quick else (options.steps, options.rounds)
@@ -212,11 +284,11 @@ def main() -> None:
     raced: dict[str, Result] = {}
     if importlib.util.find_spec("mani_skill") is None:
         reason = "ManiSkill is not installed: pip install 'rlinf[maniskill]'"
-        lines.append(Line("env steps/s, PullCube", "", reason, "", f">= {FASTER:g} x", "skipped"))
+        lines.append(Line("env steps/s, PullCube", "", reason, "", "", "skipped"))
     else:
         raced, env_steps = runs(steps)
-        lines += [*speed(raced, env_steps), agreement(raced)]
-    lines += [*overlaps(50), *overheads(rounds, 5)]
+        lines += [*speed(raced, env_steps), together(raced, env_steps), agreement(raced)]
+    lines += [*cartpole(SEEDS[:1] if options.quick else SEEDS, 2 * steps), *overlaps(50), *overheads(rounds, 5)]
     Console(width=None if sys.stdout.isatty() else 200).print(table(lines))
     after = os.getloadavg()[0]
     print(f"\n{machine()}; {steps} turns, {rounds} rounds; load average {before:.1f} before, {after:.1f} after")

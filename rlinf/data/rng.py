@@ -6,7 +6,10 @@ in whatever order, on however many hosts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import torch
 from torch import Tensor
 
 _WORD = (1 << 64) - 1
@@ -23,6 +26,23 @@ def mix(*key: int) -> int:
     for part in key:
         state = _finalise((state + GAMMA + (part & _WORD)) & _WORD)
     return state >> 1
+
+
+def mixed(*key: int | Sequence[int]) -> Tensor:
+    """`mix` of many keys at once, int64.
+
+    Args:
+        key: whole numbers, or several of them for as many keys, [n].
+    """
+    state = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):  # modulo 2^64, as it should be
+        for part in key:
+            words = [each & _WORD for each in part] if isinstance(part, Sequence) else part & _WORD
+            z = state + np.uint64(GAMMA) + np.array(words, np.uint64)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = z ^ (z >> np.uint64(31))
+    return torch.from_numpy((state >> np.uint64(1)).astype(np.int64))
 
 
 def permutation(count: int, *key: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -60,12 +60,16 @@ class ActionSpec:
     choices: tuple[int, ...] | None = None
     """Where an action is chosen among a few: how many choices each number stands for, A of them; the k-th of n is any
     number in the k-th of n equal parts of [-1, 1]. None where numbers are real."""
+    _line: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
+    """Middle and half of the bounds, and where there are bounds, [A] each."""
 
     def __post_init__(self) -> None:
         if self.low.ndim != 1 or self.low.shape != self.high.shape:
             raise ValueError(f"bounds of an action must both be [A], not {self.low.shape} and {self.high.shape}")
         if self.choices is not None and len(self.choices) != self.low.numel():
             raise ValueError(f"choices={self.choices} must be as many as the numbers of an action, {self.low.numel()}")
+        bounded = torch.isfinite(self.low) & torch.isfinite(self.high)
+        object.__setattr__(self, "_line", ((self.low + self.high) / 2, (self.high - self.low) / 2, bounded))
 
     @property
     def size(self) -> int:
@@ -82,10 +86,8 @@ class ActionSpec:
         Args:
             actions: float32 [..., A].
         """
-        low, high = self.low.to(actions.device), self.high.to(actions.device)
-        bounded = torch.isfinite(low) & torch.isfinite(high)
-        inside = (low + high) / 2 + (high - low) / 2 * actions.clamp(-1.0, 1.0)
-        return torch.where(bounded, inside, actions)
+        middle, half, bounded = (each.to(actions.device) for each in self._line)
+        return torch.where(bounded, middle + half * actions.clamp(-1.0, 1.0), actions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -129,7 +129,7 @@ def optimizer_step(
     count = float(gathered.weight)
     if count == 0:
         return gathered, 0.0
-    norm, mean = math.sqrt(total) / count, float(gathered.mean())
+    norm, mean = math.sqrt(total) / count, gathered.average()
     if not (math.isfinite(mean) and math.isfinite(norm)):
         cause = _cause_of_nan(_numbered(parameters) if named is None else dict(named), optimizer, ranks)
         raise FloatingPointError(

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import embodied_plain
-from benchmarks.embodied import CONFIG, OURS, PLAIN, agreement, job_of, overlaps, speed, table
+from benchmarks import embodied_cartpole, embodied_plain
+from benchmarks.embodied import CONFIG, ONE, OURS, PLAIN, TWO, agreement, job_of, overlaps, speed, table, together
 from benchmarks.embodied_modelled import Case
 from benchmarks.embodied_overhead import overhead
 from benchmarks.embodied_plain import Job, Loop
@@ -109,11 +109,32 @@ def results(ours, plain, rewards=(1.0, 2.0)):
 
 
 def test_speed_is_compared_turn_by_turn_after_the_first():
-    found = list(speed(results([1.0, 2.0, 4.0], [1.4, 2.8, 5.6]), 100))  # a machine that slows
-    assert {line.compared for line in found} == {"1.40 x (1.40 to 1.40)"}
+    found = list(speed(results([1.0, 2.0, 4.0], [1.6, 3.2, 6.4]), 100))  # a machine that slows
+    assert {line.compared for line in found} == {"1.60 x (1.60 to 1.60)"}
     assert {line.verdict for line in found} == {"pass"}
-    assert {line.verdict for line in speed(results([1.0], [1.2]), 100)} == {"LOST"}
+    assert {line.verdict for line in speed(results([1.0], [0.9]), 100)} == {"LOST"}
     assert table(found).row_count == 6
+
+
+def test_each_opponent_has_its_bar():
+    verdicts = {line.other.partition(":")[0]: line.verdict for line in speed(results([1.0], [1.2]), 100)}
+    assert verdicts == {"plain loop, our adapter in its workers": "pass", "plain loop, ManiSkill's own wrapper": "LOST"}
+
+
+def test_two_processes_are_compared_with_one():
+    found = {ONE: Result("1", seconds=[9.0, 3.0, 3.0]), TWO: Result("1", seconds=[9.0, 2.0, 2.0])}
+    assert (together(found, 100).compared, together(found, 100).verdict) == ("1.50 x (1.50 to 1.50)", "pass")
+    found[TWO].seconds[1:] = [2.9, 2.9]
+    assert together(found, 100).verdict == "LOST"
+
+
+def test_cleanrls_loop_gets_better_at_cartpole():
+    torch.manual_seed(0)
+    loop = embodied_cartpole.Loop(seed=1, steps=8)
+    before = embodied_cartpole.judged(loop, 8, seed=1)
+    for index in range(8):
+        loop.step(index)
+    assert embodied_cartpole.judged(loop, 8, seed=1) > 2 * before
 
 
 def test_work_that_differs_is_seen():

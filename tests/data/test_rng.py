@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.rng import mix, permutation
+from rlinf.data.rng import mix, mixed, permutation
 
 
 def test_the_key_decides():
@@ -28,3 +28,8 @@ def test_orders_differ_by_every_part_of_the_key():
     assert len(orders) == 4
     assert tuple(permutation(20, 3, 1)) == tuple(permutation(20, 3, 1))
     assert sorted(permutation(20, 3)) == list(range(20))
+
+
+@given(st.integers(-(2**70), 2**70), st.lists(st.integers(0, 2**40), min_size=1), st.integers(0, 2**40))
+def test_many_keys_at_once_give_what_each_gives_alone(seed, envs, time):
+    assert mixed(seed, envs, time).tolist() == [mix(seed, env, time) for env in envs]

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from rlinf.data.rng import mix
+from rlinf.data.rng import mix, mixed
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import Observation
 from rlinf.envs.episodes import Decision, EnvOutput, remembered
@@ -229,6 +228,6 @@ class EnvActor(Actor):
     def _output(self, number: int, observation: Observation, instructions: Any, chunk: Any) -> EnvOutput:
         self._now[number] = (observation, instructions)
         part = self._pool.slices[number]
-        epoch, time = self._epochs[number], self._times[number]
-        seeds = [mix(self._seed, epoch, part.first + env, time) for env in range(part.num_envs)]
-        return EnvOutput(observation, instructions, chunk, torch.tensor(seeds, dtype=torch.int64), part.first)
+        envs = range(part.first, part.first + part.num_envs)
+        seeds = mixed(self._seed, self._epochs[number], envs, self._times[number])
+        return EnvOutput(observation, instructions, chunk, seeds, part.first)

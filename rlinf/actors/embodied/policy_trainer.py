@@ -41,6 +41,9 @@ from rlinf.weights.train_state import Restored, Source
 POLICY = "policy"
 """Directory of a checkpoint with the policy for everybody else."""
 
+_PICKED_BYTES = 1 << 26
+"""Of a batch's rows that are picked at once for some of an epoch's steps."""
+
 
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
@@ -177,9 +180,9 @@ class PolicyTrainer(BaseTrainer):
         last: dict[str, float] = {}
         stopped = False
         spec = self._learner.begin(self.version, self._spec)
-        for order in self._minibatches(batch):
-            warming_up = self._batches < self._critic_warmup
-            gathered, numbers = self._learner.learn(self._mine(batch, order), spec, critic_only=warming_up)
+        warming_up = self._batches < self._critic_warmup
+        for minibatch in self._minibatches(batch):
+            gathered, numbers = self._learner.learn(self._mine(minibatch), spec, critic_only=warming_up)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)
@@ -191,29 +194,35 @@ class PolicyTrainer(BaseTrainer):
         whole = sum(parts[1:], parts[0]).values() if parts else {}
         return {**whole, **last}, len(parts), stopped
 
-    def _minibatches(self, batch: TrajectoryBatch) -> Iterator[torch.Tensor]:
-        """Rows of each optimizer step, int64."""
+    def _minibatches(self, batch: TrajectoryBatch) -> Iterator[TrajectoryBatch]:
+        """What each optimizer step learns from, on all ranks; rows are picked for as many steps at once as memory
+        allows, since each pick costs as much as a small layer."""
+        size = max(1, self._minibatch // self.policy.sequence)
+        at_once = size * max(1, _PICKED_BYTES * len(batch) // (size * batch.nbytes))
         for epoch in range(self._epochs):
             order = torch.from_numpy(permutation(len(batch), self._seed, self.version, epoch))
-            yield from order.split(max(1, self._minibatch // self.policy.sequence))
+            for part in order.split(at_once):
+                picked = batch.rows(part)
+                for first in range(0, len(part), size):
+                    yield picked.rows(slice(first, first + size))
 
-    def _mine(self, batch: TrajectoryBatch, order: torch.Tensor) -> list[TrajectoryBatch]:
+    def _mine(self, minibatch: TrajectoryBatch) -> list[TrajectoryBatch]:
         """This rank's micro-batches of a minibatch: as many as every rank has, of which the last may be silent."""
-        shares = [order]
-        if self.world_size > 1:
-            dealt = self._dealt(batch, order)
-            shares = [order[dealt == rank] for rank in range(self.world_size)]
-        ids, length = batch.sequences, self.policy.sequence
+        if self.world_size == 1 and self._micro_batch is None:
+            return [minibatch]
+        dealt = self._dealt(minibatch)
+        shares = [(dealt == rank).nonzero()[:, 0] for rank in range(self.world_size)]
+        ids, length = minibatch.sequences, self.policy.sequence
         most = None if self._micro_batch is None else max(1, self._micro_batch // length)
         cuts = [cut(share, most, None if ids is None else ids[share, 0]) for share in shares]
         idle = max(map(len, cuts)) - len(cuts[self.rank])
-        return [*map(batch.rows, cuts[self.rank]), *[batch.rows(order[:1]).silent()] * idle]
+        return [*map(minibatch.rows, cuts[self.rank]), *[minibatch.rows(slice(1)).silent()] * idle]
 
-    def _dealt(self, batch: TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
+    def _dealt(self, minibatch: TrajectoryBatch) -> torch.Tensor:
         """Which rank has which of a minibatch's rows; an episode that is averaged over stays on one of them."""
-        if batch.sequences is None:
-            return torch.arange(len(chosen)) % self.world_size
-        return batch.sequences[chosen, 0] % self.world_size
+        if minibatch.sequences is None:
+            return torch.arange(len(minibatch)) % self.world_size
+        return minibatch.sequences[:, 0] % self.world_size
 
     def _check_critic(self, has_critic: bool, group_size: int) -> None:
         """Whether the algorithm can do with the policy and the environments; raises ValueError if not."""

@@ -162,8 +162,10 @@ class TokenLoss:
         if self.coefficient is not None:
             tensors = {**tensors, "coefficient": self.coefficient}
         rows, elements = slopes.shape[0], slopes.numel()
-        whole = slopes.device.type != "cpu" or elements <= _BLOCK
-        step = max(1, rows if whole else _BLOCK * rows // elements)
+        if slopes.device.type != "cpu" or elements <= _BLOCK:
+            yield self.kept, slopes, dict(tensors)
+            return
+        step = max(1, _BLOCK * rows // elements)
         number = repeat(None) if self.kept.number is None else self.kept.number.split(step)
         cut = zip(number, slopes.split(step), *(x.split(step) for x in tensors.values()), strict=False)
         for numbers, slope, *block in cut:

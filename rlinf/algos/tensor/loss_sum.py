@@ -134,6 +134,10 @@ class LossSum:
         """The loss per token (or sequence), []; 0 with a zero gradient if none counts."""
         return self.total / torch.where(self.weight == 0, 1.0, self.weight).to(self.total.dtype)
 
+    def average(self) -> float:
+        """`mean` as a number."""
+        return float(self.total) / (float(self.weight) or 1.0)
+
     def detach(self) -> LossSum:
         """The same sums without the graph that made them, to keep while further micro-batches come."""
         return LossSum(self.total.detach(), self.weight, self.metrics)

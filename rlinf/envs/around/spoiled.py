@@ -5,6 +5,7 @@ In: the arrays of single steps. Out: the environments whose episode cannot be us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,7 +19,7 @@ def not_finite(arrays: Mapping[str, Tensor]) -> Tensor | None:
         arrays: N rows each.
     """
     floats = [array for array in arrays.values() if array.is_floating_point()]
-    if all(bool(torch.isfinite(array.sum())) for array in floats):  # a sum tells of any, at a fraction of the price
+    if all(math.isfinite(array.sum().item()) for array in floats):  # a sum tells of any, at a fraction of the price
         return None
     rows = torch.stack([~torch.isfinite(array).reshape(len(array), -1).all(1) for array in floats]).any(0)
     return rows if bool(rows.any()) else None

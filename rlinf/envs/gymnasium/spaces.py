@@ -5,6 +5,7 @@ In: a space. Out: the specification, and a function from its elements, or to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +65,8 @@ def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, Arra
         row = {}
         if numbers:
             flat: list[Any] = [spaces.flatten(leaf, _at(observed, path)) for path, leaf in numbers]
-            row["state"] = np.concatenate(flat, dtype=np.float32, casting="same_kind")
+            alone = len(flat) == 1 and isinstance(flat[0], np.ndarray) and flat[0].dtype == np.float32
+            row["state"] = flat[0] if alone else np.concatenate(flat, dtype=np.float32, casting="same_kind")
         if pictures:
             row["rgb"] = np.concatenate([_coloured(_at(observed, path)) for path in pictures], axis=2)
         return row
@@ -105,8 +107,16 @@ def actions_of(space: spaces.Space[Any], name: str) -> tuple[ActionSpec, Write]:
     def write(numbers: np.ndarray) -> Any:
         part = np.floor((numbers.astype(np.float64) + 1) / 2 * options).astype(np.int64)
         chosen = least + np.clip(part, 0, options - 1)
-        return np.int64(chosen.item()) if shape == () else chosen.reshape(shape).astype(space.dtype)
+        return chosen.reshape(shape).astype(space.dtype)
 
+    if isinstance(space, spaces.Discrete):  # in plain numbers, a tenth of the time
+        start, count = np.int64(space.start), int(space.n)
+
+        def write_one(numbers: np.ndarray) -> np.int64:
+            part = math.floor((float(numbers[0]) + 1) / 2 * count)
+            return start + np.int64(min(max(part, 0), count - 1))
+
+        return ActionSpec(-ones, ones, choices), write_one
     return ActionSpec(-ones, ones, choices), write
 
 

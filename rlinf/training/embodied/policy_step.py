@@ -141,7 +141,7 @@ class PolicyLearner:
             (partial(self._loss, part, spec, scale, critic_only) for part in parts), critic_only=critic_only
         )
         lr = float(self.optimizer.param_groups[0]["lr"])
-        return gathered, {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
+        return gathered, {"loss": gathered.average(), "grad_norm": norm, "lr": lr}
 
     def step(self, losses: Iterable[Callable[[], LossSum]], *, critic_only: bool = False) -> tuple[LossSum, float]:
         """One optimizer step on the sum of some losses; each rank must, with as many.
@@ -158,12 +158,14 @@ class PolicyLearner:
 
     def _weights(self, parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> list[float]:
         """What the policy's and the critic's loss are divided by, of all micro-batches of all ranks."""
-        found = torch.zeros(2, dtype=torch.float64)
-        for part in parts:
-            found[0] += _count(spec, part.mask, part.sequences)
-            if part.value_mask is not None:
-                found[1] += _count(spec, part.value_mask, None)
-        weights: list[float] = sum_over_ranks(found.to(self._device), self._mesh).tolist()
+        found = [
+            sum(_count(spec, part.mask, part.sequences) for part in parts),
+            sum(_count(spec, part.value_mask, None) for part in parts if part.value_mask is not None),
+        ]
+        if self._mesh is None:
+            return found
+        counts = torch.tensor(found, dtype=torch.float64, device=self._device)
+        weights: list[float] = sum_over_ranks(counts, self._mesh).tolist()
         return weights
 
     def _loss(self, part: TrajectoryBatch, spec: AlgorithmSpec, scale: float | None, critic_only: bool) -> LossSum:
@@ -199,12 +201,12 @@ def _by_kind(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
             yield alike
 
 
-def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> Tensor:
+def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> float:
     """What a loss over some tokens is divided by."""
     how = spec.aggregation
     if how.how == "token-mean":
-        return mask.sum().cpu()
-    return coefficients("minibatch", keep(mask, torch.float32), how.how, how.norm_length, sequences)[1].cpu()
+        return float(mask.sum())
+    return float(coefficients("minibatch", keep(mask, torch.float32), how.how, how.norm_length, sequences)[1])
 
 
 def cut(rows: Tensor, most: int | None, sequences: Tensor | None) -> list[Tensor]:

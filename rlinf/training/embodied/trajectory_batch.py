@@ -47,17 +47,23 @@ class TrajectoryBatch:
     def __len__(self) -> int:
         return len(self.mask)
 
-    def rows(self, chosen: Tensor) -> TrajectoryBatch:
+    def rows(self, chosen: Tensor | slice) -> TrajectoryBatch:
         """Some of the decisions.
 
         Args:
-            chosen: which, int64 [d].
+            chosen: which, int64 [d]; neighbours, as a slice, are not copied.
         """
         return self._each(lambda tensor: tensor[chosen])
 
     def to(self, device: torch.device) -> TrajectoryBatch:
         """The same decisions on a device."""
-        return self._each(lambda tensor: tensor.to(device))
+        return self if self.mask.device == device else self._each(lambda tensor: tensor.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all rows, bytes."""
+        rest = [getattr(self, name) for name in self.__slots__[1:]]
+        return sum(tensor.nbytes for tensor in (*self.stored.values(), *rest) if tensor is not None)
 
     def silent(self) -> TrajectoryBatch:
         """The same decisions, of which none counts."""

@@ -1,0 +1,169 @@
+"""PPO on CartPole in a plain loop, beside which `benchmarks.embodied` puts configs/embodied/cartpole_ppo.yaml.
+
+`python -m benchmarks.embodied_cartpole --seed 1`. The structure, the sizes and the hyperparameters are those that
+cleanrl publishes for `ppo.py`: 4 environments in this process, 128 steps each, then 4 epochs of 4 minibatches with
+Adam, whose learning rate falls to 0; separate networks of two layers of 64 for actor and critic. Only the steps in all
+are fewer, so that the learning rate falls within them. In: a seed. Out: one JSON line, see `peers.grpo_job`, whose
+rewards are mean returns of the episodes that ended in each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from benchmarks.peers.grpo_job import Result, Stopwatch
+
+ENVS, HORIZON, EPOCHS, MINIBATCHES = 4, 128, 4, 4
+LR, ADAM_EPS, GRAD_CLIP = 2.5e-4, 1e-5, 0.5
+GAMMA, LAM, CLIP, ENTROPY_COEF, VALUE_COEF = 0.99, 0.95, 0.2, 0.01, 0.5
+STEP = ENVS * HORIZON
+"""Environment steps of a step of the loop."""
+TASK = "CartPole-v1"
+
+
+def layers(outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64, with orthogonal first weights; `gain` is the last layer's."""
+    found = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+    for layer, scale in ((found[0], 2**0.5), (found[2], 2**0.5), (found[4], gain)):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """What one step collected, [HORIZON, ENVS] each, observations [HORIZON, ENVS, 4]."""
+
+    observations: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    begins: Tensor
+    """1 where an observation is the first of an episode."""
+
+    def flat(self) -> list[Tensor]:
+        """Observations, actions, log-probs and values, decision by decision."""
+        return [each.flatten(0, 1) for each in (self.observations, self.actions, self.logprobs, self.values)]
+
+
+class Loop:
+    """Collect, then learn.
+
+    Args:
+        seed: of everything that is drawn.
+        steps: after which the learning rate is 0.
+    """
+
+    def __init__(self, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        self._order = np.random.default_rng(seed)
+        self._steps = steps
+        self.actor, self.critic = layers(2, 0.01), layers(1, 1.0)
+        self._parameters = [*self.actor.parameters(), *self.critic.parameters()]
+        self._optimizer = torch.optim.Adam(self._parameters, lr=LR, eps=ADAM_EPS)
+        self._envs = SyncVectorEnv([_made] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+        first, _ = self._envs.reset(seed=[seed * ENVS + number for number in range(ENVS)])
+        self._seen, self._begins = torch.from_numpy(first), torch.ones(ENVS)
+
+    def step(self, index: int) -> float:
+        """One step; the mean return of the episodes that ended in it, 0 if none did."""
+        self._optimizer.param_groups[0]["lr"] = LR * (1 - index / self._steps)
+        found, ended = self._collect()
+        advantages = self._advantages(found)
+        self._learn(found, advantages)
+        return float(np.mean(ended)) if ended else 0.0
+
+    @torch.no_grad()
+    def _collect(self) -> tuple[Horizon, list[float]]:
+        rows: list[tuple[Tensor, ...]] = []
+        ended: list[float] = []
+        for _ in range(HORIZON):
+            drawn = Categorical(logits=self.actor(self._seen))
+            action, value = drawn.sample(), self.critic(self._seen)[:, 0]
+            seen, reward, terminated, truncated, info = self._envs.step(action.numpy())
+            given = torch.from_numpy(reward).float()
+            rows.append((self._seen, action, drawn.log_prob(action), value, given, self._begins))
+            over = terminated | truncated
+            if over.any():
+                ended += info["final_info"]["episode"]["r"][over].tolist()
+            self._seen, self._begins = torch.from_numpy(seen.copy()), torch.from_numpy(over).float()
+        return Horizon(*(torch.stack(each) for each in zip(*rows, strict=True))), ended
+
+    @torch.no_grad()
+    def _advantages(self, found: Horizon) -> Tensor:
+        """Generalised advantages (arXiv:1506.02438, eq. 16); an episode that its time limit cuts counts as over."""
+        advantages = torch.zeros_like(found.rewards)
+        value, goes_on, after = self.critic(self._seen)[:, 0], 1 - self._begins, torch.zeros(ENVS)
+        for time in reversed(range(HORIZON)):
+            error = found.rewards[time] + GAMMA * value * goes_on - found.values[time]
+            advantages[time] = after = error + GAMMA * LAM * goes_on * after
+            value, goes_on = found.values[time], 1 - found.begins[time]
+        return advantages
+
+    def _learn(self, found: Horizon, advantages: Tensor) -> None:
+        observations, actions, logprobs, values = found.flat()
+        advantages = advantages.flatten()
+        returns = advantages + values
+        for _ in range(EPOCHS):
+            for rows in np.split(self._order.permutation(STEP), MINIBATCHES):
+                drawn, new = Categorical(logits=self.actor(observations[rows])), self.critic(observations[rows])[:, 0]
+                ratio = (drawn.log_prob(actions[rows]) - logprobs[rows]).exp()
+                gain = advantages[rows]
+                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+                policy_loss = torch.max(-gain * ratio, -gain * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+                held = values[rows] + (new - values[rows]).clamp(-CLIP, CLIP)
+                errors = torch.max((new - returns[rows]) ** 2, (held - returns[rows]) ** 2)
+                loss = policy_loss - ENTROPY_COEF * drawn.entropy().mean() + VALUE_COEF * 0.5 * errors.mean()
+                self._optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self._parameters, GRAD_CLIP)
+                self._optimizer.step()
+
+
+@torch.no_grad()
+def judged(loop: Loop, episodes: int, seed: int) -> float:
+    """Mean return of the likeliest actions over some episodes of other starts."""
+    envs = SyncVectorEnv([_made] * episodes, autoreset_mode=AutoresetMode.SAME_STEP)
+    seen, _ = envs.reset(seed=[seed + 1_000_000 + number for number in range(episodes)])
+    total, going = np.zeros(episodes), np.ones(episodes, bool)
+    while going.any():
+        seen, reward, terminated, truncated, _ = envs.step(loop.actor(torch.from_numpy(seen)).argmax(-1).numpy())
+        total += reward * going
+        going &= ~(terminated | truncated)
+    return float(total.mean())
+
+
+def _made() -> gymnasium.Env[Any, Any]:
+    return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(TASK))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=117, help=f"of {STEP} environment steps (default: %(default)s)")
+    parser.add_argument("--turns", type=int, help="end after so many of them (default: all)")
+    parser.add_argument("--judge", type=int, default=0, help="episodes of the likeliest actions at the end")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = Result(version=f"torch {torch.__version__}")
+    loop, watch = Loop(options.seed, options.steps), Stopwatch(result)
+    for index in range(options.turns or options.steps):
+        watch.next_step()
+        result.rewards.append(loop.step(index))
+    result.tell()
+    if options.judge:
+        print(f"mean return of {options.judge} episodes: {judged(loop, options.judge, options.seed):.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -70,6 +70,10 @@ class Weights:
     """Flat tensors, each [elements] of one dtype."""
     checksums: tuple[int, ...]
     """Of each bucket; see `checksum`."""
+    left_out: tuple[str, ...] = ()
+    """Names of the tensors that nothing changes and that are not here, for a receiver that has them already."""
+    origin: str = ""
+    """Says which values the tensors that nothing changes have: those of two models of equal origins are equal."""
 
     @staticmethod
     def pack(

@@ -47,6 +47,26 @@ def adamw(
     return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
+def adamw_of_parts(
+    parts: Sequence[tuple[Sequence[nn.Parameter], float]], *, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW for parameters of which some are in slices and some are whole, as fast as it is on their device.
+
+    Args:
+        parts: parameters, each with their learning rate.
+        betas, weight_decay: as in torch's.
+    """
+    groups = [
+        {"params": alike, "lr": lr}
+        for part, lr in parts
+        for sliced in (True, False)  # no operation of torch takes both
+        if (alike := [each for each in part if isinstance(each, DTensor) == sliced])
+    ]
+    # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
+    on_cpu = all(parameter.device.type == "cpu" for part, _ in parts for parameter in part)
+    return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True if on_cpu else None)
+
+
 class AdamW8bit(Optimizer):
     """bitsandbytes' AdamW on what this rank has of each parameter; arguments as for `adamw`.
 

@@ -98,20 +98,22 @@ class BaseTrainer(ModelActor, JointActor):
     # Weights -----------------------------------------------------------------------------------------------------
 
     @endpoint(device=True, joint=True)
-    async def weights(self, *, exact: bool = False) -> Weights | None:
+    async def weights(self, *, exact: bool = False, whole: bool = False) -> Weights | None:
         """The weights as they are between two batches; a copy, so that training may go on. None but on rank 0.
 
         Args:
             exact: as they are kept here; otherwise in the precision in which those compute who take them over, if the
                 trainer was told.
+            whole: with what never changes, too, which trainers may otherwise leave out after the first time: for
+                receivers that are new.
         """
 
         async def published(_: None) -> Weights | None:
-            return await self._published(exact)
+            return await self._published(exact, whole)
 
         return await self.jointly(published)
 
-    async def _published(self, exact: bool) -> Weights | None:
+    async def _published(self, exact: bool, whole: bool) -> Weights | None:
         """What `weights` returns; called on all ranks in turn."""
         raise NotImplementedError(f"{type(self).__name__} publishes no weights: define _published")
 

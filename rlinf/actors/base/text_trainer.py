@@ -280,7 +280,7 @@ class TextTrainer(OwnPace):
 
     # Checkpoints and devices -------------------------------------------------------------------------------------
 
-    async def _published(self, exact: bool) -> Weights | None:
+    async def _published(self, exact: bool, whole: bool) -> Weights | None:
         dtype = None if exact or self._publishes == torch.float32 else self._publishes
         size = sum(map(prod, self._back.shapes().values())) * (dtype or torch.float32).itemsize
         in_host = not has_room(self.device, size)

@@ -23,8 +23,9 @@ from rlinf.config.importing import resolve
 from rlinf.data.demonstrations import decisions, read_demonstrations
 from rlinf.data.rng import mix, uniforms
 from rlinf.envs.episodes import EnvOutput
-from rlinf.models.policy.base import Act, Policy, Stored
-from rlinf.models.policy.build import load_policy, make_policy
+from rlinf.models.policy.base import Act, Stored
+from rlinf.models.policy.build import load_policy
+from rlinf.training.adamw import adamw_of_parts
 from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import ages_of, summary
@@ -120,11 +121,11 @@ class DaggerTrainer(RememberingTrainer):
         """
         at_least_one("trainer", batch=batch, updates=updates)
         await self._open_mesh()
-        self.policy: Policy = await self.compute(make_policy, policy, path, self.device)
+        self.policy = await self._made(policy, path)
         acting = {id(each) for each in self.policy.without_critic()}
         # A standard deviation that imitates an expert goes to 0, and leaves nothing to explore with afterwards.
         self._learning = [p for name, p in self.policy.named_parameters() if id(p) in acting and name != "log_std"]
-        optimizer = torch.optim.AdamW(self._learning, lr=lr, betas=betas, weight_decay=weight_decay)
+        optimizer = adamw_of_parts([(self._learning, lr)], betas=betas, weight_decay=weight_decay)
         self._own(self.policy, optimizer)
         self._optimizer, self._clip = optimizer, grad_clip
         self._replay = ReplayBuffer(capacity)

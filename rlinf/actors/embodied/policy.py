@@ -21,7 +21,7 @@ from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode, with_rows
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.training.embodied.preparing import Preparation
+from rlinf.training.embodied.preparing import Preparation, origin_of
 from rlinf.training.embodied.trajectory import Trajectory
 from rlinf.weights.receive import Receiver
 from rlinf.weights.state_tensors import held
@@ -65,6 +65,7 @@ class PolicyActor(ModelActor, Receiver):
         """
         kept = Preparation(dtype=dtype).computes_in
         self._policy: Policy = await self.compute(make_policy, policy, path, self.device, kept)
+        self._origin = origin_of(policy, path)
         self._keep_following = keep_following
         self._histories: dict[Key, _History] = {}
         self._version = 0
@@ -103,10 +104,15 @@ class PolicyActor(ModelActor, Receiver):
         return self._version
 
     async def check_weights(self, weights: Weights) -> None:
-        arrived, own = weights.shapes, {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
-        own = {name: shape for name, shape in own.items() if name in arrived}  # what does not learn need not come again
-        if problems := misfits(own, arrived):
+        left_out = set(weights.left_out)
+        own = {name: tuple(each.shape) for name, each in self._policy.weights().items() if name not in left_out}
+        if problems := misfits(own, weights.shapes):
             raise ValueError(f"published weights are not those of this policy: {problems}")
+        if left_out and weights.origin != self._origin:
+            raise ValueError(
+                f"weights of version {weights.version} leave out {len(left_out)} tensors that nothing changes, such as "
+                f"{weights.left_out[0]}, and this policy never had those: load trainer.weights(whole=True) first"
+            )
 
     async def switch_weights(self, weights: Weights) -> None:
         await self.on_model(self._take, weights)
@@ -117,6 +123,7 @@ class PolicyActor(ModelActor, Receiver):
         own = self._policy.weights()
         for name, tensor in weights.named():
             own[name].copy_(tensor)
+        self._origin = weights.origin
 
     async def onload(self) -> None:
         """Bring back what `offload` moved, with new weights at once if such are coming."""

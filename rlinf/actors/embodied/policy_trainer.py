@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from rlinf.models.policy.build import make_policy, save_policy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import imitate
 from rlinf.training.embodied.policy_step import PolicyLearner, PolicySettings, cut
-from rlinf.training.embodied.preparing import Preparation, exported, prepare
+from rlinf.training.embodied.preparing import Preparation, exported, origin_of, prepare
 from rlinf.training.embodied.reward_scale import RewardScale
 from rlinf.training.embodied.trajectory import Trajectory, joined
 from rlinf.training.embodied.trajectory_batch import GroupFilter, TrajectoryBatch, ages_of, batch_of, check, metrics_of
@@ -48,6 +49,9 @@ _PICKED_BYTES = 1 << 26
 class PolicyTrainer(BaseTrainer):
     """Owns the weights of a policy that learns by acting."""
 
+    policy: Policy
+    _origin: str
+    """`Weights.origin` of what is published."""
     _how = Preparation()
     _told = False
     """Whether those who act have weights of all parameters."""
@@ -109,7 +113,7 @@ class PolicyTrainer(BaseTrainer):
         self._how = Preparation(seed=seed, **chosen)
         optimizer = settings_of(PolicySettings, settings)
         await self._open_mesh()
-        self.policy: Policy = await self.compute(make_policy, policy, path, self.device, self._how.kept_in)
+        self.policy = await self._made(policy, path, self._how.kept_in)
         has_critic = self.policy.config.value_level is not None
         self._check_critic(has_critic, group_size)
         if critic_warmup and not self.policy.of_critic():
@@ -126,6 +130,11 @@ class PolicyTrainer(BaseTrainer):
         if reward_scaling and isinstance(self._spec.advantage, Gae):
             self._scale = RewardScale(self._spec.advantage.gamma, goes_on=not fresh)
         self._own(self.policy, self._learner.optimizer)
+
+    async def _made(self, policy: Mapping[str, Any], path: str | None, kept: Any = torch.float32) -> Policy:
+        """The policy, as those who act make it by the same settings; `kept` is as for `make_policy`."""
+        self._origin = origin_of(policy, path)
+        return await self.compute(make_policy, policy, path, self.device, kept)
 
     @endpoint(device=True, joint=True)
     async def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -179,7 +188,7 @@ class PolicyTrainer(BaseTrainer):
         parts: list[LossSum] = []
         last: dict[str, float] = {}
         stopped = False
-        spec = self._learner.begin(self.version, self._spec)
+        spec = self._learner.begin(self._batches, self._spec)
         warming_up = self._batches < self._critic_warmup
         for minibatch in self._minibatches(batch):
             gathered, numbers = self._learner.learn(self._mine(minibatch), spec, critic_only=warming_up)
@@ -276,6 +285,8 @@ class PolicyTrainer(BaseTrainer):
 
     def _take(self, source: Path | Source) -> Restored:
         found = super()._take(source)
+        # a policy that was made by the same settings need not have what a checkpoint has
+        self._told, self._origin = False, f"{self._origin}, restored {uuid4().hex}"
         self._batches = int(found.extra.get("batches", found.version))
         if self._scale is not None and "reward_scale" in found.extra:
             self._scale.restore(found.extra["reward_scale"])
@@ -285,15 +296,20 @@ class PolicyTrainer(BaseTrainer):
         reshard(self.policy)  # a forward that failed leaves whole weights behind
         return super()._held()
 
-    async def _published(self, exact: bool) -> Weights | None:
-        """With running statistics; after the first time without what does not change here."""
+    async def _published(self, exact: bool, whole: bool) -> Weights | None:
+        """With running statistics; after the first time without what does not change here, unless it is asked for."""
         dtype = None if exact else self._how.computes_in
-        export = partial(exported, self.policy, changing=self._told and not exact)
+        changing = self._told and not (exact or whole)
+        export = partial(exported, self.policy, changing=changing)
         size = sum(parameter.numel() for parameter in self.policy.parameters()) * (dtype or torch.float32).itemsize
         in_host = not has_room(self.device, size)
         weights = await publish(self, export, self.version, dtype=dtype, in_host_memory=in_host)
         self._told |= not exact
-        return weights
+        if weights is None:
+            return None
+        there = weights.shapes
+        names = (name for name, _ in exported(self.policy, dtype)) if changing else ()
+        return replace(weights, left_out=tuple(name for name in names if name not in there), origin=self._origin)
 
     def _copies(self, directory: Path) -> Mapping[str, HostCopy]:
         named: dict[str, Tensor] = {}

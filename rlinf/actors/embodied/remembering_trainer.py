@@ -16,7 +16,6 @@ from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer
-from rlinf.training.embodied.preparing import Preparation
 from rlinf.training.embodied.trajectory import Trajectory
 from rlinf.weights.parked_state import OpenState
 from rlinf.weights.train_state import Restored, Source, StateCopy
@@ -28,8 +27,6 @@ REPLAY = "replay"
 class RememberingTrainer(PolicyTrainer):
     """Owns the weights of a policy, and a replay buffer."""
 
-    _how = Preparation()  # these policies learn as a whole, on float32, and rewards stay as they are
-    _told, _batches, _scale = False, 0, None
     _replay: ReplayBuffer
     _updates: int
     """Optimizer steps so far, from which follows what is drawn next."""

@@ -18,7 +18,6 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.validation import one_of
 from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.rng import mix
-from rlinf.models.policy.build import make_policy
 from rlinf.models.policy.off_policy.soft import SoftPolicy
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.embodied.behavior_cloning import demonstrated_transitions
@@ -90,7 +89,7 @@ class SacTrainer(RememberingTrainer):
                 f"trainer: demo_share={demo_share} must be from 0 to 1, {utd=} above 0, {warmup=} not below"
             )
         await self._open_mesh()
-        self.policy = await self.compute(make_policy, policy, path, self.device)
+        self.policy = await self._made(policy, path)
         if not isinstance(self.policy, SoftPolicy):
             raise ValueError(
                 f"trainer: a {type(self.policy).__name__} has no critics of actions; take policy.type="

@@ -20,7 +20,6 @@ from rlinf.job.roles.running import Roles, only, spawn_roles
 from rlinf.metrics.run_directory import RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 
 _UNREADABLE = (ValueError, OSError, ImportError, UserError)
@@ -79,7 +78,7 @@ class ImitationLoop(EmbodiedLoop):
         except ValueError as error:
             raise InputError(f"imitation: {error}") from error
         if TRIALS in self.roles:
-            await self._publish(self.roles)
+            await self.roles["policy"].load(self.roles["trainer"].weights())
             found |= await super().evaluate() or {}
         return found or None
 
@@ -93,7 +92,3 @@ class ImitationLoop(EmbodiedLoop):
             yield f"held-out loss {before['held_out/loss']:.3f} -> {after['held_out/loss']:.3f}"
         if "episodes" in after:
             yield from super().compared(before, after)
-
-    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
-        if "policy" in roles:
-            await super()._publish(roles)

@@ -32,6 +32,7 @@ from rlinf.metrics.alarm import StalenessAlarm
 from rlinf.metrics.console.success import success_table
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
+from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 
 SIMULATORS = "environments.pt"
@@ -162,6 +163,11 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
                 style = ".1%" if name.startswith("success") else ".2f"
                 yield f"  {name:<16} {before[name]:>8{style}} -> {after[name]:{style}}"
         yield from success_table(before, after)
+
+    async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
+        """To a policy that may be new: what never changes, too, may be another's than that which it was made with."""
+        if self.generates in roles:
+            await roles[self.generates].load(roles["trainer"].weights(whole=True))
 
     async def saving(self) -> Callable[[Path], Coroutine[Any, Any, None]]:
         environments: list[Any] = []

@@ -17,6 +17,7 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.data.demonstrations import Decisions, DecisionStream, Demonstration, decisions
 from rlinf.data.rng import mix
 from rlinf.models.policy.base import Policy
+from rlinf.training.adamw import adamw_of_parts
 from rlinf.training.embodied.off_policy.replay_buffer import Rows
 from rlinf.training.embodied.off_policy.transitions import several_steps
 from rlinf.training.optimizer import minimize, share_of
@@ -52,7 +53,7 @@ def imitate(
         raise ValueError(f"imitate: steps={steps} must be at least 1")
     get_used_to(policy, shown, device)
     parameters = imitating(policy, fixed)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    optimizer = adamw_of_parts([(parameters, lr)], betas=(0.9, 0.999), weight_decay=0.0)
     losses = [
         minimize(losses_of(policy, shown, step, device, mesh, micro_batch), parameters, optimizer, mesh=mesh)[0]
         for step in range(steps)

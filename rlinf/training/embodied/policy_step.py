@@ -6,14 +6,13 @@ share of a minibatch; `training/optimizer.py` adds the gradients up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from rlinf.algos.apply import loss_of, value_loss_of
 from rlinf.algos.losses.aggregate import coefficients
@@ -22,6 +21,7 @@ from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.algos.tensor.masks import keep
 from rlinf.models.policy.base import Policy
+from rlinf.training.adamw import adamw_of_parts
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from rlinf.training.learning_rate import Schedule, lr_factor
 from rlinf.training.optimizer import minimize, sum_over_ranks
@@ -83,20 +83,8 @@ class PolicyLearner:
         rates = ((policy.without_critic(), settings.lr), (policy.of_critic(), settings.critic_lr or settings.lr))
         deciding, self._of_critic = ([each for each in part if each.requires_grad] for part, _ in rates)
         self._parameters = [*deciding, *self._of_critic]
-        groups = [
-            {"params": alike, "lr": rate}
-            for part, (_, rate) in zip((deciding, self._of_critic), rates, strict=True)
-            for alike in _by_kind(part)
-        ]
-        # on a CPU the default is a dozen small operations per tensor, which took as long as the backward pass
-        on_cpu = all(parameter.device.type == "cpu" for parameter in policy.parameters())
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True if on_cpu else None,
-        )
+        parts = [(part, rate) for part, (_, rate) in zip((deciding, self._of_critic), rates, strict=True)]
+        self.optimizer = adamw_of_parts(parts, betas=settings.betas, weight_decay=settings.weight_decay)
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def begin(self, done: int, spec: AlgorithmSpec) -> AlgorithmSpec:
@@ -192,13 +180,6 @@ class PolicyLearner:
             return loss, None
         values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
         return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
-
-
-def _by_kind(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those in slices and those that are whole, apart, since no operation takes both."""
-    for sliced in (True, False):
-        if alike := [each for each in parameters if isinstance(each, DTensor) == sliced]:
-            yield alike
 
 
 def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> float:

@@ -9,6 +9,7 @@ the same functions in the same order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -188,6 +189,16 @@ def _start_adapters(policy: Policy, how: Preparation) -> None:
 
 
 # The weights for everybody else ---------------------------------------------------------------------------------------
+
+
+def origin_of(policy: Mapping[str, Any], path: str | None) -> str:
+    """`Weights.origin` of a policy as it is made.
+
+    Args:
+        policy: its configuration.
+        path: directory that it is read from; None for none.
+    """
+    return f"{json.dumps(policy, sort_keys=True, default=str)}, path {path}"
 
 
 def plain(name: str) -> str:

@@ -8,9 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.data.demonstrations import Demonstration, write_demonstrations
 from rlinf.models.policy.build import load_policy
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.weights.receive import LoadError
 from tests.actors.programs.control import MLP, collected
 
 LEARNING = {"lr": 0.03, "epochs": 4, "minibatch": 8, "seed": 4}
@@ -214,3 +217,56 @@ def test_policies_are_trained_without_importing_language_models():
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "rlinf.training.optimizer" in found
     assert [name for name in found if name.startswith(("transformers", "rlinf.models.language"))] == []
+
+
+FROZEN = {"train": ["actor.*", "critic.*"]}
+
+
+async def test_a_policy_that_is_new_is_never_left_with_what_it_was_made_with(tmp_path):
+    other = {**MLP, "seed": 8}  # as where a run goes on from a checkpoint of another first policy
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        saved = await trainer_of(system, "saved", policy=other, **FROZEN)
+        await saved.train(trajectories)
+        await saved.save(str(tmp_path))
+        trainer = await trainer_of(system, "trainer", **FROZEN)
+        await trainer.restore(str(tmp_path))
+        policy = await system.spawn(PolicyActor, name="taught", policy=MLP)
+        await policy.load(trainer.weights())
+        await trainer.train(trajectories)
+        part = await trainer.weights()
+        assert set(part.left_out) == {"log_std"}
+        assert await policy.load(part) == 2
+        moved = await system.spawn(PolicyActor, name="moved", policy=MLP)
+        with pytest.raises(LoadError, match=r"leave out 1 tensors .* log_std.* load trainer\.weights\(whole=True\)"):
+            await moved.load(trainer.weights())
+        await moved.load(trainer.weights(whole=True))
+        assert await moved.load(trainer.weights()) == 2
+        lacking = dataclasses.replace(part, layout=part.layout[1:])
+        with pytest.raises(LoadError, match="missing actor"):
+            await moved.load(lacking)
+
+
+async def test_a_policy_made_alike_needs_not_be_told_what_never_changes():
+    async with ActorSystem.local() as system:
+        trainer = await trainer_of(system, **FROZEN)
+        await trainer.weights()  # a flow that works ahead may replace these before anybody has loaded them
+        alike, other = [
+            await system.spawn(PolicyActor, name=name, policy={**MLP, "seed": seed})
+            for name, seed in (("alike", 3), ("other", 4))
+        ]
+        assert await alike.load(trainer.weights()) == 0
+        with pytest.raises(LoadError, match="never had those"):
+            await other.load(trainer.weights())
+
+
+async def test_schedules_count_batches_and_not_what_was_imitated_before(tmp_path):
+    settings, numbers = {"schedule": "linear", "total_steps": 4}, torch.zeros(1, 1)
+    shown = Demonstration({"state": torch.zeros(2, 2)}, torch.zeros(1, 1, 1), numbers, numbers == 0, True, True, None)
+    async with ActorSystem.local() as system:
+        trajectories = await collected(system, MLP, 4)
+        write_demonstrations(tmp_path, [shown])
+        trainer = await trainer_of(system, **settings)
+        await trainer.imitate(str(tmp_path), steps=2)
+        rates = [(await trainer.train(trajectories))["lr"] for _ in range(2)]
+    assert rates == pytest.approx([0.03 * 0.75, 0.03 * 0.5])

@@ -28,8 +28,8 @@ or {"error": text, "kind": name}. The first call of a connection is "hello" with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
-import importlib
 import importlib.util
 import json
 import os
@@ -44,20 +44,15 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 1
-"""Of the protocol; both sides must have the same."""
+VERSION = 1  # of the protocol; both sides must have the same
 TOKEN = "RLINF_REMOTE_TOKEN"
 """Environment variable with the word that a connection must know."""
 _MAGIC = b"RLR1"
 _PREFIX = struct.Struct(">4sIQ")
-_MOST_HEADER = 1 << 26
-"""Bytes of a header; more is a mistake, or an attempt to fill the memory."""
-_MOST_BODY = 1 << 32
-"""Bytes of a body."""
-_MOST_UNKNOWN = 1 << 16
-"""Bytes of each from a connection that has not said the token yet."""
-_DEEPEST = 64
-"""Collections in one another."""
+_MOST_HEADER = 1 << 26  # bytes; more is a mistake, or an attempt to fill the memory
+_MOST_BODY = 1 << 32  # bytes
+_MOST_UNKNOWN = 1 << 16  # bytes of each from a connection that has not said the token yet
+_DEEPEST = 64  # collections in one another
 
 
 class Garbled(Exception):
@@ -338,9 +333,8 @@ def listen(make: Callable[..., Any], token: str, address: str, most: int, ready:
         ready: called with a line that says where, once connections are taken.
     """
     if address.startswith("unix:"):
-        server = socket.socket(socket.AF_UNIX)
+        server, where = socket.socket(socket.AF_UNIX), address
         server.bind(address[5:])
-        where = address
     else:
         host, _, port = address.rpartition(":")
         server = socket.create_server((host or "127.0.0.1", int(port)))
@@ -356,12 +350,11 @@ def listen(make: Callable[..., Any], token: str, address: str, most: int, ready:
             if not places.acquire(blocking=False):
                 text = f"all {most} places are taken: start more servers, or this one with --connections"
                 _send(connection.sendall, {"error": text, "kind": "Busy"})
-                _part_from(connection)
-                return
-            try:
-                converse(Session(make, token), connection.recv, connection.sendall, turn)
-            finally:
-                places.release()
+            else:
+                try:
+                    converse(Session(make, token), connection.recv, connection.sendall, turn)
+                finally:
+                    places.release()
             _part_from(connection)
 
     with server:
@@ -372,19 +365,14 @@ def listen(make: Callable[..., Any], token: str, address: str, most: int, ready:
 
 def _part_from(connection: socket.socket) -> None:
     """Let the last answer arrive: closing a connection while something that came is unread takes it back."""
-    try:
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(1.0)
-        for _ in range(64):
-            if not connection.recv(1 << 16):
-                return
-    except OSError:
-        pass
+        any(not connection.recv(1 << 16) for _ in range(64))
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    print(line, flush=True)  # noqa: T201  (a program)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.data import look_at_data
+from rlinf.job.checks.embodied import without_path
 from rlinf.job.prepare import prepare
 from rlinf.placement.auto.choose import Chosen
 from rlinf.placement.plan import GB
@@ -32,12 +33,19 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
         *_roles(config, placed),
         *(f"Left to the devices: {line}" for line in prepared.became),
         *(f"Warning: {line}" for line in prepared.warnings),
+        *_to_be_named(config),
         *_memory(placed, prepared.held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
         *_prediction(prepared.chosen, placed),
     ]
     if isinstance(config, RunConfig):
         lines += [f"Data: {line}" for line in look_at_data(config, prepared)]
     return "\n".join([dump(config), *(f"# {line}" for line in lines)])
+
+
+def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+    """What a run needs that could be checked without."""
+    if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
+        yield f"Warning: a run is refused as it is: {missing.key}: {missing.advice}"
 
 
 def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:

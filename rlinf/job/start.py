@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.config.common import SystemConfig
 from rlinf.config.embodied import IMITATION, EmbodiedConfig
-from rlinf.config.loading import InputError, RunFailure, dump
+from rlinf.config.loading import ConfigError, InputError, RunFailure, dump
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
@@ -54,12 +54,15 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return
     from rlinf.job.checks.by_kind import refuse_other_kind  # torch comes with them, which takes seconds
+    from rlinf.job.checks.embodied import without_path
     from rlinf.job.prepare import prepare
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     prepared = prepare(config, hosts)
     if isinstance(config, RunConfig):
         refuse_other_kind(config.placement)
+    elif (missing := without_path(config)) is not None:
+        raise ConfigError([missing])
     with locked(path.absolute()) as lock:
         begun = checkpoint_to_resume(resume, path.absolute())
         directory = open_run_directory(path.absolute(), config, begun, lock, prepared.told)

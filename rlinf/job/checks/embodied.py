@@ -179,6 +179,23 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
     return _built("policy.settings", config.policy.settings, lambda: _smallest(given))
 
 
+def without_path(config: EmbodiedConfig) -> Problem | None:
+    """What is wrong with starting a run whose policy acts only where it was read from a directory, and names none.
+
+    Without weights such a configuration can be checked all the same, so that `--dry-run` merely warns of it.
+
+    Args:
+        config: of the run, which has passed `unusable`.
+    """
+    kind = policy_settings(config)["type"]
+    if config.policy.path is not None or not policy_class({"type": kind}).needs_path:
+        return None
+    advice = (
+        f"{kind} is read from a directory that has its weights and its tokenizer, as its authors publish it: name one"
+    )
+    return Problem("configuration", "policy.path", None, advice)
+
+
 def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
     """See that the policy and what learns it fit into the memory of devices; the configuration has passed `unusable`.
 

@@ -50,6 +50,9 @@ class PublishedForm:
     """Patterns of small files there that are kept and written back as they were, such as "tokenizer*"."""
     own: ClassVar[tuple[str, ...]] = ("critic.*",)
     """Patterns of names of the state that the authors' form has no place for; they have first values of our own."""
+    needs_path: ClassVar[bool] = False
+    """Whether it acts only where it was read from a directory, which has something beside weights, such as a tokenizer.
+    A run without `policy.path` is refused then."""
     files: dict[str, bytes]
     """What `beside` names, of the directory that the policy was read from."""
 
@@ -112,6 +115,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
             raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which its {INDEX} names")
         return {name: directory / file for name, file in names.items()}
+    if (directory / WEIGHTS).is_file():
+        return tensors_in(directory / WEIGHTS)  # others beside it hold something else: lerobot's, statistics
     found: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name != EXTRA:

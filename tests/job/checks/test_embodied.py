@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlinf.cli.dry_run import describe
+from rlinf.cli.main import main
 from rlinf.config.loading import ConfigError
 from rlinf.data.demonstrations import Demonstration, write_demonstrations
 from rlinf.envs.base import SerialSimulator
@@ -144,6 +145,19 @@ def test_a_saved_policy_is_taken_if_its_weights_are_its_own(tmp_path):
 
 def test_a_simulator_of_ones_own_is_not_made():
     describe(load_embodied(ROOT / TOY, [f"env.simulator={__name__}.Leaving", "env.options={speed: 3, other: 4}"]), 1)
+
+
+@pytest.mark.parametrize("name", ["openvla_maniskill_ppo", "pi0_libero_ppo", "gr00t_libero_ppo"])
+def test_a_published_policy_without_its_directory_is_checked_but_not_started(name, tmp_path, capsys, monkeypatch):
+    path = ROOT / f"configs/embodied/{name}.yaml"
+    one = [f"placement.{role}={host}" for role, host in (("env", 0), ("policy", 0), ("trainer", 0))]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "# Warning: a run is refused as it is: policy.path: " in describe(load_embodied(path), 8)
+    assert main(["--config", str(path), *one, "env.slices=1", f"output_dir={tmp_path}/none"]) == 2
+    told = capsys.readouterr().err
+    assert "configuration: policy.path = None: " in told
+    assert "is read from a directory that has its weights and its tokenizer" in told
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/embodied").glob("*.yaml")), ids=lambda path: path.stem)

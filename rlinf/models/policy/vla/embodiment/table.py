@@ -34,8 +34,8 @@ class Embodiment:
     state_size: int = 0
     """Numbers of the robot's own state that the model looks at; 0 for none."""
     statistics: tuple[str, ...] = ()
-    """Keys (or asset ids) of the statistics, the first that the checkpoint has is taken; a key that is
-    given wins, and a checkpoint with a single one needs none."""
+    """Keys (or asset ids) of the statistics that may be meant. One that is given wins, a checkpoint with a single one
+    needs none, and where it has several of these one must be given."""
     scale: Scale = "q01_q99"
     """What the model's numbers from -1 to 1 mean."""
     gripper: str = "same"
@@ -63,7 +63,7 @@ def _pi0(**rest: object) -> Embodiment:
 
 
 def _pi05(**rest: object) -> Embodiment:
-    return Embodiment(**{"prompt": PI05_PROMPT, "prompt_length": 200, **rest})  # type: ignore[arg-type]
+    return Embodiment(**{"prompt": PI0_PROMPT, "prompt_length": 200, **rest})  # type: ignore[arg-type]
 
 
 TABLE = {
@@ -81,30 +81,35 @@ TABLE = {
         30, state_size=7, statistics=("bridge_orig",), gripper="maniskill", chunk=5
     ),
     ("openvla-oft", "robotwin"): _openvla(512, crop=0.9, state_size=14, scale="min_max", action_size=14, chunk=25),
+    # RLinf takes these four numbers, the gripper as it is; guesses: tokens of the prompt, and the chunk
     ("openvla-oft", "metaworld"): _openvla(128, picked=(0, 1, 2, 6), chunk=8),
     ("pi0", "libero"): _pi0(
         cameras=2, state_size=_LIBERO_STATE, statistics=("physical-intelligence/libero",), chunk=5, horizon=50
     ),
-    ("pi0", "maniskill"): _pi0(statistics=("physical-intelligence/maniskill",), chunk=5, horizon=50),
-    ("pi0", "metaworld"): _pi0(
-        state_size=4, statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5, horizon=50
+    # the WidowX opens and closes as for all models (RLinf's action_utils). A guess: which 8 numbers its state is
+    ("pi0", "maniskill"): _pi0(
+        state_size=8, statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5, horizon=50
     ),
+    ("pi0", "metaworld"): _pi0(state_size=4, statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5, horizon=5),
     ("pi0", "calvin"): _pi0(
         cameras=2, state_size=7, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5,
-        horizon=50,
+        horizon=5,
     ),
-    ("pi05", "libero"): _pi05(
-        prompt=PI0_PROMPT, cameras=2, statistics=("physical-intelligence/libero",), chunk=5, horizon=10
+    # RLinf fine-tuned all of these without a state: with the prompt of pi0, which does not say it
+    ("pi05", "libero"): _pi05(cameras=2, statistics=("physical-intelligence/libero",), chunk=5, horizon=10),
+    ("pi05", "maniskill"): _pi05(
+        statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5, horizon=10
     ),
-    ("pi05", "metaworld"): _pi05(state_size=4, statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5),
+    ("pi05", "metaworld"): _pi05(statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5, horizon=5),
     ("pi05", "calvin"): _pi05(
-        cameras=2, state_size=7, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5
+        cameras=2, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5, horizon=5
     ),
     # Crops keep 0.95 of each side. The padded length changes what the model says, since it reads the pads
     ("gr00t", "libero"): Embodiment(
         prompt="{instruction}", prompt_length=570, cameras=2, crop=0.9025, state_size=_LIBERO_STATE,
         statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5, horizon=16,
     ),
+    # without a state; a guess: the chunk
     ("gr00t", "maniskill"): Embodiment(
         prompt="{instruction}", prompt_length=570, crop=0.9025, statistics=("maniskill_widowx",), scale="min_max",
         gripper="maniskill", chunk=5, horizon=16,

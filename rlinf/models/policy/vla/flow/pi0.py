@@ -109,6 +109,7 @@ class PiPolicy(FlowPolicy):
     """As published."""
     published = ("config.json", "*.safetensors")
     beside = ("config.json", *FILES)
+    needs_path = True
     own = ("critic.*", "deviation.*")
     # as openpi converts it: what embeds patches, norms of the language models, and all outside of them
     float32 = (
@@ -163,7 +164,8 @@ class PiPolicy(FlowPolicy):
         if not self.config.statistics:
             raise ValueError(
                 f"{directory} has no norm_stats.json, without which its actions have no scale: put that of the data "
-                "set into a directory named like its asset, or set policy.settings.statistics"
+                "set into a directory named like its asset, or set policy.settings.statistics (lerobot's directories "
+                "have the numbers in policy_preprocessor*.safetensors, which is not read)"
             )
         self._prompts = Prompts(self.files, self.config.prompt_length or self.row.prompt_length)
         self._prefix = checkpoint.prefix_in(directory)

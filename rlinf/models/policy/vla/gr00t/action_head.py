@@ -16,6 +16,13 @@ from torch.nn import functional
 
 from rlinf.models.policy.vla.gr00t.transformer import DiffusionTransformer, SelfAttention
 
+_BUILT: Mapping[str, Mapping[str, Any]] = {
+    "": {"add_pos_embed": True, "use_vlln": True},
+    "diffusion_model_cfg": {"interleave_self_attention": True, "norm_type": "ada_norm", "positional_embeddings": None},
+    "vl_self_attention_cfg": {"positional_embeddings": None},
+}
+"""Keys of `action_head_cfg` that could say another network than this one, and what they must say."""
+
 
 class RobotLinear(nn.Module):
     """A linear layer with weights for each of several robots.
@@ -89,6 +96,14 @@ class ActionHead(nn.Module):
                 f"{dit['attention_head_dim']} that must be input_embedding_dim={width}, and output_dim="
                 f"{dit['output_dim']} that must be hidden_size={hidden}"
             )
+        for part, built in _BUILT.items():
+            given = config if not part else config[part]
+            if odd := [key for key, value in built.items() if given.get(key, value) != value]:
+                where = ".".join(filter(None, ("action_head_cfg", part, odd[0])))
+                raise ValueError(
+                    f"policy gr00t: {where}={given[odd[0]]!r} is of another network than this, GR00T N1.5's, whose is "
+                    f"{built[odd[0]]!r}"
+                )
         robots = config.get("max_num_embodiments", 32)
         self.buckets = config.get("num_timestep_buckets", 1000)
         self.horizon, self.numbers = config["action_horizon"], config["action_dim"]

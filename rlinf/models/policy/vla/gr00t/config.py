@@ -45,9 +45,12 @@ MODEL: Mapping[str, Any] = {
         "num_timestep_buckets": 1000, "max_num_embodiments": 32, "max_seq_len": 1024,
         "diffusion_model_cfg": {
             "num_layers": 16, "num_attention_heads": 32, "attention_head_dim": 48, "output_dim": 1024,
-            "interleave_self_attention": True, "norm_type": "ada_norm", "positional_embeddings": None,
+            "cross_attention_dim": 2048, "interleave_self_attention": True, "norm_type": "ada_norm",
+            "positional_embeddings": None,
         },
-        "vl_self_attention_cfg": {"num_layers": 4, "num_attention_heads": 32, "attention_head_dim": 64},
+        "vl_self_attention_cfg": {
+            "num_layers": 4, "num_attention_heads": 32, "attention_head_dim": 64, "positional_embeddings": None,
+        },
     },
 }  # fmt: skip
 """The published GR00T N1.5, where no checkpoint is named: for estimates."""
@@ -93,6 +96,8 @@ class Gr00tConfig(FlowConfig):
         for key in ("action_head_cfg", "backbone_cfg"):
             if key not in self.model:
                 raise ValueError(f"policy gr00t: model lacks {key}; it is the authors' config.json")
+        if (width := self.model["backbone_cfg"].get("project_to_dim")) is not None:
+            raise ValueError(f"policy gr00t: backbone_cfg.project_to_dim={width} is of GR00T N1, not of N1.5")
 
 
 def settings_in(directory: Path) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.published import to_be_read
-from rlinf.models.policy.vla.embodiment.grippers import gripper_to_model, gripper_to_robot
+from rlinf.models.policy.vla.embodiment.actions import RobotActions
 from rlinf.models.policy.vla.embodiment.images import cameras, normalised, resized
-from rlinf.models.policy.vla.embodiment.statistics import from_unit, padded, to_unit
+from rlinf.models.policy.vla.embodiment.statistics import padded
 from rlinf.models.policy.vla.embodiment.table import embodiment
 from rlinf.models.policy.vla.flow.matching import Field, Velocity, mirrored
 from rlinf.models.policy.vla.flow.policy import FlowPolicy
@@ -63,9 +63,12 @@ class Read:
 class Gr00tPolicy(FlowPolicy):
     """Looks at "rgb" and "state", reads the instruction, and denoises a chunk."""
 
+    _blank: Tensor
+
     Config: ClassVar[type[PolicyConfig]] = Gr00tConfig
     published = (CONFIG, "*.safetensors")
     beside = (METADATA, f"{EAGLE}/*")
+    needs_path = True
     own = ("critic.*", "deviation.*")
     float32 = ("critic.*", "deviation.*")
     trains = ("action_head.*", "critic.*", "deviation.*")
@@ -78,7 +81,14 @@ class Gr00tPolicy(FlowPolicy):
         robot = robot_of(config)
         self.robot = config.robot_id if config.robot_id is not None else ROBOTS.get(robot, ROBOTS["new_embodiment"])
         self.scalings = scalings_of(config)
+        actions = None if self.scalings is None else self.scalings[1]
+        self.actions = RobotActions(self.row, actions, config.action_low, config.action_high)
         self.cameras = config.cameras or self.row.cameras
+        # Without a state the authors take sines and cosines of zeros: 0 for each of the robot's numbers, then 1
+        numbers = 0 if self.scalings is None or self.row.state_size else len(self.scalings[0].centre)
+        self.register_buffer(
+            "_blank", torch.cat([torch.zeros(1, numbers), torch.ones(1, numbers)], 1), persistent=False
+        )
         with to_be_read():
             self.backbone = nn.Module()
             self.backbone.eagle_model = Eagle(config.eagle, config.model["backbone_cfg"]["select_layer"])
@@ -146,25 +156,17 @@ class Gr00tPolicy(FlowPolicy):
             )
         texts = [self.config.instruction] * len(rgb) if instructions is None else instructions
         found = {"rgb": rgb, "text": self._prompts.encode(texts).to(rgb.device)}
-        if self.config.state_size:
+        if self.config.state_size and self.row.state_size:
             found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy gr00t").float()
         return found
 
     def denoised(self, actions: Tensor) -> Tensor:
         """See `FlowPolicy.denoised`."""
-        found = actions if not self.config.action_low else from_unit(actions, *self._bounds(actions))
-        found = gripper_to_model(found, self.row.gripper)
-        return found if self.scalings is None else self.scalings[1].normalised(found)
+        return self.actions.to_model(actions)
 
     def emitted(self, x: Tensor, inputs: Stored) -> Tensor:
         """See `FlowPolicy.emitted`."""
-        found = x if self.scalings is None else self.scalings[1].unnormalised(x)
-        found = gripper_to_robot(found, self.row.gripper)
-        return found.clamp(-1.0, 1.0) if not self.config.action_low else to_unit(found, *self._bounds(found))
-
-    def _bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = self.config.action_low, self.config.action_high
-        return torch.tensor(low, device=like.device), torch.tensor(high, device=like.device)
+        return self.actions.to_simulator(x)
 
     # What comes out ---------------------------------------------------------------------------------------------------
 
@@ -173,10 +175,8 @@ class Gr00tPolicy(FlowPolicy):
         dtype = self.action_head.vlln.weight.dtype
         text = inputs["text"]
         said = self._eagle(self._pictures(inputs["rgb"]).to(dtype), text.clamp(min=0), text >= 0)
-        state = inputs.get("state")
-        if state is None:
-            state = torch.zeros(len(text), 0, device=text.device)
-        elif self.scalings is not None:
+        state = self._blank.expand(len(text), -1) if "state" not in inputs else inputs["state"]
+        if "state" in inputs and self.scalings is not None:
             state = self.scalings[0].normalised(state)
         before = self.action_head.tokens(padded(state, self._state_width).to(dtype), self.robot)
         return Read(self.action_head.read(said), before)

@@ -6,6 +6,7 @@ tokenizer's files, and its chat template if it has one, are those of Eagle besid
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ _CHAT = (
     "<|im_start|>assistant\n"
 )
 """Where the tokenizer has no template."""
+_TEMPLATE = "chat_template.json"
+"""The file of Eagle's template, which is a processor's, so that a tokenizer does not read it by itself."""
 _PLACE = re.compile(r"<image-(\d+)>")
 """What Eagle's template writes for a picture."""
 
@@ -58,6 +61,11 @@ class Prompts:
 
     def _encoded(self, instruction: str) -> tuple[int, ...]:
         tokens = self._tokenizer.encode(self.text(instruction), add_special_tokens=False)
+        if (places := tokens.count(self.picture)) != self.cameras * self.patches:
+            raise ValueError(
+                f"policy gr00t: the chat template beside the checkpoint makes {places} tokens of {self.cameras} "
+                f"pictures of {self.patches} tokens: it must write <image-1>, <image-2> … as Eagle's {_TEMPLATE} does"
+            )
         if len(tokens) > self.length:
             raise ValueError(
                 f"policy gr00t: prompt_length={self.length} is too short for {self.cameras} pictures of {self.patches} "
@@ -87,6 +95,8 @@ def _tokenizer(files: Mapping[str, bytes]) -> Any:
             (Path(folder) / name).write_bytes(content)
         try:
             found = AutoTokenizer.from_pretrained(folder)
+            if _TEMPLATE in files:
+                found.chat_template = json.loads(files[_TEMPLATE])["chat_template"]
         except Exception as error:  # of files that may hold anything
             raise ValueError(f"policy gr00t: the files of Eagle's tokenizer cannot be read: {error}") from error
     if missing := [token for token in (PICTURE, BEGIN, END) if len(found.encode(token, add_special_tokens=False)) != 1]:

@@ -44,6 +44,7 @@ class OpenVlaNetwork(Policy):
         _ABOUT, _STATISTICS, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
         "preprocessor_config.json", "processor_config.json", "*.py",
     )  # fmt: skip
+    needs_path: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "qkv", "proj", "fc1", "fc2", "fc3", "q", "kv",
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlinf.models.policy.vla.embodiment.grippers import GRIPPERS, gripper_to_model, gripper_to_robot
-from rlinf.models.policy.vla.embodiment.table import TABLE, embodiment
+from rlinf.models.policy.vla.embodiment.table import PI05_PROMPT, TABLE, embodiment
 
 
 @pytest.mark.parametrize(("simulator", "opening", "closing"), [("libero", -1.0, 1.0), ("maniskill", 1.0, -1.0)])
@@ -34,6 +34,10 @@ def test_pi0_s_gripper_passes_and_calvin_s_is_its_sign():
         ("openvla-oft", "robotwin", 25, 14, 14, "min_max"),
         ("pi0", "libero", 5, 7, 8, "mean_std"),
         ("pi05", "libero", 5, 7, 0, "q01_q99"),
+        ("pi05", "maniskill", 5, 7, 0, "q01_q99"),
+        ("pi05", "metaworld", 5, 4, 0, "q01_q99"),  # fine-tuned without a state, as all of RLinf's pi0.5
+        ("pi05", "calvin", 5, 7, 0, "q01_q99"),
+        ("pi0", "metaworld", 5, 4, 4, "mean_std"),
     ],
 )
 def test_constants_are_the_authors(model, simulator, chunk, size, state, scale):
@@ -48,8 +52,8 @@ def test_prompts_are_the_authors():
     )
     assert (row.prompt_length, embodiment("openvla", "maniskill").prompt_length) == (128, 30)
     assert embodiment("pi0", "libero").prompt.format(instruction="put it down") == "put it down\n"
-    row = embodiment("pi05", "calvin")
-    assert row.prompt.format(instruction="go", state="1 2") == "Task: go, State: 1 2;\nAction: "
+    assert embodiment("pi05", "calvin").prompt == embodiment("pi0", "calvin").prompt  # which says no state
+    assert PI05_PROMPT.format(instruction="go", state="1 2") == "Task: go, State: 1 2;\nAction: "
 
 
 def test_every_row_fits_together():
@@ -59,6 +63,13 @@ def test_every_row_fits_together():
         assert 0 < row.crop <= 1
         assert row.horizon is None or row.horizon >= row.chunk
         assert row.picked is None or max(row.picked) < row.action_size
+
+
+def test_the_widowx_opens_and_closes_alike_whatever_model_moves_it():
+    simulated = {row.gripper for (_, simulator), row in TABLE.items() if simulator in ("maniskill", "bridge")}
+    assert simulated == {"maniskill"}
+    actions = torch.tensor([[0.1, 0.51], [0.1, 0.49]])
+    assert gripper_to_robot(actions, embodiment("pi0", "maniskill").gripper)[:, 1].tolist() == [1.0, -1.0]
 
 
 def test_a_simulator_without_a_row_is_refused_with_those_that_have_one():

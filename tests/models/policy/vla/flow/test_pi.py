@@ -279,6 +279,8 @@ def test_lerobots_names_are_read_and_written_back(directories, read, tmp_path):
     words = named["model.paligemma_with_expert.paligemma.lm_head.weight"].clone()
     twice = {**named, "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight": words}
     save_file(twice, tmp_path / "lerobot" / "model.safetensors")
+    statistics = {"observation.state.mean": torch.zeros(8), "action.mean": torch.zeros(7)}
+    save_file(statistics, tmp_path / "lerobot" / "policy_preprocessor_step_5_normalizer_processor.safetensors")
     (tmp_path / "lerobot" / "config.json").write_text('{"type": "pi0", "chunk_size": 4, "vision_heads": 2}')
     policy = make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
     expected = read("pi0").act(seen(), instructions=WORDS, generator=SEEDS).actions

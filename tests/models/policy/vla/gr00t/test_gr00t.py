@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
+from rlinf.models.policy.vla.gr00t.action_head import ActionHead
 from rlinf.models.policy.vla.gr00t.config import EAGLE_CONFIG, ROBOTS
+from rlinf.models.policy.vla.gr00t.prompts import Prompts
 from rlinf.models.policy.vla.gr00t.transformer import Attention, DiffusionTransformer, TimeEncoder
-from tests.models.policy.vla.gr00t.tiny import GIVEN, MODEL, STATISTICS, publish
+from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, STATISTICS, publish
 
 WORDS = ["Put it there.", "go", "x y z"]
 
@@ -163,6 +165,61 @@ def test_demonstrated_actions_come_back(policy):
     assert there.shape == (2, 6, 8)
     back = policy.emitted(there[:, :5, :7], {})
     torch.testing.assert_close(back, actions, atol=1e-5, rtol=0)
+
+
+def test_without_statistics_its_numbers_are_the_bounds_themselves(published):
+    """As of the other models: -1 and 1 are the simulator's least and greatest."""
+    bounds = {"action_low": [-2.0] * 7, "action_high": [6.0] * 7}
+    bare = load_policy(published[0], {**GIVEN, **bounds, "statistics": {}})
+    x = torch.tensor([[[-1.0, 0.0, 1.0, 0.5, 2.0, -0.5, 0.9]]])
+    assert bare.emitted(x, {})[0, 0].tolist() == [-1.0, 0.0, 1.0, 0.5, 1.0, -0.5, -1.0]
+    actions = torch.tensor([[[0.3, -0.2, 0.0, 1.0, -1.0, 0.5, -1.0]]])
+    torch.testing.assert_close(bare.denoised(actions)[..., :6], actions[..., :6])
+
+
+def test_the_widowx_has_no_state_but_the_sines_and_cosines_of_zeros(published):
+    about = {"maniskill_widowx": {"statistics": STATISTICS}}
+    given = {**GIVEN, "embodiment": "maniskill", "statistics": about, "model": {**MODEL, "action_head_cfg": HEAD}}
+    found = load_policy(published[0], given)
+    inputs = found.inputs(seen(), WORDS)
+    assert "state" not in inputs
+    token = found.context(inputs).before[:, 0]
+    layers = found.action_head.state_encoder
+    expected = layers(torch.tensor([[[0.0] * 4 + [1.0] * 4 + [0.0] * 2]]), 30)[0]
+    torch.testing.assert_close(token, expected.expand(3, -1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("vl_self_attention_cfg", {**HEAD["vl_self_attention_cfg"], "positional_embeddings": "sinusoidal"},
+         r"action_head_cfg\.vl_self_attention_cfg\.positional_embeddings='sinusoidal'"),
+        ("diffusion_model_cfg", {**HEAD["diffusion_model_cfg"], "interleave_self_attention": False},
+         r"action_head_cfg\.diffusion_model_cfg\.interleave_self_attention=False"),
+        ("use_vlln", False, r"action_head_cfg\.use_vlln=False"),
+    ],
+)  # fmt: skip
+def test_a_head_of_another_structure_is_refused_instead_of_computed_wrongly(key, value, said):
+    with torch.device("meta"), pytest.raises(ValueError, match=said):
+        ActionHead({**HEAD, key: value})
+
+
+def test_eagle_s_template_is_that_of_its_processor(policy):
+    """It lies in a file of its own, which tokenizers do not read."""
+    template = (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% set at = namespace(i=0) %}"
+        "{% for part in turn.content %}{% if part.type == 'image' %}{% set at.i = at.i + 1 %}<image-{{ at.i }}>"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    files = {name.removeprefix("eagle/"): content for name, content in policy.files.items() if "eagle/" in name}
+    chat = json.dumps({"chat_template": template}).encode()
+    found = Prompts({**files, "chat_template.json": chat}, 2, 1, 90)
+    assert found.text("go") == (
+        "<|im_start|>user\n<image 1><img><IMG_CONTEXT></img><image 2><img><IMG_CONTEXT></img>go<|im_end|>"
+    )
+    blind = json.dumps({"chat_template": "{{ messages[0].content[-1].text }}"}).encode()
+    with pytest.raises(ValueError, match=r"makes 0 tokens of 2 pictures .* <image-1>, <image-2> …"):
+        Prompts({**files, "chat_template.json": blind}, 2, 1, 90).encode(["go"])
 
 
 # Networks beside plain formulas ---------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class ControlOptimizerConfig:
     grad_clip: float | None = number(None, above=0)
     """Gradients with a larger global norm are scaled down to it; null takes 0.5, and no bound for sac."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How learning rates fall after warm-up, until the last step; sac keeps them."""
+    """How learning rates fall after warm-up, until the last step; sac and its like, and dagger, keep them."""
     warmup_steps: int = number(0, low=0)
     """Steps of the flow over which learning rates rise linearly from 0."""
     min_lr_ratio: float = number(0.0, low=0, high=1)

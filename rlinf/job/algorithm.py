@@ -108,25 +108,24 @@ def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> 
 
     Args:
         config: of the run.
-        algorithm: None for sac.
+        algorithm: None for sac and its like, dagger and imitation.
     """
-    wanted, learned = config.algorithm, config.optimizer
+    wanted = config.algorithm
     if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
         advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
         yield "env.fresh", "false", advice
-    if algorithm is None and (learned.schedule != "constant" or learned.warmup_steps):
-        key = "schedule" if learned.schedule != "constant" else "warmup_steps"
-        yield f"optimizer.{key}", getattr(learned, key), "sac keeps its learning rates: remove it"
-    if wanted.reward_scaling and not (algorithm is not None and isinstance(algorithm.advantage, Gae)):
+    if algorithm is None:
+        return  # `embodied.keys` says which keys its like reads
+    if wanted.reward_scaling and not isinstance(algorithm.advantage, Gae):
         yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
     for name in ("filter_returns", "filter_success"):
         if (bounds := getattr(wanted, name)) is None:
             continue
-        if algorithm is None or not isinstance(algorithm.advantage, GroupRelative):
+        if not isinstance(algorithm.advantage, GroupRelative):
             yield f"algorithm.{name}", bounds, f"{wanted.name} has no groups to choose from: take grpo, or remove it"
         elif bounds[0] > bounds[1]:
             yield f"algorithm.{name}", bounds, "the first bound is the lower one"
-    if wanted.entropy_schedule != "constant" and not (algorithm is not None and algorithm.entropy_bonus):
+    if wanted.entropy_schedule != "constant" and not algorithm.entropy_bonus:
         advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
         yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice
 

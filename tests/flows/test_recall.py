@@ -6,9 +6,14 @@ import torch
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.data.demonstrations import read_demonstrations
+from rlinf.data.in_flight import InFlight, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.flows.embodied import embodied
+from rlinf.flows.embodied_async import embodied_async
 from rlinf.flows.evaluation.trials import trials
+from rlinf.flows.record import record
+from rlinf.models.policy.build import build_policy_model
 from rlinf.runtime.system.system import ActorSystem
 from tests.flows.recalling import LENGTH, remembering
 
@@ -73,3 +78,40 @@ async def test_what_the_horizon_cannot_be_divided_into_is_said():
             ValueError, match=r"6 decisions of an environment are no multiple of policy\.settings\.sequence=4"
         ):
             await embodied(EmbodiedStep(0, HORIZON), **group)
+
+
+async def test_what_is_recorded_is_decided_with_a_memory_and_does_not_show_it(tmp_path):
+    config = remembering(memory=5, sequence=2)
+    async with ActorSystem.local() as system:
+        env = await system.spawn(EnvActor, name="env", **{**RECALL, "num_envs": 4, "auto_reset": False})
+        decider = await system.spawn(PolicyActor, name="policy", policy=config)
+        await record(env, decider, tmp_path, 4, greedy=False, solved=False)
+        seen, memories = await env[0].reset(0, 0), []
+        for _ in range(LENGTH):  # once more, step by step
+            decision = await decider[0].act((0, 0), seen, keep=False)
+            memories.append(seen.observation.get("memory", torch.zeros(4, 6)))
+            seen = await env[0].step(0, decision)
+    model = build_policy_model(config)
+    found = read_demonstrations(tmp_path, solved=False)
+    assert len(found) == 4
+    for number, shown in enumerate(found):
+        assert set(shown.observation) == {"state"}
+        memory = torch.zeros(1, 6)
+        for time in range(LENGTH):
+            torch.testing.assert_close(memory[0], memories[time][number])
+            state = shown.observation["state"][time][None]
+            memory = model.act({"state": state, "memory": memory}, greedy=True).memory
+
+
+async def test_acting_ahead_by_no_version_is_acting_with_the_same_memories():
+    config = remembering(memory=5, sequence=3)
+    async with ActorSystem.local() as system:
+        plain, ahead = [await roles(system, config, name) for name in ("plain", "ahead")]
+        in_flight, found = InFlight(Rules(0, between=True)), []
+        for number in range(2):
+            expected = await embodied(EmbodiedStep(number, HORIZON, fresh=False), **plain)
+            step = EmbodiedStep(number, HORIZON, fresh=False, until=2, in_flight=in_flight)
+            found.append((await embodied_async(step, **ahead), expected))
+        await in_flight.close()
+    for metrics, expected in found:
+        assert {name: metrics[name] for name in expected} == expected

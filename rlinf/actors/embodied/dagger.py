@@ -178,11 +178,17 @@ class DaggerTrainer(RememberingTrainer):
 
 
 def expert_of(name: str, device: torch.device) -> Expert:
-    """An expert by name: a function's dotted path, or the directory of a saved policy. Blocking."""
+    """An expert by name: a function's dotted path, or the directory of a saved policy. Blocking.
+
+    Raises:
+        ValueError: the policy looks at more than what is seen now.
+    """
     if not os.path.isdir(os.path.expanduser(name)):
         found: Expert = resolve(name)
         return found
     policy = load_policy(Path(name).expanduser()).to(device)
+    if getattr(policy.config, "memory", 0):
+        raise ValueError(f"dagger.expert: {name} has a memory, and is asked about single decisions: take another")
 
     def answer(observation: Mapping[str, Tensor], instructions: Sequence[str] | None) -> Tensor:
         return policy.act(observation, instructions=instructions, greedy=True).actions

@@ -244,9 +244,10 @@ def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem
             f"it must be a multiple of policy.settings.sequence={policy.sequence}, the decisions learned from in a row"
         )
         yield Problem("configuration", "policy.horizon", config.policy.horizon, advice)
-    if policy.sequence > 1 and config.imitation.path is not None:
+    if getattr(policy.config, "memory", 0) and (shown := shown_of(config.imitation)) is not None:
         advice = "demonstrations are learned from decision by decision: leave policy.settings.memory out"
-        yield Problem("configuration", "imitation.path", config.imitation.path, advice)
+        key = "imitation.mixture" if config.imitation.mixture else "imitation.path"
+        yield Problem("configuration", key, ", ".join(str(each.get("path")) for each in shown.sets.values()), advice)
 
 
 def _built(key: str, value: Any, whole: Callable[[], Mapping[str, Any]]) -> Policy | Problem:

@@ -35,13 +35,20 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
 """Which algorithms read each key of `off_policy`."""
 
 OPTIMIZER_READ_BY: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER)),
+    **dict.fromkeys(("lr", "betas", "grad_clip"), (*_ALL, DAGGER, IMITATION)),
     "critic_lr": _ALL,
-    "weight_decay": (DAGGER,),
+    "weight_decay": (DAGGER, IMITATION),
+    **dict.fromkeys(("schedule", "warmup_steps", "min_lr_ratio"), (IMITATION,)),
 }
-"""Which of them read each key of `optimizer`; the others are PPO's and its like."""
-_OTHERS = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
-"""Keys of `policy` that only PPO and its like read."""
+"""Which of them, and of imitation, read each key of `optimizer`; the others are PPO's and its like."""
+_PREPARED = ("dtype", "train", "lora", "gradient_checkpointing", "sharding")
+_OTHERS_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "off_policy": READ_BY,
+    "optimizer": OPTIMIZER_READ_BY,
+    "policy": dict.fromkeys(_PREPARED, (IMITATION,)),
+    "algorithm": {"micro_batch": (IMITATION,), "staleness": (*_ALL, DAGGER)},  # of flows that work ahead
+}
+"""Which of them read each key of a section, where PPO and its like read all but `off_policy`."""
 
 
 def policy_settings(config: EmbodiedConfig) -> dict[str, Any]:
@@ -55,8 +62,7 @@ def policy_settings(config: EmbodiedConfig) -> dict[str, Any]:
 def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the keys of `off_policy` and `dagger`, by key."""
     name, settings = config.algorithm.name, config.off_policy
-    if name in (*OFF_POLICY, DAGGER):
-        yield from _unread(config)
+    yield from _unread(config)
     normed = policy_settings(config).get("batch_norm")
     if normed is True and name in WITH_TARGETS:
         yield "policy.settings.batch_norm", "it is for crossq, which has no target critics: remove it"
@@ -78,15 +84,15 @@ def off_policy_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
 def _unread(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     """Keys that were set and that the algorithm does not read."""
     name, usual = config.algorithm.name, EmbodiedConfig()
-    for key, readers in READ_BY.items():
-        if name not in readers and getattr(config.off_policy, key) != getattr(usual.off_policy, key):
-            yield f"off_policy.{key}", f"{name} does not read it, but {', '.join(readers)}: remove it"
-    others = [key.name for key in fields(config.optimizer) if name not in OPTIMIZER_READ_BY.get(key.name, ())]
-    for section, keys in (("policy", _OTHERS), ("optimizer", others)):
+    alone = name in (*OFF_POLICY, DAGGER, IMITATION)
+    for section, read_by in _OTHERS_READ_BY.items() if alone else (("off_policy", READ_BY),):
         given, first = getattr(config, section), getattr(usual, section)
+        keys = read_by if section == "policy" else [key.name for key in fields(given) if key.name != "name"]
         for key in keys:
-            if getattr(given, key) != getattr(first, key):
-                yield f"{section}.{key}", f"{name} does not read it: remove it"
+            readers = read_by.get(key, ())
+            if name not in readers and getattr(given, key) != getattr(first, key):
+                others = f", but {', '.join(readers)}" if readers else ""
+                yield f"{section}.{key}", f"{name} does not read it{others}: remove it"
 
 
 def _steered_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:

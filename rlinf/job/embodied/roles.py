@@ -36,7 +36,6 @@ from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.embodied.suites import Suite, suites_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
-from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.placement.seats import Placed
 from rlinf.runtime.base.errors import UserError
@@ -132,16 +131,14 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     else:
         shapes = await next(iter(simulators.values()))[0].shapes()
     given = policy_settings(config)
-    policy = fitted(given, shapes["shapes"], shapes["action_size"], shapes["choices"], shapes["bounds"])
+    sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
+    policy = await asyncio.to_thread(fitted, given, *sizes)
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype}
-    model = _without_memory(made)
     ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)
-    targets = config.algorithm.name in WITH_TARGETS
-    footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
+    chunk, held = await asyncio.to_thread(_sized, config, made, ranks)  # it may import what takes seconds
     if prepared is not None and not alone:
-        _check_horizon(config, shapes["max_steps"], model.config.chunk)
-    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+        _check_horizon(config, shapes["max_steps"], chunk)
     if prepared is None:
         return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
@@ -161,11 +158,21 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     }
 
 
-def _without_memory(made: Mapping[str, Any]) -> Policy:
-    """The policy on the meta device."""
-    path, config = made["path"], made["policy"]
+def _sized(config: EmbodiedConfig, made: Mapping[str, Any], ranks: int) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Actions of the policy's chunk, and the bytes that each role holds, active and parked. Blocking.
+
+    Args:
+        config: of the run.
+        made: the policy's configuration and path.
+        ranks: of the trainer.
+    """
+    path, given = made["path"], made["policy"]
     with torch.device("meta"):
-        return build_policy_model(config if path is None else configured(config, Path(path).expanduser()))
+        model = build_policy_model(given if path is None else configured(given, Path(path).expanduser()))
+    targets = config.algorithm.name in WITH_TARGETS
+    footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
+    held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
+    return model.config.chunk, held
 
 
 def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> None:

@@ -16,8 +16,9 @@ from rlinf.job.validate import load_embodied
 from rlinf.models.policy.build import build_policy_model, save_policy
 from tests.launching import ROOT
 
-TOY, PENDULUM, PULL_CUBE = (
-    f"configs/embodied/{name}.yaml" for name in ("toy", "pendulum_sac", "maniskill_pullcube_ppo")
+TOY, PENDULUM, DAGGER, IMITATION, PULL_CUBE = (
+    f"configs/embodied/{name}.yaml"
+    for name in ("toy", "pendulum_sac", "pendulum_dagger", "toy_imitation", "maniskill_pullcube_ppo")
 )
 GYMNASIUM = "env.simulator=rlinf.envs.gymnasium.Gymnasium"
 
@@ -67,8 +68,17 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "crossq without it": (PENDULUM, ("algorithm=crossq", "policy.settings.batch_norm=false"), "crossq stands on it"),
     "an expert that nobody asks": (PENDULUM, ("dagger.beta=0.5",), "sac asks no expert"),
-    "no expert": (TOY, ("algorithm=dagger",), "dagger learns from an expert: name a function"),
-    "an expert that is not there": (TOY, ("algorithm=dagger", "dagger.expert=rlinf.envs.toy.strait"), "as a function:"),
+    "no expert": (DAGGER, ("dagger.expert=null",), "dagger learns from an expert: name a function"),
+    "an expert that is not there": (DAGGER, ("dagger.expert=rlinf.envs.toy.strait",), "as a function:"),
+    "a bound that dagger has not": (DAGGER, ("algorithm.kl_stop=0.1",), "kl_stop = 0.1: dagger does not read it: rem"),
+    "a step size that imitation has not": (
+        IMITATION, ("optimizer.critic_lr=0.1",), "imitation does not read it, but sac, crossq, iql: remove it",
+    ),
+    "epochs of imitation": (IMITATION, ("algorithm.epochs=2",), "imitation does not read it: remove it"),
+    "a replay buffer that nobody fills": (TOY, ("off_policy.batch=3",), "ppo does not read it, but sac, crossq"),
+    "demonstrations to a memory": (
+        IMITATION, ("policy.settings={memory: 4, sequence: 1}",), "leave policy.settings.memory out",
+    ),
     "nobody to steer": (PENDULUM, ("policy.type=steered",), "None is no directory: name that of the policy"),
     "a misspelt setting": (TOY, ("policy.settings.hiden=[3]",), "no key 'hiden'; did you mean hidden?"),
     "a setting of no width": (TOY, ("policy.settings.hidden=[0]",), "policy.settings = {'hidden': [0]}: "),

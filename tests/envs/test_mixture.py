@@ -69,6 +69,12 @@ def test_tasks_that_one_policy_could_not_act_in_are_refused():
         Mixture(2, simulator=Reach, tasks=[{"name": "flat"}, {"options": {"dims": 2}}])
 
 
+def test_tasks_that_reset_all_environments_together_are_refused(monkeypatch):
+    monkeypatch.setattr(Reach, "resets_together", True)
+    with pytest.raises(ValueError, match="task still: Reach resets all environments together"):
+        Mixture(2, simulator=Reach, tasks=TASKS)
+
+
 async def test_new_weights_hold_in_all_slices_and_processes(tmp_path):
     options = {"simulator": "tests.envs.breaking.Breaking", "tasks": TASKS, "options": {"directory": str(tmp_path)}}
     async with EnvironmentPool(Mixture, options, num_envs=4, workers=1, rules=Rules(max_steps=2)) as pool:

@@ -3,9 +3,11 @@
 import os
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
+from rlinf.envs.base import SimulatorLost
 from rlinf.envs.toy import Reach
 
 
@@ -40,6 +42,33 @@ def processes(directory) -> int:
 
 def zeros(count, actions=2):
     return torch.zeros(count, actions, 1)
+
+
+class Losing(Reach):
+    """Is lost in its next calls, as many as `fates` says of each by name."""
+
+    fates: ClassVar[dict[str, int]] = {}
+
+    def reset(self, seeds, env_ids):
+        self._lost("reset")
+        return super().reset(seeds, env_ids)
+
+    def step(self, actions, active):
+        self._lost("step")
+        return super().step(actions, active)
+
+    def save(self):
+        self._lost("save")
+        return super().save()
+
+    def restore(self, states, env_ids):
+        self._lost("restore")
+        super().restore(states, env_ids)
+
+    def _lost(self, call):
+        if self.fates.get(call, 0):
+            self.fates[call] -= 1
+            raise SimulatorLost(f"gone in {call}")
 
 
 class NotFinite(Reach):

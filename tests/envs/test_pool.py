@@ -21,7 +21,7 @@ from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout
-from tests.envs.breaking import processes, zeros
+from tests.envs.breaking import Losing, processes, zeros
 from tests.envs.protocol import actions_for, same
 
 FIELDS = ("rewards", "terminated", "truncated", "valid", "observation", "ended", "final", "episode", "next_episode")
@@ -288,6 +288,49 @@ async def test_a_loss_before_a_save_is_told_after_it_also_in_another_pool(mortal
         assert chunk.lost.all()
         assert (chunk.episode.tolist(), chunk.next_episode.tolist()) == ([0], [1])
         assert same(told.observation, chunk.observation)
+
+
+@pytest.mark.parametrize("fate", [{"step": 1, "reset": 2}, {"save": 3, "reset": 1}, {"restore": 2}, {"reset": 3}])
+async def test_a_simulator_that_is_lost_in_any_call_begins_other_episodes(fate, monkeypatch):
+    monkeypatch.setattr(Losing, "fates", {})
+    async with EnvironmentPool(Losing, num_envs=2, workers=0, rules=Rules(max_steps=4)) as pool:
+        (whole,) = pool.slices
+        await whole.reset()
+        Losing.fates.update(fate)
+        if list(fate) == ["reset"]:
+            await whole.reset(1)
+        lost = [(await whole.step(zeros(2))).lost.all()]
+        saved = await whole.state_dict()
+        await whole.load_state_dict(saved)
+        lost += [(await whole.step(zeros(2))).lost.all()]
+        assert not any(Losing.fates.values())
+        assert lost == ["step" in fate, "save" in fate]
+        assert (await whole.step(zeros(2))).valid.all()
+
+
+@pytest.mark.parametrize("call", ["reset", "save", "restore"])
+async def test_a_simulator_that_is_lost_in_every_call_is_given_up(call, monkeypatch):
+    monkeypatch.setattr(Losing, "fates", {})
+    async with EnvironmentPool(Losing, num_envs=2, workers=0) as pool:
+        (whole,) = pool.slices
+        await whole.reset()
+        saved = await whole.state_dict()
+        Losing.fates[call] = 99
+        calls = {"reset": whole.reset, "save": whole.state_dict, "restore": lambda: whole.load_state_dict(saved)}
+        with pytest.raises(EnvironmentLost, match="environments 0-1"):
+            await calls[call]()
+
+
+async def test_weights_that_a_dead_process_did_not_hear_are_told_to_the_next(mortal, monkeypatch):
+    heard = []
+    monkeypatch.setattr(Reach, "weigh", lambda self, weights: heard.append(weights))
+    whole, worker = await mortal()
+    await whole.reset()
+    worker.fates = [("weigh", ChildDied)]
+    await whole.weigh([2.0])
+    assert heard == []
+    assert (await whole.step(zeros(2))).lost.all()
+    assert heard == [(2.0,)]
 
 
 async def test_what_was_never_reset_says_so(mortal):

@@ -1,6 +1,7 @@
 """A simulator that breaks when a file says so, in the process where it runs."""
 
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -9,6 +10,7 @@ import torch
 
 from rlinf.envs.base import SimulatorLost
 from rlinf.envs.toy import Reach
+from rlinf.envs.worker import Program
 
 
 class Breaking(Reach):
@@ -33,6 +35,30 @@ class Breaking(Reach):
         except FileNotFoundError:
             return False
         return True
+
+
+class Mortal:
+    """A worker whose program lives here, and dies when a call is made that is in `fates`."""
+
+    def __init__(self, target, arguments, *, name, **supervision):
+        assert target == "rlinf.envs.worker:Program"
+        self.name = name
+        self.lives = 0
+        self.fates = []  # (method, ChildDied or CallTimeout), in order
+        self._arguments = arguments
+
+    async def start(self):
+        self._program = Program(**self._arguments)
+        self.lives += 1
+
+    async def stop(self):
+        pass
+
+    async def call(self, method, *args, timeout=None):
+        if self.fates and self.fates[0][0] == method:
+            await self.start()
+            raise self.fates.pop(0)[1](f"{self.name} is gone")
+        return pickle.loads(pickle.dumps(getattr(self._program, method)(*pickle.loads(pickle.dumps(args)))))
 
 
 def processes(directory) -> int:

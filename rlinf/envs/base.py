@@ -166,6 +166,7 @@ class Simulator(ABC):
         action_spec: bounds of an action.
         max_steps: steps after which an episode is cut off; None for no limit.
         device: where its tensors are.
+        resets_together: `reset` takes all environments or none. Episodes that have ended then wait for the slowest.
     """
 
     num_envs: int
@@ -173,6 +174,7 @@ class Simulator(ABC):
     action_spec: ActionSpec
     max_steps: int | None = None
     device: torch.device = torch.device("cpu")
+    resets_together: bool = False
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ the environment's own, or shared by `group_size` neighbours, and the number coun
 began in the epoch. So a run repeats, whatever workers and slices it is divided into.
 
 An episode with an action, observation or reward that is not finite is dropped: the chunk says that it is lost, and why,
-and another one is begun in its place, or in the place of all of its group.
+and another one is begun in its place, or in the place of all of its group. Where a simulator resets all environments
+together, what has ended or was dropped waits, without valid steps, until no episode is under way.
 """
 
 from __future__ import annotations
@@ -214,6 +215,7 @@ class Environment:
             remark = self._spoiled.note(rows_of(observation, rows), envs[rows])
             if attempts == MOST_STARTS:
                 raise ValueError(f"{type(self.simulator).__name__}.reset(), {attempts} times in a row: {remark}")
+            rows = torch.arange(len(envs)) if self.simulator.resets_together else rows
             self._episode[envs[rows]] += 1
             observation = with_rows(observation, rows, self._started(envs[rows]))
             attempts += 1
@@ -253,7 +255,10 @@ class Environment:
         rows = lost.nonzero().squeeze(1).cpu()
         highest = self._episode.view(-1, group).amax(1).repeat_interleave(group)
         self._episode[rows] = highest[rows]
-        self._next(rows)
+        if self.simulator.resets_together:
+            self._running &= ~lost
+        if self.rules.auto_reset or not self.simulator.resets_together:
+            self._next(rows)
         return lost
 
     def _account(self, moved: Transition, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,7 +335,11 @@ class Environment:
         return tuple(episodes)
 
     def _next(self, ended: Tensor) -> None:
-        """Begin the next episode where one is over."""
+        """Begin the next episode where one is over, or everywhere once all are, if the simulator resets together."""
+        if self.simulator.resets_together:
+            if bool(self._running.any()):
+                return
+            ended = self._everyone
         self._episode[ended] += 1
         rows = ended.to(self.simulator.device)
         for counter in (self._steps, self._total, self._once, self._solved):

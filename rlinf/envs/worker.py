@@ -21,6 +21,7 @@ from rlinf.config.importing import resolve
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, SimulatorLost
 from rlinf.envs.environment import Environment
+from rlinf.envs.episodes import Start
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.gpu.own_device import choose_device
 
@@ -77,10 +78,9 @@ class Program:
         return dict(simulator.observation_spec), simulator.action_spec, environment.max_steps
 
     def reset(self, part: int, epoch: int, episode: np.ndarray | None) -> Any:
-        """`Environment.reset` of one slice."""
-        start = self._environments[part].reset(epoch, None if episode is None else torch.from_numpy(episode))
-        self._begun[part] = True
-        return packed(start)
+        """`Environment.reset` of one slice; a text says why it has no episodes."""
+        numbers = None if episode is None else torch.from_numpy(episode)
+        return self._started(part, lambda: self._environments[part].reset(epoch, numbers))
 
     def step(self, part: int, actions: np.ndarray) -> Any:
         """`Environment.step` of one slice; a text says why it has no episodes."""
@@ -91,14 +91,16 @@ class Program:
         return self._or_lost(part, self._environments[part].state_dict)
 
     def load(self, part: int, state: dict[str, Any]) -> Any:
-        """`Environment.load_state_dict` of one slice."""
-        start = self._environments[part].load_state_dict(state)
-        self._begun[part] = True
-        return packed(start)
+        """`Environment.load_state_dict` of one slice; a text says why it has no episodes."""
+        return self._started(part, lambda: self._environments[part].load_state_dict(state))
 
     def watch(self, part: int, envs: tuple[int, ...]) -> None:
         """`Environment.watch` of one slice."""
         self._environments[part].watch(envs)
+
+    def _started(self, part: int, call: Callable[[], Start]) -> Any:
+        self._begun[part] = True
+        return self._or_lost(part, lambda: packed(call()))
 
     def _or_lost(self, part: int, call: Callable[[], Any]) -> Any:
         if not self._begun[part]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +92,8 @@ class WorkerSlice:
     async def weigh(self, weights: Sequence[float]) -> None:
         """`Environment.weigh`, now and whenever the process is replaced."""
         self._weights = tuple(weights)
-        await self.call("weigh", self._weights)
+        with suppress(ChildDied, CallTimeout):  # the next step finds it out, and what follows on it weighs
+            await self.call("weigh", self._weights)
 
     async def reset(self, epoch: int) -> Start:
         """`Environment.reset`; a death meanwhile costs the episodes of the lowest numbers."""
@@ -142,14 +144,9 @@ class WorkerSlice:
     async def save(self) -> dict[str, Any]:
         """`Environment.state_dict`, and what this side knows."""
         self._check_begun()
-        died: Exception | None = None
-        try:
-            saved = await self.call("save")
-        except (ChildDied, CallTimeout) as error:
-            saved, died = str(error), error
-        if isinstance(saved, str):
-            self._owed = await self._redraw(saved, died)
-            saved = await self.call("save")
+        while isinstance(saved := await self._saved(), str | Exception):
+            died = saved if isinstance(saved, Exception) else None
+            self._owed = await self._redraw(str(saved), died)
         owed = self._owed is not None
         told = {"episode": self._episode, "running": self._running, "epoch": self._epoch, "owed": owed}
         return {"environment": saved, "told": told}
@@ -157,13 +154,25 @@ class WorkerSlice:
     async def load(self, state: dict[str, Any]) -> Start:
         """`Environment.load_state_dict`, and what this side knew."""
         told = state["told"]
-        start = unpacked(await self.call("load", state["environment"]))
+        while isinstance(found := await self.call("load", state["environment"]), str):
+            self._count_loss(found)
+            if self._losses > MOST_LOSSES:
+                raise EnvironmentLost(f"environments {self._numbers()} cannot go on from what was saved: {found}")
+        start = unpacked(found)
         self._epoch = told["epoch"]
         self._started(start)
         if told["owed"]:
             self._owed = start
         self._episode, self._running = told["episode"], told["running"]
         return start
+
+    async def _saved(self) -> dict[str, Any] | str | Exception:
+        """What the program saved, or why it could not."""
+        try:
+            saved: dict[str, Any] | str = await self.call("save")
+        except (ChildDied, CallTimeout) as error:
+            return error
+        return saved
 
     def _started(self, start: Start) -> Start:
         self._owed = None
@@ -175,10 +184,13 @@ class WorkerSlice:
         """Begin new episodes after a loss, unless the pool is being closed."""
         if self.closing and died is not None:
             raise died
+        self._count_loss(why)
+        return await self._begin(self._episode, died)
+
+    def _count_loss(self, why: str) -> None:
         self._losses += 1
         who, reason = self._worker.name, why.splitlines()[0]
         logger.warning("episodes of environments %s (%s) are lost: %s", self._numbers(), who, reason)
-        return await self._begin(self._episode, died)
 
     async def _begin(self, episode: Tensor, died: Exception | None) -> Start:
         """Begin the episodes that follow on `episode`, int64 [n], in equal numbers within a group; after a death, the
@@ -189,8 +201,11 @@ class WorkerSlice:
             try:
                 if self._weights is not None:  # the process may be new
                     await self.call("weigh", self._weights)
-                start: Start = unpacked(await self.call("reset", self._epoch, episode.numpy()))
-                return start
+                started = await self.call("reset", self._epoch, episode.numpy())
+                if not isinstance(started, str):  # why it has none
+                    start: Start = unpacked(started)
+                    return start
+                self._count_loss(started)
             except (ChildDied, CallTimeout) as error:
                 died = error
                 self._losses += 1

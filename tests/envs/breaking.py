@@ -1,12 +1,16 @@
 """A simulator that breaks when a file says so, in the process where it runs."""
 
 import os
+import pickle
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
+from rlinf.envs.base import SimulatorLost
 from rlinf.envs.toy import Reach
+from rlinf.envs.worker import Program
 
 
 class Breaking(Reach):
@@ -33,6 +37,30 @@ class Breaking(Reach):
         return True
 
 
+class Mortal:
+    """A worker whose program lives here, and dies when a call is made that is in `fates`."""
+
+    def __init__(self, target, arguments, *, name, **supervision):
+        assert target == "rlinf.envs.worker:Program"
+        self.name = name
+        self.lives = 0
+        self.fates = []  # (method, ChildDied or CallTimeout), in order
+        self._arguments = arguments
+
+    async def start(self):
+        self._program = Program(**self._arguments)
+        self.lives += 1
+
+    async def stop(self):
+        pass
+
+    async def call(self, method, *args, timeout=None):
+        if self.fates and self.fates[0][0] == method:
+            await self.start()
+            raise self.fates.pop(0)[1](f"{self.name} is gone")
+        return pickle.loads(pickle.dumps(getattr(self._program, method)(*pickle.loads(pickle.dumps(args)))))
+
+
 def processes(directory) -> int:
     """How many processes made a simulator."""
     return len(list((Path(directory) / "made").iterdir()))
@@ -40,6 +68,33 @@ def processes(directory) -> int:
 
 def zeros(count, actions=2):
     return torch.zeros(count, actions, 1)
+
+
+class Losing(Reach):
+    """Is lost in its next calls, as many as `fates` says of each by name."""
+
+    fates: ClassVar[dict[str, int]] = {}
+
+    def reset(self, seeds, env_ids):
+        self._lost("reset")
+        return super().reset(seeds, env_ids)
+
+    def step(self, actions, active):
+        self._lost("step")
+        return super().step(actions, active)
+
+    def save(self):
+        self._lost("save")
+        return super().save()
+
+    def restore(self, states, env_ids):
+        self._lost("restore")
+        super().restore(states, env_ids)
+
+    def _lost(self, call):
+        if self.fates.get(call, 0):
+            self.fates[call] -= 1
+            raise SimulatorLost(f"gone in {call}")
 
 
 class NotFinite(Reach):

@@ -1,5 +1,7 @@
 """What every adapter must do: derive a test class from `ProtocolSuite`, and say in `make` how the simulator is made."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -60,17 +62,28 @@ class ProtocolSuite:
     def make(self, num_envs: int) -> Simulator:
         raise NotImplementedError
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def _kept(cls):
+        """Simulators by their number of environments: to make one costs most, and episodes must not tell them apart."""
+        kept: dict[int, list[Simulator]] = {}
+        yield kept
+        for simulators in kept.values():
+            for simulator in simulators:
+                simulator.close()
+
     @pytest.fixture
-    def made(self):
-        simulators = []
+    def made(self, _kept):
+        given = defaultdict(int)
 
         def make(num_envs=2):
-            simulators.append(self.make(num_envs))
-            return simulators[-1]
+            simulators = _kept.setdefault(num_envs, [])
+            if given[num_envs] == len(simulators):
+                simulators.append(self.make(num_envs))
+            given[num_envs] += 1
+            return simulators[given[num_envs] - 1]
 
-        yield make
-        for simulator in simulators:
-            simulator.close()
+        return make
 
     def test_observations_and_transitions_are_as_specified(self, made):
         simulator = made(3)

@@ -11,8 +11,9 @@ class Scripted(Simulator):
     The observation is (seed of the episode, steps done). It fails if an environment that has ended is not left alone.
     """
 
-    def __init__(self, scripts, *, tells_success=True):
+    def __init__(self, scripts, *, tells_success=True, resets_together=False):
         self.num_envs = len(scripts)
+        self.resets_together = resets_together
         self.observation_spec = {"state": ArraySpec((2,), torch.float32)}
         self.action_spec = ActionSpec(torch.tensor([-1.0]), torch.tensor([1.0]))
         self._scripts = scripts
@@ -21,6 +22,7 @@ class Scripted(Simulator):
         self._at = [0 for _ in scripts]
 
     def reset(self, seeds, env_ids):
+        assert not self.resets_together or len(env_ids) == self.num_envs
         for env, seed in zip(env_ids.tolist(), seeds.tolist(), strict=True):
             self.begun[env].append(seed)
             self._at[env] = 0

@@ -18,9 +18,10 @@ END = (10.0, True, True)
 FAIL = (-10.0, True, False)
 
 
-def environment(*scripts, tells_success=True, first=0, **rules) -> Environment:
+def environment(*scripts, tells_success=True, resets_together=False, first=0, **rules) -> Environment:
     """One environment per argument, each a list of episodes."""
-    return Environment(Scripted(scripts, tells_success=tells_success), Rules(**rules), first=first)
+    simulator = Scripted(scripts, tells_success=tells_success, resets_together=resets_together)
+    return Environment(simulator, Rules(**rules), first=first)
 
 
 def chunk(env, actions):
@@ -76,6 +77,34 @@ def test_without_auto_reset_what_has_ended_waits():
     assert again.episodes == ()
     env.reset(epoch=1)
     assert chunk(env, 1).valid.all()
+
+
+@pytest.mark.parametrize("stack", [1, 2])
+def test_where_all_are_reset_together_what_has_ended_waits_for_the_slowest(stack):
+    scripts = [[GO, END], [GO] * 9], [[GO, GO, GO, END], [GO] * 9]
+    env = environment(*scripts, resets_together=True, frame_stack=stack)
+    env.reset()
+    first, second = chunk(env, 2), chunk(env, 2)
+    assert (first.running.tolist(), first.next_episode.tolist()) == ([False, True], [0, 0])
+    assert second.valid.tolist() == [[False, False], [True, True]]
+    assert (second.ended.tolist(), second.next_episode.tolist()) == ([1], [1, 1])
+    assert second.running.all()
+    assert [episode.env for episode in (*first.episodes, *second.episodes)] == [0, 1]
+    assert chunk(env, 2).valid.all()
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_where_all_are_reset_together_a_dropped_episode_waits_too(auto_reset):
+    scripts = [[(float("nan"), False, False)], [GO] * 9], [[GO, GO, GO, END], [GO] * 9]
+    env = environment(*scripts, resets_together=True, auto_reset=auto_reset)
+    env.reset()
+    first, second = chunk(env, 2), chunk(env, 2)
+    assert (first.lost.tolist(), first.running.tolist()) == ([True, False], [False, True])
+    assert (second.lost.tolist(), second.valid.tolist()) == ([False, False], [[False, False], [True, True]])
+    assert second.running.tolist() == [auto_reset] * 2
+    last = environment([[(float("nan"), False, False)], [GO] * 9], resets_together=True, auto_reset=auto_reset)
+    last.reset()
+    assert chunk(last, 1).running.tolist() == [auto_reset]
 
 
 def test_a_time_limit_cuts_off_and_says_where_values_are_needed():

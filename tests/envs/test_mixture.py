@@ -10,7 +10,8 @@ from rlinf.envs.around.rules import Rules
 from rlinf.envs.environment import Environment
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
-from tests.envs.breaking import NotFinite
+from rlinf.runtime.processes.supervisor import ChildDied
+from tests.envs.breaking import Mortal, NotFinite
 from tests.envs.protocol import ProtocolSuite, begin, everyone
 
 TASKS = [{"name": "still", "weight": 3}, {"name": "windy", "options": {"wind": True, "max_steps": 4}}]
@@ -69,13 +70,20 @@ def test_tasks_that_one_policy_could_not_act_in_are_refused():
         Mixture(2, simulator=Reach, tasks=[{"name": "flat"}, {"options": {"dims": 2}}])
 
 
-async def test_new_weights_hold_in_all_slices_and_processes(tmp_path):
-    options = {"simulator": "tests.envs.breaking.Breaking", "tasks": TASKS, "options": {"directory": str(tmp_path)}}
+def test_tasks_that_reset_all_environments_together_are_refused(monkeypatch):
+    monkeypatch.setattr(Reach, "resets_together", True)
+    with pytest.raises(ValueError, match="task still: Reach resets all environments together"):
+        Mixture(2, simulator=Reach, tasks=TASKS)
+
+
+async def test_new_weights_hold_in_all_slices_and_processes(monkeypatch):
+    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    options = {"simulator": Reach, "tasks": TASKS}
     async with EnvironmentPool(Mixture, options, num_envs=4, workers=1, rules=Rules(max_steps=2)) as pool:
         (whole,) = pool.slices
         await whole.reset()
         await whole.weigh([0.0, 1.0])
-        (tmp_path / "crash").touch()
+        pool._workers[0].fates = [("step", ChildDied)]
         assert (await whole.step(torch.zeros(4, 2, 1))).lost.all()
         chunk = await whole.step(torch.zeros(4, 2, 1))
         assert [episode.task for episode in chunk.episodes] == ["windy"] * 4

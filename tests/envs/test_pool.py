@@ -4,7 +4,6 @@ What happens after a loss is tested with a stand-in for the process, `Mortal`, s
 """
 
 import asyncio
-import pickle
 import threading
 
 import pytest
@@ -15,13 +14,12 @@ from rlinf.envs.around.rules import Rules
 from rlinf.envs.environment import Environment
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
-from rlinf.envs.worker import Program
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout
-from tests.envs.breaking import processes, zeros
+from tests.envs.breaking import Losing, Mortal, processes, zeros
 from tests.envs.protocol import actions_for, same
 
 FIELDS = ("rewards", "terminated", "truncated", "valid", "observation", "ended", "final", "episode", "next_episode")
@@ -65,8 +63,8 @@ async def test_workers_and_slices_do_not_change_what_happens(workers, slices, re
                 assert found.instructions == wanted.instructions[rows]
 
 
-async def test_a_crash_loses_the_episodes_of_its_worker_and_others_are_begun(tmp_path):
-    async with breaking(tmp_path, num_envs=4, workers=2) as pool:
+async def test_a_crash_and_a_hang_lose_the_episodes_of_their_worker_and_others_are_begun(tmp_path):
+    async with breaking(tmp_path, num_envs=4, workers=2, step_timeout=2.0) as pool:
         (whole,) = pool.slices
         await whole.reset()
         await whole.step(zeros(4))
@@ -83,17 +81,10 @@ async def test_a_crash_loses_the_episodes_of_its_worker_and_others_are_begun(tmp
         after = await whole.step(zeros(4))
         assert after.valid.all()
         assert not after.lost.any()
-    assert processes(tmp_path) == 3
-
-
-async def test_a_hang_costs_its_worker_the_process_and_its_episodes(tmp_path):
-    async with breaking(tmp_path, step_timeout=2.0) as pool:
-        (whole,) = pool.slices
-        await whole.reset()
         (tmp_path / "hang").touch()
-        assert (await whole.step(zeros(2))).lost.all()
-        assert (await whole.step(zeros(2))).valid.all()
-    assert processes(tmp_path) == 2
+        assert sorted((await whole.step(zeros(4))).lost.tolist()) == [False, False, True, True]
+        assert (await whole.step(zeros(4))).valid.all()
+    assert processes(tmp_path) == 4
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,30 +107,6 @@ async def test_a_saved_slice_goes_on_bit_for_bit_in_another_pool(workers, monkey
             found = await whole.step(each)
             assert all(same(getattr(found, name), getattr(wanted, name)) for name in FIELDS)
             assert found.episodes == wanted.episodes
-
-
-class Mortal:
-    """A worker whose program lives here, and dies when a call is made that is in `fates`."""
-
-    def __init__(self, target, arguments, *, name, **supervision):
-        assert target == "rlinf.envs.worker:Program"
-        self.name = name
-        self.lives = 0
-        self.fates = []  # (method, ChildDied or CallTimeout), in order
-        self._arguments = arguments
-
-    async def start(self):
-        self._program = Program(**self._arguments)
-        self.lives += 1
-
-    async def stop(self):
-        pass
-
-    async def call(self, method, *args, timeout=None):
-        if self.fates and self.fates[0][0] == method:
-            await self.start()
-            raise self.fates.pop(0)[1](f"{self.name} is gone")
-        return pickle.loads(pickle.dumps(getattr(self._program, method)(*pickle.loads(pickle.dumps(args)))))
 
 
 @pytest.fixture
@@ -288,6 +255,49 @@ async def test_a_loss_before_a_save_is_told_after_it_also_in_another_pool(mortal
         assert chunk.lost.all()
         assert (chunk.episode.tolist(), chunk.next_episode.tolist()) == ([0], [1])
         assert same(told.observation, chunk.observation)
+
+
+@pytest.mark.parametrize("fate", [{"step": 1, "reset": 2}, {"save": 3, "reset": 1}, {"restore": 2}, {"reset": 3}])
+async def test_a_simulator_that_is_lost_in_any_call_begins_other_episodes(fate, monkeypatch):
+    monkeypatch.setattr(Losing, "fates", {})
+    async with EnvironmentPool(Losing, num_envs=2, workers=0, rules=Rules(max_steps=4)) as pool:
+        (whole,) = pool.slices
+        await whole.reset()
+        Losing.fates.update(fate)
+        if list(fate) == ["reset"]:
+            await whole.reset(1)
+        lost = [(await whole.step(zeros(2))).lost.all()]
+        saved = await whole.state_dict()
+        await whole.load_state_dict(saved)
+        lost += [(await whole.step(zeros(2))).lost.all()]
+        assert not any(Losing.fates.values())
+        assert lost == ["step" in fate, "save" in fate]
+        assert (await whole.step(zeros(2))).valid.all()
+
+
+@pytest.mark.parametrize("call", ["reset", "save", "restore"])
+async def test_a_simulator_that_is_lost_in_every_call_is_given_up(call, monkeypatch):
+    monkeypatch.setattr(Losing, "fates", {})
+    async with EnvironmentPool(Losing, num_envs=2, workers=0) as pool:
+        (whole,) = pool.slices
+        await whole.reset()
+        saved = await whole.state_dict()
+        Losing.fates[call] = 99
+        calls = {"reset": whole.reset, "save": whole.state_dict, "restore": lambda: whole.load_state_dict(saved)}
+        with pytest.raises(EnvironmentLost, match="environments 0-1"):
+            await calls[call]()
+
+
+async def test_weights_that_a_dead_process_did_not_hear_are_told_to_the_next(mortal, monkeypatch):
+    heard = []
+    monkeypatch.setattr(Reach, "weigh", lambda self, weights: heard.append(weights))
+    whole, worker = await mortal()
+    await whole.reset()
+    worker.fates = [("weigh", ChildDied)]
+    await whole.weigh([2.0])
+    assert heard == []
+    assert (await whole.step(zeros(2))).lost.all()
+    assert heard == [(2.0,)]
 
 
 async def test_what_was_never_reset_says_so(mortal):

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rlinf.envs.around.wrapper import Wrapper
 from rlinf.envs.base import ArraySpec, Observation, Simulator, State, Transition
 
 
-class FrameStack(Simulator):
+class FrameStack(Wrapper):
     """The last `frames` observations, the oldest first, one behind the other along the last axis.
 
     At the beginning of an episode the first observation stands in the place of those that there are not.
@@ -26,9 +27,8 @@ class FrameStack(Simulator):
     """
 
     def __init__(self, simulator: Simulator, frames: int):
-        self.simulator, self.frames = simulator, frames
-        self.num_envs, self.device = simulator.num_envs, simulator.device
-        self.action_spec, self.max_steps = simulator.action_spec, simulator.max_steps
+        super().__init__(simulator)
+        self.frames = frames
         specs = simulator.observation_spec
         self.observation_spec = {
             name: ArraySpec((*spec.shape[:-1], frames * spec.shape[-1]), spec.dtype) for name, spec in specs.items()
@@ -51,12 +51,6 @@ class FrameStack(Simulator):
             self._seen[name] = torch.where(active.view(-1, *[1] * (seen.ndim - 1)), new, seen)
         return replace(moved, observation={name: _stacked(seen) for name, seen in self._seen.items()})
 
-    def tasks(self) -> Sequence[str] | None:
-        return self.simulator.tasks()
-
-    def weigh(self, weights: Sequence[float]) -> None:
-        self.simulator.weigh(weights)
-
     def save(self) -> list[State]:
         inner = self.simulator.save()
         return [
@@ -69,21 +63,6 @@ class FrameStack(Simulator):
         for env, state in zip(env_ids.tolist(), states, strict=True):
             for name, frames in state["frames"].items():
                 self._seen[name][env] = frames.to(self.device)
-
-    def instructions(self) -> Sequence[str] | None:
-        return self.simulator.instructions()
-
-    def render(self, env_ids: Tensor) -> Tensor:
-        return self.simulator.render(env_ids)
-
-    def offload(self) -> None:
-        self.simulator.offload()
-
-    def onload(self) -> None:
-        self.simulator.onload()
-
-    def close(self) -> None:
-        self.simulator.close()
 
 
 def _stacked(seen: Tensor) -> Tensor:

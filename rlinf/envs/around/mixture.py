@@ -33,7 +33,8 @@ class Mixture(Simulator):
         options: that tasks have in common.
 
     Raises:
-        ValueError: tasks differ in what they show or take, so that one policy could not act in both.
+        ValueError: tasks differ in what they show or take, so that one policy could not act in both; or one resets all
+            environments together.
     """
 
     def __init__(
@@ -56,6 +57,10 @@ class Mixture(Simulator):
                 raise ValueError(f"tasks {self._names[0]} and {name} differ in what they show or take: one policy acts")
             if not all(torch.equal(getattr(part.action_spec, end), getattr(first.action_spec, end)) for end in _ENDS):
                 raise ValueError(f"tasks {self._names[0]} and {name} differ in the bounds of actions: one policy acts")
+            if part.resets_together:
+                raise ValueError(
+                    f"task {name}: {type(part).__name__} resets all environments together, and a mixture some at a time"
+                )
         self.num_envs, self.device = num_envs, first.device
         self.observation_spec, self.action_spec = first.observation_spec, first.action_spec
         limits = [part.max_steps for part in self._parts]

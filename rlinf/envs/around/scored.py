@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
+from rlinf.envs.around.wrapper import Wrapper
 from rlinf.envs.base import Observation, Simulator, State, Transition
 from rlinf.envs.episodes import rows_of, with_rows
 
@@ -49,7 +50,7 @@ def mistake_in_function(function: Any, arguments: Mapping[str, Any]) -> str | No
 _OPEN = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-class Scored(Simulator):
+class Scored(Wrapper):
     """A simulator whose rewards, or whose word on success, come from functions.
 
     Args:
@@ -75,10 +76,7 @@ class Scored(Simulator):
         scale: float = 1.0,
     ):
         adapter: Any = resolve(simulator) if isinstance(simulator, str) else simulator
-        self._inner: Simulator = adapter(num_envs=num_envs, **(options or {}))
-        inner = self._inner
-        self.num_envs, self.device, self.max_steps = inner.num_envs, inner.device, inner.max_steps
-        self.observation_spec, self.action_spec = inner.observation_spec, inner.action_spec
+        super().__init__(adapter(num_envs=num_envs, **(options or {})))
         self._reward, self._success, self._arguments, self._scale = reward, success, dict(arguments or {}), scale
         self._functions: dict[str, Callable[..., Any]] = {
             path: resolve(path) for path in (reward, success) if path is not None
@@ -89,12 +87,12 @@ class Scored(Simulator):
         }
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        found = self._inner.reset(seeds, env_ids)
+        found = self.simulator.reset(seeds, env_ids)
         self._seen = with_rows(self._seen, env_ids, found)
         return found
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
-        moved = self._inner.step(actions, active)
+        moved = self.simulator.step(actions, active)
         offered = {
             "observation": moved.observation,
             "before": self._seen,
@@ -102,8 +100,8 @@ class Scored(Simulator):
             "reward": moved.reward,
             "success": moved.success,
             "terminated": moved.terminated,
-            "instructions": self._inner.instructions(),
-            "tasks": self._inner.tasks(),
+            "instructions": self.simulator.instructions(),
+            "tasks": self.simulator.tasks(),
         }
         reward, success = moved.reward, moved.success
         if self._reward is not None:
@@ -133,33 +131,11 @@ class Scored(Simulator):
             )
         return found
 
-    def weigh(self, weights: Sequence[float]) -> None:
-        """See `Mixture.weigh`."""
-        self._inner.weigh(weights)
-
-    def instructions(self) -> Sequence[str] | None:
-        return self._inner.instructions()
-
-    def tasks(self) -> Sequence[str] | None:
-        return self._inner.tasks()
-
-    def render(self, env_ids: Tensor) -> Tensor:
-        return self._inner.render(env_ids)
-
     def save(self) -> list[State]:
         rows = [rows_of(self._seen, torch.tensor([env])) for env in range(self.num_envs)]
-        return [{"inner": state, "seen": seen} for state, seen in zip(self._inner.save(), rows, strict=True)]
+        return [{"inner": state, "seen": seen} for state, seen in zip(self.simulator.save(), rows, strict=True)]
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        self._inner.restore([state["inner"] for state in states], env_ids)
+        self.simulator.restore([state["inner"] for state in states], env_ids)
         seen = {name: torch.cat([state["seen"][name] for state in states]).to(self.device) for name in self._seen}
         self._seen = with_rows(self._seen, env_ids, seen)
-
-    def offload(self) -> None:
-        self._inner.offload()
-
-    def onload(self) -> None:
-        self._inner.onload()
-
-    def close(self) -> None:
-        self._inner.close()

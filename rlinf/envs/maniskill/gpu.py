@@ -20,6 +20,9 @@ from rlinf.envs.maniskill.tasks import Task
 from rlinf.envs.trees import stacked_trees, tree_on_cpu, tree_rows
 from rlinf.runtime.gpu.own_device import enter_device
 
+_TOGETHER = "InScene25"
+"""In the ids of tasks whose code asserts that all environments are reset at once."""
+
 
 class ManiSkillBatched(Simulator):
     """Environments of ManiSkill 3, simulated on one GPU.
@@ -44,6 +47,8 @@ class ManiSkillBatched(Simulator):
         if not torch.cuda.is_available():
             raise CannotSimulate(f"{self._task.id}: ManiSkillBatched needs a CUDA device; on the CPU, take ManiSkill")
         self.device = enter_device()  # of this process or of whoever started it; PhysX itself would take GPU 0
+        together = self._task.resets_together
+        self.resets_together = _TOGETHER in self._task.id if together is None else together
         self._env = maniskill_tasks.make(self._task, num_envs, "physx_cuda", self.device.index)
         self.num_envs = num_envs
         self.observation_spec = maniskill_tasks.observation_spec(self._env)

@@ -64,6 +64,8 @@ class Task:
     """Height and width of pictures for people."""
     modules: Sequence[str] = ()
     """Imported first: they register tasks and robots that ManiSkill does not bring."""
+    resets_together: bool | None = None
+    """On a GPU, the task's code begins episodes in all environments or in none; None: PutOnPlateInScene25's does."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of ManiSkill's environment, such as `sim_config`."""
 

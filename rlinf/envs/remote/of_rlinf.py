@@ -25,7 +25,7 @@ class OfRlinf:
             for name, spec in simulator.observation_spec.items()
         }
         self.action_low, self.action_high = simulator.action_spec.low.numpy(), simulator.action_spec.high.numpy()
-        self.max_steps = simulator.max_steps
+        self.max_steps, self.resets_together = simulator.max_steps, simulator.resets_together
 
     def reset(self, seeds: np.ndarray, env_ids: np.ndarray) -> Any:
         """`Simulator.reset`."""

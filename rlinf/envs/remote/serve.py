@@ -15,7 +15,8 @@ This file needs numpy and Python 3.8 and nothing else, so that it can be copied 
     save()                  -> N states; restore(states, env_ids)       (may be missing)
     close()                                                             (may be missing)
 
-A class of rlinf's own kind (`rlinf.envs.base.Simulator`) is served, too, where rlinf is installed.
+With `resets_together = True`, `reset` is called for all environments at once only. Where rlinf is installed, classes of
+its own kind (`rlinf.envs.base.Simulator`) are served, too.
 
 A frame is, in network order, the four bytes RLR1, the length of a header (4 bytes) and of a body (8 bytes), the header,
 which is JSON in UTF-8, and the body, the numbers of all arrays one after the other. The header is one value, in which
@@ -29,9 +30,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hmac
 import importlib.util
 import json
+import math
 import os
 import secrets
 import socket
@@ -49,10 +52,11 @@ TOKEN = "RLINF_REMOTE_TOKEN"
 """Environment variable with the word that a connection must know."""
 _MAGIC = b"RLR1"
 _PREFIX = struct.Struct(">4sIQ")
-_MOST_HEADER = 1 << 26  # bytes; more is a mistake, or an attempt to fill the memory
-_MOST_BODY = 1 << 32  # bytes
-_MOST_UNKNOWN = 1 << 16  # bytes of each from a connection that has not said the token yet
-_DEEPEST = 64  # collections in one another
+_MOST_HEADER, _MOST_BODY, _MOST_UNKNOWN = 1 << 26, 1 << 32, 1 << 16
+"""Bytes of a header, of a body, and of either before the token is said; more is a mistake, or fills the memory."""
+_DEEPEST = 64
+"""Collections in one another."""
+_say = functools.partial(print, flush=True)
 
 
 class Garbled(Exception):
@@ -127,10 +131,7 @@ def _understood(told: Any, body: bytes, place: list[int], depth: int) -> Any:
         dtype, shape = np.dtype(told["#array"][0]), told["#array"][1]
         if dtype.kind not in "biuf" or not all(type(side) is int and side >= 0 for side in shape):
             raise ValueError(f"no array: {told}")
-        count = 1
-        for side in shape:
-            count *= side
-        raw = _next(body, place, count * dtype.itemsize)
+        raw = _next(body, place, math.prod(shape) * dtype.itemsize)
         return np.frombuffer(raw, dtype).reshape(shape).copy()
     if "#bytes" in told:
         return bytes(_next(body, place, int(told["#bytes"])))
@@ -140,11 +141,10 @@ def _understood(told: Any, body: bytes, place: list[int], depth: int) -> Any:
 
 
 def _next(body: bytes, place: list[int], size: int) -> memoryview:
-    first = place[0]
-    if not 0 <= size <= len(body) - first:
+    if not 0 <= size <= len(body) - place[0]:
         raise ValueError("arrays longer than the body")
-    place[0] = first + size
-    return memoryview(body)[first : first + size]
+    place[0] += size
+    return memoryview(body)[place[0] - size : place[0]]
 
 
 def receive(read: Callable[[int], bytes], known: bool = True) -> Any:
@@ -249,8 +249,8 @@ class Session:
         if hasattr(made, "action_spec"):  # of rlinf's own kind, which is here then
             made = importlib.import_module("rlinf.envs.remote.of_rlinf").OfRlinf(made)
         self._simulator = made
-        spec = self._simulator.observation_spec
-        specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec.items()}
+        spec = made.observation_spec.items()
+        specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec}
         return {
             "version": VERSION,
             "observation": specs,
@@ -258,6 +258,7 @@ class Session:
             "action_high": np.asarray(self._simulator.action_high, np.float32),
             "max_steps": self._simulator.max_steps,
             "instructions": self._words(),
+            "resets_together": bool(getattr(self._simulator, "resets_together", False)),
             "can": [name for name in ("render", "save", "restore") if hasattr(self._simulator, name)],
         }
 
@@ -311,13 +312,11 @@ def over_stdio(make: Callable[..., Any], token: str) -> None:
     """Serve whoever started this process, over its standard input and output; what is printed goes to the errors."""
     come, go = os.dup(0), os.dup(1)
     os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def write(part: Any) -> None:
-        left = memoryview(part)
-        while len(left):
-            left = left[os.write(go, left) :]
+        while len(part):
+            part = memoryview(part)[os.write(go, part) :]
 
     converse(Session(make, token), lambda size: os.read(come, size), write, threading.Lock())
 
@@ -369,10 +368,6 @@ def _part_from(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(1.0)
         any(not connection.recv(1 << 16) for _ in range(64))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201  (a program)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Our side of a remote simulator: a program that this one starts, or a server at an address.
 
 In and out: what `Simulator` says. Each call waits for its answer, with a deadline. Where the other side dies, hangs or
-is cut off, the episodes are lost (`SimulatorLost`), and the next reset of all environments connects, or starts the
-program, anew. What travels is told in `serve.py`, which is the other side.
+is cut off, the episodes are lost (`SimulatorLost`), and the next reset or restored state connects, or starts the
+program, anew; environments that neither was for stay without an episode. What travels is told in `serve.py`, which is
+the other side.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from rlinf.envs.remote.of_rlinf import arrays, tensors
 
 _END_SECONDS = 5.0
 """How long a program may take to end by itself once nobody speaks to it."""
+_BOOL = ArraySpec((), torch.bool)
+_ROWS = {"reward": ArraySpec((), torch.float32), "terminated": _BOOL, "truncated": _BOOL}
+"""What an answer to a step says of each environment besides its observation."""
 _REFUSALS = ("PermissionError", "Garbled", "Busy")
 """Answers after which the other side has closed the connection."""
 
@@ -109,35 +113,37 @@ class Remote(Simulator):
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: list[str] | None = None
+        self._begun = torch.zeros(num_envs, dtype=torch.bool)  # environments that the other side has an episode of
         specs = self._connect()
-        self.max_steps = specs["max_steps"]
-        self.action_spec = ActionSpec(torch.from_numpy(specs["action_low"]), torch.from_numpy(specs["action_high"]))
-        self.observation_spec = _observations(specs)
-        self._can = frozenset(specs["can"])
+        try:
+            self.max_steps = specs["max_steps"]
+            self.action_spec = ActionSpec(torch.from_numpy(specs["action_low"]), torch.from_numpy(specs["action_high"]))
+            self.observation_spec = _observations(specs)
+            self._can = frozenset(specs["can"])
+            self.resets_together = bool(specs.get("resets_together", False))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._leave()
+            raise CannotSimulate(f"{self._who} says of its simulator what means nothing: {error}") from error
 
     def reset(self, seeds: Tensor, env_ids: Tensor) -> Observation:
-        if self._socket is None:
-            if len(env_ids) < self.num_envs:
-                raise SimulatorLost(
-                    f"{self._who} is gone, and with it the episodes of all {self.num_envs} environments"
-                )
-            if _observations(self._connect()) != self.observation_spec:
-                self._leave()
-                raise CannotSimulate(f"{self._who} came back with other observations than it had before")
+        self._come_back()
         told = self._call("reset", seeds=seeds.numpy(), env_ids=env_ids.numpy())
-        self._words = told["instructions"]
-        return self._observation(told["observation"], len(env_ids))
+        self._words = self._instructions_in(told)
+        found = self._observation(told, len(env_ids))
+        self._begun[env_ids] = True
+        return found
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
+        if bool((active & ~self._begun).any()):
+            lost = (active & ~self._begun).nonzero().flatten().tolist()
+            raise SimulatorLost(f"{self._who} is gone, and with it the episodes of environments {lost}")
         told = self._call("step", actions=actions.numpy(), active=active.numpy())
-        success = told.get("success")
-        return Transition(
-            observation=self._observation(told["observation"], self.num_envs),
-            reward=self._row("reward", told["reward"], torch.float32),
-            terminated=self._row("terminated", told["terminated"], torch.bool),
-            truncated=self._row("truncated", told["truncated"], torch.bool),
-            success=None if success is None else self._row("success", success, torch.bool),
-        )
+        observation = self._observation(told, self.num_envs)
+        reward, terminated, truncated = (self._array(told, name, self.num_envs, _ROWS[name]) for name in _ROWS)
+        success = None
+        if told.get("success") is not None:
+            success = self._array(told, "success", self.num_envs, _BOOL)
+        return Transition(observation, reward, terminated, truncated, success)
 
     def instructions(self) -> list[str] | None:
         return self._words
@@ -154,28 +160,54 @@ class Remote(Simulator):
         return states
 
     def restore(self, states: Sequence[State], env_ids: Tensor) -> None:
-        if self._socket is None:
-            self._connect()
+        self._come_back()
         told = self._call("restore", states=arrays(list(states)), env_ids=env_ids.numpy())
-        self._words = told["instructions"]
+        self._words = self._instructions_in(told)
+        self._begun[env_ids] = True
 
     def close(self) -> None:
         self._leave()
 
-    def _observation(self, told: dict[str, Any], rows: int) -> Observation:
-        found = {}
-        for name, spec in self.observation_spec.items():
-            array = torch.from_numpy(np.asarray(told[name])).to(spec.dtype)
-            if array.shape != (rows, *spec.shape):
-                raise RemoteError(f"{self._who} told {name!r} as {list(array.shape)}, not {[rows, *spec.shape]}")
-            found[name] = array
-        return found
+    def _observation(self, told: Any, rows: int) -> Observation:
+        found = told.get("observation") if isinstance(told, dict) else None
+        return {name: self._array(found, name, rows, spec) for name, spec in self.observation_spec.items()}
 
-    def _row(self, name: str, told: Any, dtype: torch.dtype) -> Tensor:
-        array = torch.from_numpy(np.array(told)).to(dtype)
-        if array.shape != (self.num_envs,):
-            raise RemoteError(f"{self._who} told {name} as {list(array.shape)}, not [{self.num_envs}]")
-        return array
+    def _array(self, told: Any, name: str, rows: int, spec: ArraySpec) -> Tensor:
+        """An array of an answer, held to what it must be.
+
+        Raises:
+            RemoteError: it is not there, of another shape, or of numbers that would not mean the same.
+        """
+        if not isinstance(told, dict) or name not in told:
+            raise RemoteError(f"{self._who} did not tell {name!r}")
+        array = np.array(told[name])
+        wanted, kind = [rows, *spec.shape], str(spec.dtype).removeprefix("torch.")
+        if list(array.shape) != wanted:
+            raise RemoteError(f"{self._who} told {name!r} as {list(array.shape)}, not {wanted}")
+        if array.dtype.kind not in ("biuf" if spec.dtype.is_floating_point else "biu"):  # NaN would be true, 0.5 be 0
+            raise RemoteError(f"{self._who} told {name!r} as {array.dtype}, not {kind}")
+        return torch.from_numpy(array).to(spec.dtype)
+
+    def _instructions_in(self, told: Any) -> list[str] | None:
+        """What an answer says that each environment is to do.
+
+        Raises:
+            RemoteError: not one text for each of them.
+        """
+        words: list[str] | None = told.get("instructions") if isinstance(told, dict) else None
+        if words is not None and len(words) != self.num_envs:
+            raise RemoteError(f"{self._who} told {len(words)} instructions for {self.num_envs} environments")
+        return words
+
+    def _come_back(self) -> None:
+        """Connect, or start the program, anew if it is gone.
+
+        Raises:
+            CannotSimulate: it is not there, or not what it was.
+        """
+        if self._socket is None and _observations(self._connect()) != self.observation_spec:
+            self._leave()
+            raise CannotSimulate(f"{self._who} came back with other observations than it had before")
 
     # The connection ---------------------------------------------------------------------------------------------------
 
@@ -280,6 +312,7 @@ class Remote(Simulator):
 
     def _leave(self, patience: float = _END_SECONDS) -> str:
         """Give the connection up, and end what was started, by force after some seconds; how it ended, for messages."""
+        self._begun[:] = False
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -59,7 +59,7 @@ async def test_in_a_thread_of_its_process_it_is_on_the_same_gpu(made, monkeypatc
 async def test_worker_processes_are_told_which_gpu_is_that_of_their_parent(monkeypatch, index):
     pretend(monkeypatch, rank=None)
     choose_device(index)
-    async with EnvironmentPool("tests.envs.on_a_card.OnACard", num_envs=2, workers=2) as pool:
+    async with EnvironmentPool("tests.envs.on_a_card.OnACard", num_envs=1, workers=1) as pool:
         assert pool.max_steps == index
 
 
@@ -117,6 +117,13 @@ def batched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "enter_device", lambda: torch.device("cpu"))
     return ManiSkillBatched(3, id="PutOnPlateInScene25Main-v3", observe="rgb", pictures=True)
+
+
+def test_tasks_whose_code_resets_all_or_none_are_known_and_others_are_said(batched):
+    assert batched.resets_together
+    assert not ManiSkillBatched(3, id="PutOnPlateInScene25Main-v3", resets_together=False).resets_together
+    assert not ManiSkillBatched(3, id="PullCube-v1").resets_together
+    assert ManiSkillBatched(3, id="PullCube-v1", resets_together=True).resets_together
 
 
 def test_a_batch_is_reset_in_part_and_members_of_a_group_take_over_its_start(batched):

@@ -40,9 +40,8 @@ class Arm:
         self.place[active] += actions[active]
         far = np.abs(self.place).max(1) > 100 * self.reach
         still = np.zeros(len(far), bool)
-        shape = self.place[:, :1] if self.wrong == "shape" else self.place
         return {
-            "observation": {**self.seen(self.place), "state": shape.copy()},
+            "observation": self.seen(self.place),
             "reward": -self.place[:, 0],
             "terminated": far,
             "truncated": still,

@@ -1,20 +1,27 @@
 """Simulators on the other side of a socket: as if they were here, and lost where they are lost."""
 
 import logging
+import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
+from rlinf.envs.around.mixture import Mixture
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import CannotSimulate, SimulatorLost, WrongOption
+from rlinf.envs.environment import Environment
 from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.remote import Remote, serve
 from rlinf.envs.remote.simulator import RemoteError
 from rlinf.envs.toy import Reach
 from tests.envs.protocol import ProtocolSuite, begin, everyone, same
+from tests.envs.remote.arm import Arm
 
 ARM = str(Path(__file__).with_name("arm.py")) + ":Arm"
 
@@ -78,11 +85,89 @@ def test_an_exception_of_the_other_side_arrives_with_its_place_and_others_may_fo
     assert same(begin(simulator, [3]), begin(simulator, [3]))
 
 
-def test_wrong_shapes_are_told_by_name(arm):
-    simulator = arm(options={"wrong": "shape"})
+class Wrong(Arm):
+    """Answers with something else than it should; the test says with what."""
+
+    answer: ClassVar[dict] = {}
+    words: ClassVar[list] = ["a", "b"]
+
+    def step(self, actions, active):
+        observation = {**self.seen(self.place), **self.answer.get("observation", {})}
+        told = {**super().step(actions, active), **self.answer, "observation": observation}
+        return {name: each for name, each in told.items() if each is not None}
+
+    def instructions(self):
+        return self.words
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """Where they are served."""
+    where, ready = f"unix:{tmp_path_factory.mktemp('wrong') / 's'}", threading.Event()
+    threading.Thread(target=serve.listen, args=(Wrong, "", where, 64, lambda _: ready.set()), daemon=True).start()
+    assert ready.wait(10)
+    return where
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"observation": {"state": np.zeros((2, 1), np.float32)}}, r"told 'state' as \[2, 1\], not \[2, 2\]"),
+        ({"observation": {"rgb": np.full((2, 2, 2, 3), 0.5)}}, "told 'rgb' as float64, not uint8"),
+        ({"reward": np.zeros(3)}, r"told 'reward' as \[3\], not \[2\]"),
+        ({"reward": None}, "did not tell 'reward'"),
+        ({"terminated": np.array([0.0, np.nan])}, "told 'terminated' as float64, not bool"),
+        ({"success": ["yes", "no"]}, "told 'success' as <U3, not bool"),
+    ],
+)
+def test_wrong_answers_are_told_by_name(wrong, monkeypatch, answer, said):
+    monkeypatch.setattr(Wrong, "answer", answer)
+    simulator = Remote(2, address=wrong)
     begin(simulator, [3, 4])
-    with pytest.raises(RemoteError, match=r"told 'state' as \[2, 1\], not \[2, 2\]"):
+    with pytest.raises(RemoteError, match=said):
         simulator.step(torch.zeros(2, 2), everyone(simulator))
+    simulator.close()
+
+
+def test_instructions_of_another_number_are_told(wrong, monkeypatch):
+    monkeypatch.setattr(Wrong, "words", ["one for all"])
+    simulator = Remote(2, address=wrong)
+    with pytest.raises(RemoteError, match="told 1 instructions for 2 environments"):
+        begin(simulator, [3, 4])
+    simulator.close()
+
+
+def test_a_number_that_is_not_finite_costs_the_episode_of_its_environment_alone(wrong, monkeypatch):
+    monkeypatch.setattr(Wrong, "answer", {"reward": np.array([np.nan, 1.0])})
+    environment = Environment(Remote(2, address=wrong))
+    environment.reset()
+    chunk = environment.step(torch.zeros(2, 1, 2))
+    assert chunk.lost.tolist() == [True, False]
+    assert "its reward is not finite" in chunk.remarks[0]
+    environment.close()
+
+
+def test_a_mixture_goes_on_where_its_servers_were_lost(address):
+    """Each part is asked to begin only the environments that are in its task."""
+    mixture = Mixture(
+        6,
+        simulator=Remote,
+        tasks=[{"name": "one"}, {"name": "other"}],
+        options={"address": address, "token": "word", "options": {"dims": 2}},
+    )
+    environment = Environment(mixture, Rules(max_steps=9))
+    environment.reset()
+    for part in mixture._parts:
+        part._socket.shutdown(socket.SHUT_RDWR)
+    for _ in range(2):  # each finds out by itself
+        with pytest.raises(SimulatorLost):
+            environment.step(torch.zeros(6, 1, 2))
+        with suppress(SimulatorLost):
+            environment.reset(episode=torch.ones(6, dtype=torch.int64))
+    environment.reset(episode=torch.ones(6, dtype=torch.int64))
+    assert set(mixture.tasks()) == {"one", "other"}
+    assert environment.step(torch.zeros(6, 1, 2)).valid.all()
+    environment.close()
 
 
 def test_one_that_hangs_is_lost_at_its_deadline_and_ended(arm):
@@ -94,15 +179,24 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_ended(arm):
     assert process.poll() is not None
 
 
-def test_one_that_died_is_lost_and_the_next_reset_of_all_starts_it_anew(arm):
+def test_one_that_died_is_lost_and_the_next_reset_starts_it_anew(arm):
     simulator = arm(2, options={"wrong": "dies"})
     begin(simulator, [1, 2])
     simulator.step(torch.full((2, 2), 95.0), everyone(simulator))
     with pytest.raises(SimulatorLost, match=r"lost in 'step': the connection has ended \(it ended with exit code 7\)"):
         simulator.step(torch.zeros(2, 2), everyone(simulator))
-    with pytest.raises(SimulatorLost, match="the episodes of all 2 environments"):
-        simulator.reset(torch.tensor([1]), torch.tensor([1]))
+    assert simulator.reset(torch.tensor([9]), torch.tensor([1]))["state"].tolist() == [[2, 4]]
+    simulator.step(torch.zeros(2, 2), torch.tensor([False, True]))
+    with pytest.raises(SimulatorLost, match=r"gone, and with it the episodes of environments \[0\]"):
+        simulator.step(torch.zeros(2, 2), everyone(simulator))
     assert begin(simulator, [8, 9])["state"].tolist() == [[1, 3], [2, 4]]
+    states, expected = simulator.save(), simulator.step(torch.ones(2, 2), everyone(simulator))
+    simulator._process.kill()
+    with pytest.raises(SimulatorLost, match="lost in 'restore'"):
+        simulator.restore(states, torch.arange(2))
+    simulator.restore(states, torch.arange(2))  # in a program that was started for it
+    again = simulator.step(torch.ones(2, 2), everyone(simulator))
+    assert same(again.observation, expected.observation)
 
 
 async def test_a_pool_goes_on_with_other_episodes_where_the_other_side_died(caplog):

@@ -231,14 +231,16 @@ def training_pair(actions: Tensor, noise: Tensor, uniform: Tensor) -> tuple[Tens
 def sinusoids(t: Tensor, size: int, shortest: float, longest: float) -> Tensor:
     """Times as sines, then cosines, of periods spread evenly on a logarithmic scale, float32 [N, size].
 
+    Angles go up to 2 pi t / shortest, of which float32 would leave four decimals: computed in float64, as openpi does.
+
     Args:
         t: [N].
         size: even.
         shortest, longest: periods; 4e-3 and 4 in pi0.
     """
-    share = torch.linspace(0.0, 1.0, size // 2, device=t.device)
-    angles = t.float()[:, None] * (2.0 * math.pi / (shortest * (longest / shortest) ** share))
-    return torch.cat([angles.sin(), angles.cos()], 1)
+    share = torch.linspace(0.0, 1.0, size // 2, dtype=torch.float64, device=t.device)
+    angles = t.double()[:, None] * (2.0 * math.pi / (shortest * (longest / shortest) ** share))
+    return torch.cat([angles.sin(), angles.cos()], 1).float()
 
 
 def _density(x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,6 +100,8 @@ class FlowPolicy(Policy):
             features: of the steps that drew, [N, steps, H, F]; None where `reads_chain` is false.
         """
 
+    imitates_padding: bool = True
+    """Whether numbers behind the action count in `imitate`, so that they stay at 0."""
     reads_chain: bool = False
     """Whether the critic looks at features of the field, as that of pi0 does, or at the context alone."""
 
@@ -174,7 +176,8 @@ class FlowPolicy(Policy):
         """The loss of flow matching, (v(x, t) - (noise - actions))^2, at a random time and noise for each row.
 
         A likelihood of demonstrations cannot be computed from a chain that led elsewhere; this bounds one
-        (arXiv:2410.24164, section 4). All D numbers count, as in openpi, so that those behind the action stay at 0.
+        (arXiv:2410.24164, section 4). All D numbers count, as in openpi, or, without `imitates_padding`, those of the
+        action.
 
         Args:
             stored: of `demonstrated`.
@@ -187,7 +190,8 @@ class FlowPolicy(Policy):
         noise = normals(drawn[:, :-1]).view(actions.shape)
         x, t, wanted = training_pair(actions, noise, drawn[:, -1])
         found = self.velocity(self.context(stored))(x, t).velocity
-        error = (found - wanted).square()[:, : self.config.chunk]
+        counted = self.width if self.imitates_padding else self.config.action_size
+        error = (found - wanted).square()[:, : self.config.chunk, :counted]
         kept = torch.ones_like(error) if mask is None else mask[..., None].expand(error.shape).to(error.dtype)
         return LossSum((error * kept).sum(), kept.sum(dtype=torch.float64))
 

@@ -69,6 +69,7 @@ class Gr00tPolicy(FlowPolicy):
     published = (CONFIG, "*.safetensors")
     beside = (METADATA, f"{EAGLE}/*")
     needs_path = True
+    imitates_padding = False  # the authors mask what the robot does not have
     own = ("critic.*", "deviation.*")
     float32 = ("critic.*", "deviation.*")
     trains = ("action_head.*", "critic.*", "deviation.*")

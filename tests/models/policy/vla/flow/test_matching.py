@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,3 +218,11 @@ def test_times_become_waves_of_the_published_periods():
 def test_impossible_chains_are_refused(made, said):
     with pytest.raises(ValueError, match=said):
         Denoising(*made)
+
+
+def test_times_keep_their_last_decimals_at_the_shortest_period():
+    t = torch.tensor([1.0, 0.999, 0.75, 0.001])
+    found = sinusoids(t, 1024, 4e-3, 4.0)
+    periods = 4e-3 * (4.0 / 4e-3) ** (np.arange(512) / 511)
+    angles = t.numpy().astype(np.float64)[:, None] * 2 * np.pi / periods
+    np.testing.assert_allclose(found.numpy(), np.concatenate([np.sin(angles), np.cos(angles)], 1), atol=1e-6)

@@ -27,20 +27,15 @@ from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.sources import Source
 from rlinf.data.step import works_ahead
 from rlinf.engines.make import lacking, unable
-from rlinf.flows.sac import sac
 from rlinf.job.algorithm import (
-    acting_flow_of,
     algorithm_of,
-    control_algorithm_of,
     flow_of,
     for_older_answers,
-    mistakes_acting,
     mistakes_ahead,
     roles_of,
 )
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.by_kind import device_kind
-from rlinf.job.checks.embodied import check_memory, unusable
 from rlinf.job.checks.fits import Fitted, fit
 from rlinf.job.checks.model import other_models, policy_model
 from rlinf.job.checks.naming import RAISED, naming, problem
@@ -61,7 +56,7 @@ from rlinf.metrics.tracking import chosen, missing
 from rlinf.placement.auto.choose import Chosen, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profiling.profile import load
-from rlinf.placement.seats import CONTROL, KIND, Placed, RoleKind, place, placed_by, split_complaint
+from rlinf.placement.seats import KIND, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runtime.gpu.own_device import own_device
 
@@ -166,7 +161,9 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
     """
     check_parts(config)
     if isinstance(config, EmbodiedConfig):
-        return _prepare_embodied(config, hosts)
+        from rlinf.job.embodied.prepare import prepare_embodied  # it builds on what is here
+
+        return prepare_embodied(config, hosts)
     if config.algorithm.name in SUPERVISED:
         from rlinf.job.supervised.prepare import prepare_supervised  # it builds on what is here
 
@@ -216,25 +213,6 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
     )  # fmt: skip
 
 
-def _prepare_embodied(config: EmbodiedConfig, hosts: int) -> Prepared:
-    algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
-    flow, model, items = _imported(path), _described_embodied(config), config.env.num_envs
-    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL))
-    problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
-    problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
-    if config.placement.mode == "auto" and flow is sac and algorithm is None:
-        advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
-        problems.append(_problem("placement.mode", "auto", advice))
-    told = Callbacks.of(config.callbacks, problems)
-    if problems:
-        raise ConfigError(problems)
-    staleness = config.algorithm.staleness if works_ahead(flow) else 0
-    said: dict[str, Any] = {"flow": flow, "path": path, "model": model, "items": items, "staleness": staleness}
-    placed, plan = _planned(config.placement, CONTROL, hosts, **said)
-    check_memory(config, placed)
-    return Prepared(**said, algorithm=algorithm, kinds=CONTROL, placed=placed, chosen=plan, held={}, callbacks=told)
-
-
 def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:
     try:
         return make()
@@ -256,12 +234,6 @@ def _described_text(config: RunConfig, algorithm: AlgorithmSpec) -> str:
     scored = "" if config.reward_model.path is None else f", scored by {config.reward_model.path}"
     answers = f"{config.algorithm.group_size} answers of {config.rollout.max_new_tokens} tokens"
     return f"{shape}, {answers}, {algorithm.name}{scored}"
-
-
-def _described_embodied(config: EmbodiedConfig) -> str:
-    env, policy = config.env, config.policy
-    settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
-    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices"
 
 
 # Placement -----------------------------------------------------------------------------------------------------------

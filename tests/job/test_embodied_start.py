@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 from rlinf.config.loading import InputError
+from rlinf.data.safetensors_io import write_tensors
 from rlinf.job.embodied.trials import saved_policy
 from rlinf.job.start import train
 from rlinf.job.validate import load_embodied
+from rlinf.models.language.lora import adapter_config, saved_names
+from rlinf.models.policy.build import build_policy_model
+from rlinf.training.embodied.preparing import Preparation, choose
 from tests.launching import ROOT
 
 BREAKING = "env.simulator=tests.envs.breaking.NotFinite"
@@ -49,3 +56,23 @@ def test_a_run_and_a_checkpoint_lead_to_their_policy(tmp_path):
     for path in (policy, policy.parent, tmp_path / "run"):
         assert saved_policy(path) == policy
     assert saved_policy(tmp_path) == tmp_path
+
+
+def test_adapters_that_a_run_begins_with_act_from_the_first_step_on(tmp_path):
+    policy = {"type": "tests.models.policy.authored.AuthoredPolicy", "width": 16}
+    sizes = {"state_size": 2, "action_size": 1}
+    lora = {"r": 2, "alpha": 8.0, "target_modules": ("up", "down")}
+    model = build_policy_model({**policy, **sizes})
+    choose(model, Preparation(lora=lora))
+    torch.manual_seed(0)
+    write_tensors(tmp_path / "adapter_model.safetensors", {n: torch.randn(p.shape) for n, p in saved_names(model)})
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config(model, None)))
+    keys = [
+        "steps=1", f"policy.type={policy['type']}", "policy.settings={width: 16}", "trials.episodes=0", "trace=false",
+        f"output_dir={tmp_path}", f"policy.lora.path={tmp_path}", "algorithm.epochs=1", "algorithm.minibatch=10000",
+    ]  # fmt: skip
+    config = load_embodied(ROOT / "configs/embodied/toy.yaml", keys)
+    train(config)
+    (path,) = tmp_path.glob("**/metrics.jsonl")
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["ratio/max"] == pytest.approx(1.0, abs=1e-2)  # what acted is what learns

@@ -16,10 +16,12 @@ from typing import Any, cast
 
 import torch
 
+from rlinf.actors.embodied.dagger import DaggerPolicy, DaggerTrainer
 from rlinf.actors.embodied.env import EnvActor
 from rlinf.actors.embodied.imitation_trainer import ImitationTrainer
 from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
+from rlinf.actors.embodied.sac_trainer import SacTrainer
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
 from rlinf.config.loading import InputError
@@ -30,8 +32,7 @@ from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.job.checks.acting.footprint import control_footprints
 from rlinf.job.checks.embodied import horizon_mistake
-from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings, preparation_of
-from rlinf.job.embodied.off_policy import remembering
+from rlinf.job.embodied.keys import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, policy_settings, preparation_of
 from rlinf.job.embodied.shown import shapes_of, shown_of
 from rlinf.job.embodied.suites import Suite, suites_of
 from rlinf.job.prepare import Prepared
@@ -142,7 +143,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     if prepared is None:
         return {"policy": Role(PolicyActor, acting, held["policy"])}
     if config.algorithm.name in (*OFF_POLICY, DAGGER):
-        return remembering(config, made, held, optimizer(config))
+        return _remembering(config, made, held, optimizer(config))
     if alone:
         kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
         settings = {name: value for name, value in optimizer(config).items() if name in kept}
@@ -155,6 +156,38 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     return {
         "policy": Role(PolicyActor, acting, held["policy"]),
         "trainer": Role(PolicyTrainer, {"seed": config.seed, **made, **settings}, held["trainer"]),
+    }
+
+
+def _remembering(
+    config: EmbodiedConfig,
+    policy: Mapping[str, Any],
+    held: Mapping[str, tuple[int, int]],
+    optimizer: Mapping[str, Any],
+) -> dict[str, Role]:
+    """The policy that acts, and the trainer of a run that learns from a replay buffer or from an expert.
+
+    Args:
+        config: of the run.
+        policy: what both are made with: the policy's configuration and path.
+        held: bytes that each role holds, active and parked.
+        optimizer: settings of the optimizer.
+    """
+    name = config.algorithm.name
+    settings = {key: value for key, value in asdict(config.off_policy).items() if name in READ_BY[key]}
+    settings.pop("offline_steps", None)  # the loop's
+    rates = {key: value for key, value in optimizer.items() if name in OPTIMIZER_READ_BY.get(key, ())}
+    made = {"seed": config.seed, **policy, **rates, **settings}
+    if name == DAGGER:
+        expert = asdict(config.dagger)
+        updates = expert.pop("updates")
+        return {
+            "policy": Role(DaggerPolicy, {**policy, **expert}, held["policy"]),
+            "trainer": Role(DaggerTrainer, {**made, "updates": updates}, held["trainer"]),
+        }
+    return {
+        "policy": Role(PolicyActor, {**policy, "keep_following": True}, held["policy"]),
+        "trainer": Role(SacTrainer, {**made, "algorithm": name}, held["trainer"]),
     }
 
 

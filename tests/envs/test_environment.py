@@ -286,6 +286,20 @@ def test_no_episode_of_training_begins_by_a_seed_that_is_held_out(seed, epoch, e
     assert 0 <= ours.seed_of(epoch, env, episode) < HELD_OUT <= theirs.seed_of(epoch, env, episode) < 2**31
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+async def test_what_an_episode_was_to_do_is_told_with_its_end_beside_what_the_next_is_to_do(slices):
+    options = {"words": True, "max_steps": 2}
+    async with EnvironmentPool(Reach, options, num_envs=8, workers=0, slices=slices) as pool:
+        for part in pool.slices:
+            start = await part.reset(1)
+            chunk = await part.step(torch.zeros(part.num_envs, 2, 1))
+            assert chunk.ended.tolist() == list(range(part.num_envs))
+            assert chunk.final_instructions == start.instructions == chunk.following[1] != chunk.instructions
+            later = await part.step(torch.zeros(part.num_envs, 1, 1))
+            assert later.final_instructions == ()
+            assert later.following[1] == later.instructions == chunk.instructions
+
+
 class Noting(NotFinite):
     """Notes by which seeds it begins episodes."""
 

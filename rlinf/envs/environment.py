@@ -284,7 +284,7 @@ class Environment:
         """What remains to do after the last action: end episodes and begin others."""
         over = (terminated | truncated).any(1)
         ended = over.nonzero().squeeze(1).cpu()
-        final = rows_of(self._observation, ended)
+        final, words = rows_of(self._observation, ended), self._instructions()
         episodes: tuple[Episode, ...] = ()
         if len(ended):
             episodes = self._finished(ended, truncated.any(1))
@@ -305,6 +305,7 @@ class Environment:
             lost=lost,
             episodes=episodes,
             instructions=self._instructions(),
+            final_instructions=None if words is None else tuple(words[env] for env in ended.tolist()),
             remarks=self._spoiled.told(),
         )
 

@@ -95,6 +95,8 @@ class Chunk:
     """Those that ended in this chunk, in the order of `ended`."""
     instructions: tuple[str, ...] | None
     """What each environment is to do next, in words, N texts."""
+    final_instructions: tuple[str, ...] | None = None
+    """What the episodes were to do that ended, m texts in the order of `ended`."""
     remarks: tuple[str, ...] = ()
     """Why episodes were dropped: which environment, its seed, and which number was not finite."""
 
@@ -102,6 +104,16 @@ class Chunk:
     def cut(self) -> Tensor:
         """Rows of `ended` and `final` whose episode was truncated, int64: their final values are needed."""
         return self.truncated[self.ended].any(1).nonzero().squeeze(1)
+
+    @property
+    def following(self) -> tuple[Observation, tuple[str, ...] | None]:
+        """What followed the actions, N rows, and what each environment was to do: of the episodes that they were done
+        in, also where those ended."""
+        words = self.instructions
+        if words is not None and self.final_instructions is not None:
+            ended = dict(zip(self.ended.tolist(), self.final_instructions, strict=True))
+            words = tuple(ended.get(env, text) for env, text in enumerate(words))
+        return with_rows(self.observation, self.ended, self.final), words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,6 +192,7 @@ def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
         lost=rows("lost"),
         episodes=tuple(episode for part in parts for episode in part.episodes),
         instructions=_texts([part.instructions for part in parts]),
+        final_instructions=_texts([part.final_instructions for part in parts]),
         remarks=tuple(remark for part in parts for remark in part.remarks),
     )
 
@@ -209,6 +222,7 @@ def lost_chunk(start: Start, episode: Tensor, running: Tensor, actions: int) -> 
         lost=running,
         episodes=(),
         instructions=start.instructions,
+        final_instructions=None if start.instructions is None else (),
     )
 
 

@@ -1,15 +1,19 @@
 """Chunks, ends, accounts and seeds, on episodes that are written down beforehand."""
 
 from collections import defaultdict
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.envs.around.mixture import Mixture
 from rlinf.envs.around.rules import HELD_OUT, Rules
 from rlinf.envs.environment import Environment
+from rlinf.envs.pool import EnvironmentPool
 from rlinf.envs.toy import Reach
+from tests.envs.breaking import NotFinite
 from tests.envs.scripted import Scripted
 
 GO = (1.0, False, False)
@@ -280,6 +284,49 @@ def test_valid_steps_of_chunks_are_the_episodes_whatever_the_sizes_of_chunks(ear
 def test_no_episode_of_training_begins_by_a_seed_that_is_held_out(seed, epoch, env, episode):
     ours, theirs = Rules(seed=seed), Rules(seed=seed, held_out=True)
     assert 0 <= ours.seed_of(epoch, env, episode) < HELD_OUT <= theirs.seed_of(epoch, env, episode) < 2**31
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+async def test_what_an_episode_was_to_do_is_told_with_its_end_beside_what_the_next_is_to_do(slices):
+    options = {"words": True, "max_steps": 2}
+    async with EnvironmentPool(Reach, options, num_envs=8, workers=0, slices=slices) as pool:
+        for part in pool.slices:
+            start = await part.reset(1)
+            chunk = await part.step(torch.zeros(part.num_envs, 2, 1))
+            assert chunk.ended.tolist() == list(range(part.num_envs))
+            assert chunk.final_instructions == start.instructions == chunk.following[1] != chunk.instructions
+            later = await part.step(torch.zeros(part.num_envs, 1, 1))
+            assert later.final_instructions == ()
+            assert later.following[1] == later.instructions == chunk.instructions
+
+
+class Noting(NotFinite):
+    """Notes by which seeds it begins episodes."""
+
+    seeds: ClassVar[list[int]] = []
+
+    def reset(self, seeds, env_ids):
+        self.seeds.extend(seeds.tolist())
+        return super().reset(seeds, env_ids)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+async def test_no_way_to_begin_an_episode_leads_to_a_seed_of_the_others(held_out, monkeypatch):
+    """Mixed tasks by changing weights, frame stacks, groups, dropped episodes, several slices."""
+    monkeypatch.setattr(Noting, "seeds", [])
+    options = {"simulator": Noting, "tasks": [{"name": "one"}, {"name": "other"}], "options": {"at": [2]}}
+    rules = Rules(frame_stack=2, group_size=2, max_steps=3, held_out=held_out)
+    async with EnvironmentPool(Mixture, options, num_envs=8, workers=0, slices=2, rules=rules) as pool:
+        dropped = 0
+        for epoch in range(3):
+            for part in pool.slices:
+                await part.weigh([1.0, epoch])
+                await part.reset(epoch)
+                for _ in range(5):
+                    dropped += int((await part.step(torch.zeros(4, 2, 1))).lost.sum())
+    assert dropped
+    assert len(Noting.seeds) > 60
+    assert {seed >= HELD_OUT for seed in Noting.seeds} == {held_out}
 
 
 def test_an_episode_tells_its_task_as_it_was_at_its_beginning():

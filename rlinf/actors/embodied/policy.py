@@ -17,7 +17,7 @@ from torch import Tensor
 from rlinf.actors.base.model_actor import ModelActor
 from rlinf.algos.chunk_advantages import Chunks, without_lost
 from rlinf.data.weights import Weights, misfits
-from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode, with_rows
+from rlinf.envs.episodes import Chunk, Decision, EnvOutput, Episode
 from rlinf.models.policy.base import Act, Policy, Stored
 from rlinf.models.policy.build import make_policy
 from rlinf.runtime.actor.actor import endpoint
@@ -172,9 +172,8 @@ class PolicyActor(ModelActor, Receiver):
         final = torch.zeros(len(chunk.running)) if self._has_critic else None
         if final is not None and len(chunk.ended) and len(cut := chunk.cut):
             observation = self._on_device({name: array[cut] for name, array in chunk.final.items()})
-            # instructions of an episode are those of the one that follows it, in all simulators so far
-            words = chunk.instructions
-            instructions = None if words is None else [words[env] for env in chunk.ended[cut].tolist()]
+            words = chunk.final_instructions
+            instructions = None if words is None else [words[row] for row in cut.tolist()]
             final[chunk.ended[cut]] = self._policy.value(observation, instructions).float().cpu()
         history.finals.append(final)
 
@@ -201,11 +200,7 @@ class PolicyActor(ModelActor, Receiver):
 
     def _following(self, chunks: Sequence[Chunk]) -> Stored:
         """The policy's inputs after each chunk, before environments began other episodes."""
-        # instructions of an episode are those of the one that follows it, in all simulators so far
-        found = [
-            self._policy.inputs(with_rows(chunk.observation, chunk.ended, chunk.final), chunk.instructions)
-            for chunk in chunks
-        ]
+        found = [self._policy.inputs(*chunk.following) for chunk in chunks]
         return {name: _stacked([each[name] for each in found]) for name in found[0]}
 
 

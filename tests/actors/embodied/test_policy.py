@@ -9,7 +9,7 @@ from rlinf.data.weights import Weights
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights.receive import LoadError
-from tests.actors.programs.control import COUNTING, MLP, REACH, Played
+from tests.actors.programs.control import COUNTING, MLP, REACH, Counting, Played
 
 GO, END = (1.0, False, False), (4.0, True, True)
 
@@ -59,6 +59,25 @@ async def test_values_of_what_follows_and_of_what_was_cut_are_in_it():
     assert found.chunks.next_values.tolist() == [1, 1, 0]
     assert found.chunks.final_values[2].tolist() == [3, 0, 0]  # the first was cut after three steps, the second ended
     assert found.success.tolist() == [False, True, True]
+
+
+class Listening(Counting):
+    """Expects 1 of an episode that is to go right, and 0 of others."""
+
+    def value(self, observation, instructions=None):
+        return torch.tensor([float(text == "go right") for text in instructions])
+
+
+async def test_what_was_cut_is_valued_by_its_own_instruction_and_not_by_that_of_the_next_episode():
+    policy = {**COUNTING, "type": f"{__name__}.Listening"}
+    async with ActorSystem.local() as system:
+        simulation, decider = await roles(system, policy, num_envs=16, options={"words": True}, max_steps=2)
+        lived, seen = await acted(simulation, decider, await simulation.reset(0, 0), 2)
+        found = await decider.trajectory((0, 0), seen)
+    cut = found.chunks.truncated[1].any(-1)
+    words, after = (torch.tensor([text == "go right" for text in each.instructions]) for each in (lived[1][0], seen))
+    assert (words != after)[cut].any()
+    assert found.chunks.final_values[1][cut].tolist() == words[cut].float().tolist()
 
 
 async def test_an_observation_without_a_chunk_begins_anew():

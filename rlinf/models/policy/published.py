@@ -25,6 +25,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of the weights, and of what says which file has which tensor."""
 EXTRA = "extra.safetensors"
 """File beside them with what the authors' form has no place for, such as a value head."""
+_NO_WEIGHTS = ("policy_preprocessor*", "policy_postprocessor*")
+"""Files in which lerobot keeps statistics beside the weights."""
 _SHARD_BYTES = 5_000_000_000
 """Default size of a weights file: what hubs and file systems take without trouble."""
 
@@ -115,11 +117,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
             raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which its {INDEX} names")
         return {name: directory / file for name, file in names.items()}
-    if (directory / WEIGHTS).is_file():
-        return tensors_in(directory / WEIGHTS)  # others beside it hold something else: lerobot's, statistics
     found: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        if path.name != EXTRA:
+        if path.name != EXTRA and not matches(path.name, _NO_WEIGHTS):
             found |= tensors_in(path)
     if not found:
         raise FileNotFoundError(f"{directory} holds no safetensors files")

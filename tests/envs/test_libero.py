@@ -91,6 +91,11 @@ def package(monkeypatch, tmp_path):
 
 
 class TestStandIn(ProtocolSuite):
+    @pytest.fixture
+    def _kept(self):
+        """Each test has a stand-in of its own, with its files."""
+        return {}
+
     def make(self, num_envs):
         return Libero(num_envs, suite="libero_spatial", tasks=[0, 2], image_size=4)
 

@@ -29,6 +29,7 @@ _BY_ENDPOINT = {
     "remember": "training",
     "imitate": "training",
     "imitate_steps": "training",
+    "study": "training",
     "held_out": "scoring",
     "weights": "sync",
     "load": "sync",

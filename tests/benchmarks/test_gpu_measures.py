@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.gpu import harness
 from benchmarks.gpu.harness import BUDGET
 from benchmarks.gpu.measures import decode, training
 from benchmarks.gpu.measures.__main__ import MEASURES, measure
@@ -34,21 +32,8 @@ TINY = Qwen2Config(
 # The whole ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measures are made here, where torch has been imported; processes are test_gpu_harness's."""
-
-    def child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, Any]:
-        monkeypatch.setattr(harness, "BEGAN", time.monotonic())
-        result, so_far = tmp_path / "result.json", tmp_path / "so_far.json"
-        harness._answer([target, str(result), str(so_far), str(work), f"{limit:.1f}", *["--rehearse"] * rehearse])
-        return {**json.loads(result.read_text()), "seconds": 1.0}
-
-    monkeypatch.setattr(harness, "_child", child)
-
-
-@pytest.mark.torchrun  # one of them starts processes
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.torchrun
+@pytest.mark.timeout(400)
 def test_all_measures_run_in_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     common = ["--rehearse", "--out", str(out), "--work", str(tmp_path / "work")]

@@ -17,7 +17,7 @@ from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.models.scoring.saved import saved_classifier
 
-TOY = "configs/embodied/toy.yaml"
+TOY, TOY_SAC = "configs/embodied/toy.yaml", "configs/embodied/toy_sac.yaml"
 PLAN = "placement.plan={}/plan.yaml"
 PROFILE = "placement.profile={}/profile.json"
 
@@ -109,7 +109,7 @@ WRONG = {
         ("placement.mode = disaggregated", "there is collocated", "or set placement.extrapolate=true"),
     ),
     "moves under which acting goes on": (
-        (TOY, "algorithm.name=sac", "placement.mode=auto"), "",
+        (TOY_SAC, "placement.mode=auto"), "",
         ("placement.mode", "auto", "name a mode, or take another flow"),
     ),
 }  # fmt: skip
@@ -130,7 +130,7 @@ def answer(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(hosts))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(hosts))
-        config, *keys = given if given and given[0] == TOY else (QUICKSTART, *TINY, *given)
+        config, *keys = given if given and given[0] in (TOY, TOY_SAC) else (QUICKSTART, *TINY, *given)
         keys = [key.format(tmp_path) if "{}" in key else key for key in keys]
         options = ["--dry-run"] if dry else []
         code = main(["--config", config, *options, *keys, f"output_dir={tmp_path}/outputs"])

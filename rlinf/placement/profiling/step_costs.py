@@ -46,6 +46,8 @@ ASIDE = frozenset(
             "optimizer_steps",
             "computes",
             "load_decided",
+            "weigh",
+            "watch",
         ),
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(

@@ -1,7 +1,5 @@
 """CALVIN's adapter before a stand-in of `calvin_env` and `calvin_agent`, which are not on PyPI."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -89,7 +87,6 @@ def folder(monkeypatch, tmp_path):
             "calvin_agent": {"__file__": str(tmp_path / "calvin_models" / "calvin_agent" / "__init__.py")},
             "calvin_agent.evaluation.utils": {"get_env_state_for_initial_condition": start_of},
             "calvin_agent.evaluation.multistep_sequences": {"get_sequences": lambda count: chains[:count]},
-            "omegaconf": {"OmegaConf": SimpleNamespace(load=lambda path: yaml.safe_load(path.read_text()))},
             "hydra.utils": {"instantiate": lambda config: Oracle()},
         },
     )

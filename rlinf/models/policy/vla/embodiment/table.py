@@ -46,8 +46,6 @@ class Embodiment:
     """Which of them the simulator takes, in its order; None for all."""
     chunk: int = 1
     """Actions that are done of each prediction."""
-    horizon: int | None = None
-    """Actions that are predicted at a time; None for `chunk`."""
 
 
 _LIBERO = tuple(f"libero_{suite}_no_noops" for suite in ("spatial", "object", "goal", "10", "90", "130"))
@@ -84,35 +82,34 @@ TABLE = {
     # RLinf takes these four numbers, the gripper as it is; guesses: tokens of the prompt, and the chunk
     ("openvla-oft", "metaworld"): _openvla(128, picked=(0, 1, 2, 6), chunk=8),
     ("pi0", "libero"): _pi0(
-        cameras=2, state_size=_LIBERO_STATE, statistics=("physical-intelligence/libero",), chunk=5, horizon=50
+        cameras=2, state_size=_LIBERO_STATE, statistics=("physical-intelligence/libero",), chunk=5
     ),
     # the WidowX opens and closes as for all models (RLinf's action_utils). A guess: which 8 numbers its state is
     ("pi0", "maniskill"): _pi0(
-        state_size=8, statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5, horizon=50
+        state_size=8, statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5
     ),
-    ("pi0", "metaworld"): _pi0(state_size=4, statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5, horizon=5),
+    ("pi0", "metaworld"): _pi0(state_size=4, statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5),
     ("pi0", "calvin"): _pi0(
         cameras=2, state_size=7, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5,
-        horizon=5,
     ),
     # RLinf fine-tuned all of these without a state: with the prompt of pi0, which does not say it
-    ("pi05", "libero"): _pi05(cameras=2, statistics=("physical-intelligence/libero",), chunk=5, horizon=10),
+    ("pi05", "libero"): _pi05(cameras=2, statistics=("physical-intelligence/libero",), chunk=5),
     ("pi05", "maniskill"): _pi05(
-        statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5, horizon=10
+        statistics=("physical-intelligence/maniskill",), gripper="maniskill", chunk=5
     ),
-    ("pi05", "metaworld"): _pi05(statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5, horizon=5),
+    ("pi05", "metaworld"): _pi05(statistics=("lerobot/metaworld_mt50",), action_size=4, chunk=5),
     ("pi05", "calvin"): _pi05(
-        cameras=2, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5, horizon=5
+        cameras=2, statistics=("InternRobotics/InternData-Calvin_ABC",), gripper="sign", chunk=5
     ),
     # Crops keep 0.95 of each side. The padded length changes what the model says, since it reads the pads
     ("gr00t", "libero"): Embodiment(
         prompt="{instruction}", prompt_length=570, cameras=2, crop=0.9025, state_size=_LIBERO_STATE,
-        statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5, horizon=16,
+        statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5,
     ),
     # without a state; a guess: the chunk
     ("gr00t", "maniskill"): Embodiment(
         prompt="{instruction}", prompt_length=570, crop=0.9025, statistics=("maniskill_widowx",), scale="min_max",
-        gripper="maniskill", chunk=5, horizon=16,
+        gripper="maniskill", chunk=5,
     ),
 }  # fmt: skip
 """By model (`policy.type`) and simulator."""

@@ -61,7 +61,6 @@ def test_every_row_fits_together():
         assert row.gripper in GRIPPERS
         assert "{instruction}" in row.prompt
         assert 0 < row.crop <= 1
-        assert row.horizon is None or row.horizon >= row.chunk
         assert row.picked is None or max(row.picked) < row.action_size
 
 

@@ -42,8 +42,8 @@ class Simulated(Actor):
 class Deciding(Actor):
     """Its actions are the version that decided."""
 
-    async def setup(self):
-        self.version, self.began = 0, 0
+    async def setup(self, loading=0.0):
+        self.version, self.began, self.loading = 0, 0, loading
 
     @endpoint
     async def act(self, key, seen):
@@ -57,6 +57,7 @@ class Deciding(Actor):
 
     @endpoint
     async def load(self, version):
+        await asyncio.sleep(self.loading)
         self.version = version
 
     @endpoint
@@ -83,20 +84,20 @@ class Learning(Actor):
         return self.version
 
 
-async def modelled(system, simulating, learning, *, env_fails=None, trainer_fails=None):
+async def modelled(system, simulating, learning, *, loading=0.0, env_fails=None, trainer_fails=None):
     return (
         await system.spawn(Simulated, name="env", seconds=simulating, fails=env_fails),
-        await system.spawn(Deciding, name="policy"),
+        await system.spawn(Deciding, name="policy", loading=loading),
         await system.spawn(Learning, name="trainer", seconds=learning, fails=trainer_fails),
     )
 
 
-def took(simulating, learning, staleness, until=None):
+def took(simulating, learning, staleness, until=None, loading=0.0):
     """Staleness of each step, version loaded after the last one, virtual seconds."""
 
     async def main():
         async with ActorSystem.local() as system:
-            group = await modelled(system, simulating, learning)
+            group = await modelled(system, simulating, learning, loading=loading)
             in_flight, count, told = InFlight(Rules(staleness, between=True)), len(simulating), []
             for index in range(count):
                 end = until(index) if until is not None else count
@@ -132,6 +133,13 @@ def test_more_staleness_rides_out_steps_that_take_unequally_long():
     assert took(acting, learning, 2)[2] < took(acting, learning, 1)[2]
 
 
+def test_weights_that_load_longer_than_a_step_learns_do_not_meet_those_that_act():
+    """Version 2 is published while version 1 loads for step 2, which is acted by that one alone."""
+    told, loaded, _ = took([4.0] * 5, [1.0] * 5, 1, loading=3.0)
+    assert told == [0, 1, 1, 1, 1]
+    assert loaded == 5
+
+
 SECONDS = st.integers(0, 9).map(float)
 
 
@@ -142,10 +150,11 @@ def test_what_acts_is_never_further_behind_than_allowed_whatever_takes_how_long(
     staleness = data.draw(st.integers(0, 3))
     every = data.draw(st.integers(1, count))
     acting, learning = (data.draw(st.lists(SECONDS, min_size=count, max_size=count)) for _ in range(2))
-    told, loaded, seconds = took(acting, learning, staleness, lambda index: (index // every + 1) * every)
+    loading = data.draw(SECONDS)
+    told, loaded, seconds = took(acting, learning, staleness, lambda at: (at // every + 1) * every, loading)
     assert all(0 <= each <= staleness for each in told)
     assert all(told[index] == 0 for index in range(0, count, every))  # nothing began before a checkpoint was over
-    assert max(sum(acting), sum(learning)) <= seconds <= sum(acting) + sum(learning)
+    assert max(sum(acting), sum(learning)) <= seconds <= sum(acting) + sum(learning) + count * loading
     if (count % every) == 0:
         assert loaded == count
 

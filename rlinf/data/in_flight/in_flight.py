@@ -95,8 +95,9 @@ class InFlight(Making):
         if weights is not None:
             self._weights, self.version = weights, self.version + 1
         self.learned()
-        if not (self.rules.between and self._making):
-            await self._load(actor)
+        async with self._loading:
+            if not (self.rules.between and self._making):
+                await self._load(actor)
         await self._give_up_old()
         self._stir()
 

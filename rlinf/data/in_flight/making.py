@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +95,7 @@ class Making:
         self._queue: deque[Entry] = deque()  # admitted, and not handed on
         self._making: set[int] = set()  # handed on, and not complete
         self._settled: list[int] = []  # taken by steps, and not told to the keeper
-        self._loading = asyncio.Lock()
+        self._loading = asyncio.Lock()  # weights are being loaded, and what is made by them is begun
         self._reading = asyncio.Lock()  # the data have been read, and what was drawn is not entered yet
         self._steps = 0  # what has happened, for the stall report
         self._pipe: asyncio.Task[None] | None = None
@@ -122,21 +123,30 @@ class Making:
     async def _feed(self, actor: Any) -> AsyncIterator[Any]:
         """What is to be made, as soon as it may be begun."""
         while True:
-            if not (self.rules.between and self._making):
-                if self.rules.between:
-                    await self._load(actor)
-                if not self._queue:
-                    await self._admit()
-                if self._queue:
-                    entry = self._queue.popleft()
-                    if entry.result is None and self._book is not None and (entry.id, 0) in self._book.entries:
-                        self._making.add(entry.id)
-                        for one in entry.partial or (entry.item,):
-                            yield one
-                    continue
+            if (entry := await self._next(actor)) is not None:
+                for one in entry.partial or (entry.item,):
+                    yield one
+                continue
             if self._drawing.exhausted and not self._queue:
                 return
             await self._change()
+
+    async def _next(self, actor: Any) -> Entry | None:
+        """What is handed on now, if anything may be begun. Between two things, no weights are published from when the
+        newest are loaded until this one is under way: it would be made by some of each."""
+        async with self._loading if self.rules.between else nullcontext():
+            if self.rules.between and self._making:
+                return None
+            if self.rules.between:
+                await self._load(actor)
+            if not self._queue:
+                await self._admit()
+            while self._queue:
+                entry = self._queue.popleft()
+                if entry.result is None and self._book is not None and (entry.id, 0) in self._book.entries:
+                    self._making.add(entry.id)
+                    return entry
+        return None
 
     async def _admit(self) -> None:
         """Draw as many as there is room for."""
@@ -212,11 +222,11 @@ class Making:
                 self._enter_again(replace(entry, partial=()))
 
     async def _load(self, actor: Any) -> None:
-        async with self._loading:
-            weights, self._weights, version = self._weights, None, self.version
-            if weights is not None:
-                await actor.load(weights)
-                self._loaded = version
+        """Have what was published last used; whoever calls this has `_loading`."""
+        weights, self._weights, version = self._weights, None, self.version
+        if weights is not None:
+            await actor.load(weights)
+            self._loaded = version
 
     def _stir(self) -> None:
         """Something has changed: whoever waits looks again."""

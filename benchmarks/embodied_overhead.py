@@ -73,7 +73,7 @@ class Idle(Policy):
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         return {"state": observation["state"]}
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         return actions
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:

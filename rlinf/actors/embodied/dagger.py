@@ -80,7 +80,7 @@ class DaggerPolicy(PolicyActor):
         guided = uniforms(output.seeds[:, None], torch.tensor([-1])) < share
         actions = torch.where(guided[..., None].to(shown.device), shown, act.actions)
         inputs = self._policy.inputs(observation, output.instructions)
-        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(shown)})
+        return replace(act, actions=actions, stored={**inputs, "actions": self._policy.encode(shown, inputs)})
 
 
 class DaggerTrainer(RememberingTrainer):

@@ -105,7 +105,7 @@ class ActorCritic(Policy):
     def features(self, inputs: Stored) -> Tensor:
         """What is seen, for actor and critic, float32 [N, features]."""
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The numbers themselves, or the choices that they stand for."""
         return actions if self.config.choices is None else chosen(actions, self.counts)
 

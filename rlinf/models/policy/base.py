@@ -146,8 +146,13 @@ class Policy(PublishedForm, nn.Module, ABC):
         """
 
     @abstractmethod
-    def encode(self, actions: Tensor) -> Tensor:
-        """Actions in [-1, 1], [N, C, A], in the policy's own terms: the inverse of what `draw` does, such as bins."""
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
+        """Actions in [-1, 1], [N, C, A], in the policy's own terms: the inverse of what `draw` does, such as bins.
+
+        Args:
+            actions: somebody else's.
+            inputs: of `inputs`, N rows: what was seen before these actions.
+        """
 
     @abstractmethod
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
@@ -268,7 +273,8 @@ class Policy(PublishedForm, nn.Module, ABC):
                 f"policy: demonstrated actions {list(actions.shape)} must be [N, {self.config.chunk}, "
                 f"{self.config.action_size}]: rows, actions of a chunk, numbers of an action"
             )
-        return {**self.inputs(observation, instructions), "actions": self.encode(actions)}
+        inputs = self.inputs(observation, instructions)
+        return {**inputs, "actions": self.encode(actions, inputs)}
 
     def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
         """The supervised loss of demonstrations: the negative log-likelihood of their actions, nats per number.

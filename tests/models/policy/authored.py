@@ -76,7 +76,7 @@ class AuthoredPolicy(Policy):
     def inputs(self, observation, instructions=None):
         return {"state": looked_at(observation, "state", (self.config.state_size,), "authored policy").float()}
 
-    def encode(self, actions):
+    def encode(self, actions, inputs):
         return actions
 
     def draw(self, inputs, noise):

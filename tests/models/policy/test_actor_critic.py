@@ -101,8 +101,8 @@ def test_choices_and_the_numbers_that_they_are_for_the_environment_are_inverses(
     made = torch.stack([torch.zeros(7).long(), torch.arange(7), torch.arange(993, 1000)], -1)[:, None]
     numbers = policy._heads(observed(MLP, 7)["state"].new_zeros(7, 5))[0].actions(made)
     assert numbers.abs().max() < 1.0
-    assert torch.equal(policy.encode(numbers), made)
-    edges = policy.encode(torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])[:, None])
+    assert torch.equal(policy.encode(numbers, {}), made)
+    edges = policy.encode(torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])[:, None], {})
     assert edges[:, 0].tolist() == [[0, 0, 0], [0, 6, 999]]
 
 

@@ -202,7 +202,7 @@ def test_demonstrated_actions_come_back_when_they_are_imitated(config):
     assert policy.imitate(stored).mean().item() < first - 0.5
     found = policy.act(observed(config, rows), instructions=instructed(config, rows), greedy=True).actions
     if "choices" in config:  # a number stands for the choice in whose part it lies
-        assert torch.equal(policy.encode(found), policy.encode(wanted))
+        assert torch.equal(policy.encode(found, stored), policy.encode(wanted, stored))
     else:
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.15)
 

@@ -116,7 +116,7 @@ class SoftPolicy(Policy):
         """The state as it came."""
         return {"state": looked_at(observation, "state", (self.config.state_size,), "policy soft").float()}
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """What tanh makes them from; actions are cut to +-0.999 first."""
         return torch.atanh(actions.clamp(-_MOST, _MOST))
 

@@ -70,7 +70,7 @@ class SteeredPolicy(SoftPolicy):
             del theirs["base.state"]  # kept once
         return {"state": state, **theirs}
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """There is no way back from actions.
 
         Raises:

@@ -103,7 +103,7 @@ class VlaPolicy(Policy):
             found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy vla").float()
         return found
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The bins' tokens, int64 [N, C, A]."""
         return self.bins.encode(actions)
 

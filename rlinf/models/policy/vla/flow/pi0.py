@@ -36,6 +36,7 @@ from rlinf.models.policy.vla.flow.prompts import FILES, Prompts, cleaned
 
 _EPSILON = 1e-6  # openpi adds it to deviations and widths
 _PERIODS = (4e-3, 4.0)  # of times
+_RELATIVE = 6  # numbers of an action: position and angles, not the gripper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,9 @@ class PiPolicy(FlowPolicy):
         self.side = {**VISION, **config.vision}["image_size"]
         self.state_size = min(config.state_size, row.state_size)
         self._state, actions = self._scalings()
-        self._robot = RobotActions(self.row, actions, config.action_low, config.action_high)
+        self._robot = RobotActions(
+            self.row, actions, config.action_low, config.action_high, _RELATIVE if config.relative else 0
+        )
         with to_be_read():
             self.paligemma_with_expert = nn.Module()
             self.paligemma_with_expert.paligemma = PaliGemma(config.vision, config.language)
@@ -232,16 +235,11 @@ class PiPolicy(FlowPolicy):
 
     def emitted(self, x: Tensor, inputs: Stored) -> Tensor:
         """See `FlowPolicy.emitted`: in the robot's units by the statistics, then by the simulator's bounds."""
-        if self.config.relative and self._robot.scaling is not None:
-            unit = self._robot.scaling.half[:6].to(x)
-            x = x + functional.pad(inputs["state"][:, None, :6] / unit, (0, x.shape[-1] - len(unit)))
-        return self._robot.to_simulator(x)
+        return self._robot.to_simulator(x, inputs.get("state"))
 
-    def denoised(self, actions: Tensor) -> Tensor:
+    def denoised(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The inverse of `emitted`."""
-        if self.config.relative:
-            raise ValueError("policy.settings.relative: demonstrations cannot be imitated where actions are relative")
-        return self._robot.to_model(actions)
+        return self._robot.to_model(actions, inputs.get("state"))
 
     def _plain(self) -> Embodiment:
         """The row of a robot that is in no table: all pictures and numbers that there are."""

@@ -159,16 +159,16 @@ class FlowPolicy(Policy):
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
         return (found if found.ndim == 1 else found[:, 0]).float()
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The numbers that the chain is to end with, [N, H, D].
 
         Behind the chunk the last action is repeated, and behind its numbers there are zeros.
         """
-        found = self.denoised(actions.float())
+        found = self.denoised(actions.float(), inputs)
         last = found[:, -1:].expand(-1, self.horizon - found.shape[1], -1)
         return nn.functional.pad(torch.cat([found, last], 1), (0, self.width - found.shape[2]))
 
-    def denoised(self, actions: Tensor) -> Tensor:
+    def denoised(self, actions: Tensor, inputs: Stored) -> Tensor:
         """Actions in [-1, 1] as the numbers that denoising ends with, the inverse of `emitted`; [N, C, A] both."""
         return actions
 

@@ -161,7 +161,7 @@ class Gr00tPolicy(FlowPolicy):
             found["state"] = looked_at(observation, "state", (self.config.state_size,), "policy gr00t").float()
         return found
 
-    def denoised(self, actions: Tensor) -> Tensor:
+    def denoised(self, actions: Tensor, inputs: Stored) -> Tensor:
         """See `FlowPolicy.denoised`."""
         return self.actions.to_model(actions)
 

@@ -92,7 +92,7 @@ class OpenVlaNetwork(Policy):
         texts = [config.instruction] * len(pictures) if instructions is None else instructions
         return {"pictures": pictures, "prompt": self._prompts().encode(texts).to(pictures.device)}
 
-    def encode(self, actions: Tensor) -> Tensor:
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
         """The bins' tokens, int64 [N, C, D], for an action of D numbers."""
         return self.bins.encode(self.robot.to_model(actions))
 

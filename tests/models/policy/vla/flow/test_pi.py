@@ -322,11 +322,23 @@ def test_actions_come_out_in_the_robots_units_and_then_in_the_simulators_bounds(
     torch.testing.assert_close(pi05, torch.cat([(units[:6] / 0.5).clamp(-1, 1), units[6:]]))
     for policy in policies.values():
         actions = torch.linspace(-0.9, 0.9, 14).view(1, 2, 7)
-        stored = policy.encode(actions)
+        stored = policy.encode(actions, {})
         assert stored.shape == (1, 4, 32)
         assert torch.equal(stored[:, 2], stored[:, 1])  # behind the chunk
         assert not stored[..., 7:].any()
         torch.testing.assert_close(policy.emitted(stored[:, :2, :7], {}), actions)
+
+
+def test_demonstrations_of_actions_relative_to_the_state_come_back(read, model):
+    policy = read(model, relative=True)
+    actions = torch.linspace(-0.9, 0.9, 42).view(3, 2, 7)
+    stored = policy.demonstrated(seen(), actions, WORDS)
+    made = stored["actions"][:, :2, :7]
+    torch.testing.assert_close(policy.emitted(made, stored), actions, atol=1e-5, rtol=0)
+    absolute = read(model).demonstrated(seen(), actions, WORDS)["actions"][:, :2, :7]
+    apart = (absolute - made) * policy._robot.scaling.half  # in the robot's units
+    torch.testing.assert_close(apart[..., :6].float(), seen()["state"][:, None, :6].expand(3, 2, 6), atol=1e-5, rtol=0)
+    assert policy.imitate(stored).mean().isfinite()
 
 
 def test_prompts_are_those_of_openpi(read, directories):

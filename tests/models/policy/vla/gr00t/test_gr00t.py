@@ -161,7 +161,7 @@ def test_demonstrated_actions_come_back(policy):
     random = torch.Generator().manual_seed(3)
     actions = torch.rand(2, 5, 7, generator=random) * 1.5 - 0.5
     actions[..., 6] = torch.randint(0, 2, (2, 5), generator=random) * 2.0 - 1.0
-    there = policy.encode(actions)
+    there = policy.encode(actions, {})
     assert there.shape == (2, 6, 8)
     back = policy.emitted(there[:, :5, :7], {})
     torch.testing.assert_close(back, actions, atol=1e-5, rtol=0)
@@ -174,7 +174,7 @@ def test_without_statistics_its_numbers_are_the_bounds_themselves(published):
     x = torch.tensor([[[-1.0, 0.0, 1.0, 0.5, 2.0, -0.5, 0.9]]])
     assert bare.emitted(x, {})[0, 0].tolist() == [-1.0, 0.0, 1.0, 0.5, 1.0, -0.5, -1.0]
     actions = torch.tensor([[[0.3, -0.2, 0.0, 1.0, -1.0, 0.5, -1.0]]])
-    torch.testing.assert_close(bare.denoised(actions)[..., :6], actions[..., :6])
+    torch.testing.assert_close(bare.denoised(actions, {})[..., :6], actions[..., :6])
 
 
 def test_the_widowx_has_no_state_but_the_sines_and_cosines_of_zeros(published):

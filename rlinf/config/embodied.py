@@ -278,6 +278,9 @@ class ImitationConfig:
     bounds: Any = None
     """What becomes -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the data
     set itself; null takes actions as they are."""
+    statistics: str | None = None
+    """Name under which a published policy gets statistics of these demonstrations, by which it acts then and which its
+    checkpoints have (OpenVLA: data set, pi0: asset, GR00T: tag of the robot); null keeps those that it has."""
     mixture: dict[str, Any] = field(default_factory=dict)
     """Several data sets instead of path: by name {path, weight: 1.0, format, names, bounds}. Of every batch each has
     its share."""

@@ -43,13 +43,13 @@ class Part:
     high: Tensor | None = None
     """What becomes 1, float32 [A]."""
 
-    def read(self, place: int) -> Demonstration:
-        """An episode, its actions scaled.
+    def read(self, place: int, *, pictures: bool = True) -> Demonstration:
+        """An episode, its actions scaled; without pictures, only what is cheap to read is shown.
 
         Raises:
             ValueError: it is broken, or its actions have another size than the bounds.
         """
-        shown = self.episodes.read(place)
+        shown = self.episodes.read(place, pictures=pictures)
         if self.low is None or self.high is None:
             return shown
         if shown.actions.shape[-1] != len(self.low):

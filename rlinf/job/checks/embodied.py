@@ -23,7 +23,7 @@ from rlinf.job.checks.acting.footprint import control_footprints, unfit
 from rlinf.job.checks.fits import MOST_BYTES, MOST_PARTS, too_much
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.job.embodied.keys import WITH_TARGETS, policy_settings, preparation_of
-from rlinf.job.embodied.shown import shown_of
+from rlinf.job.embodied.shown import shown_of, unmeasured
 from rlinf.job.embodied.suites import suites_of
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, WEIGHTS, build_policy_model, configured, fitted, policy_class
@@ -172,6 +172,11 @@ def _policy(config: EmbodiedConfig) -> Policy | Problem:
         name = config.algorithm.name
         advice = f"it has no critics of actions, which {name} needs: take soft, or a class derived from its SoftPolicy"
         return Problem("configuration", "policy.type", kind, advice)
+    if (measures := config.imitation.statistics) is not None:
+        try:
+            given |= unmeasured(wanted, measures, config.policy.path)
+        except ValueError as error:
+            return problem("imitation.statistics", measures, error)
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
     if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set

@@ -83,6 +83,7 @@ EMBODIED: Mapping[str, Resumed] = {
     "policy.settings": Resumed("refused", WEIGHTS),
     "policy.path": Resumed("ignored", WEIGHTS),
     "off_policy.alpha": Resumed("ignored", "the temperature is the checkpoint's"),
+    "imitation.statistics": Resumed("refused", WEIGHTS),
     "imitation": Resumed("applied"),  # by runs of imitation; a warm-up that is over is not done again
 }
 """The same of embodied runs."""

@@ -130,6 +130,8 @@ def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "imitation.path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
     if settings.held_out and not alone:
         yield "imitation.held_out", "a warm-up is not evaluated on it: set algorithm=imitation, or remove it"
+    if settings.statistics is not None and not (settings.mixture or settings.path):
+        yield "imitation.statistics", "there are no demonstrations: name them in imitation.path, or remove it"
     for key, path in _paths(settings):
         if not isinstance(path, str):
             yield key, "write {path: DIRECTORY}, and weight, format, names, bounds where they differ"

@@ -33,7 +33,7 @@ from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.job.checks.acting.footprint import control_footprints
 from rlinf.job.checks.embodied import horizon_mistake
 from rlinf.job.embodied.keys import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, policy_settings, preparation_of
-from rlinf.job.embodied.shown import shapes_of, shown_of
+from rlinf.job.embodied.shown import measured, shapes_of, shown_of
 from rlinf.job.embodied.suites import Suite, suites_of
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, Roles, spawn_roles
@@ -134,6 +134,8 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     given = policy_settings(config)
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, given, *sizes)
+    if prepared is not None and config.imitation.statistics is not None:
+        policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype}
     ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)

@@ -13,13 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
+
+if TYPE_CHECKING:
+    from rlinf.models.policy.vla.embodiment.actions import RobotActions
+    from rlinf.models.policy.vla.embodiment.statistics import Scaling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of the weights, and of what says which file has which tensor."""
@@ -69,6 +74,30 @@ class PublishedForm:
             ValueError: a file there says something else than this policy can be.
         """
         return {}
+
+    @classmethod
+    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """Keys of `Config` by which it acts, and saves, on the scale of some data.
+
+        Args:
+            name: of the data, under which a checkpoint has these statistics.
+            found: of "actions" as `actions_of` has them in the robot's units, and of the "state" if there is one.
+            episodes: in the data.
+
+        Raises:
+            ValueError: it has no statistics of data.
+        """
+        raise ValueError(f"{cls.__name__} keeps no statistics of data: it acts in [-1, 1]")
+
+    @classmethod
+    def actions_of(cls, config: Any, scaling: Scaling | None) -> RobotActions:
+        """Between the numbers that it predicts and a simulator's actions, for policies that keep statistics.
+
+        Args:
+            config: of the policy, its `Config`.
+            scaling: of what it predicts.
+        """
+        raise NotImplementedError
 
     def open_published(self, directory: Path) -> None:
         """Take from an authors' directory what is no tensor, such as a tokenizer; `files` has been read. To be

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlinf.data.demonstrations.statistics import FeatureStatistics
+from rlinf.data.demonstrations.statistics_files import as_openpi
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.published import to_be_read, write_sharded
@@ -123,14 +125,11 @@ class PiPolicy(FlowPolicy):
     def __init__(self, config: PiConfig):
         expert: Mapping[str, Any] = {**EXPERT, **config.expert}
         super().__init__(config, horizon=config.horizon, width=config.width, features=expert["hidden_size"])
-        row = embodiment(self.model, config.embodiment) if config.embodiment else self._plain()
-        self.row = replace(row, gripper=config.gripper or row.gripper)
+        self.row = self._row(config)
         self.side = {**VISION, **config.vision}["image_size"]
-        self.state_size = min(config.state_size, row.state_size)
+        self.state_size = min(config.state_size, self.row.state_size)
         self._state, actions = self._scalings()
-        self._robot = RobotActions(
-            self.row, actions, config.action_low, config.action_high, _RELATIVE if config.relative else 0
-        )
+        self._robot = self.actions_of(config, actions)
         with to_be_read():
             self.paligemma_with_expert = nn.Module()
             self.paligemma_with_expert.paligemma = PaliGemma(config.vision, config.language)
@@ -241,13 +240,28 @@ class PiPolicy(FlowPolicy):
         """The inverse of `emitted`."""
         return self._robot.to_model(actions, inputs.get("state"))
 
-    def _plain(self) -> Embodiment:
-        """The row of a robot that is in no table: all pictures and numbers that there are."""
-        config = self.config
-        return Embodiment(
-            prompt=PI0_PROMPT, prompt_length=self.prompt_length, cameras=config.image[2] // 3,
-            state_size=config.state_size, scale=self.scale,
-        )  # fmt: skip
+    @classmethod
+    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `PublishedForm.with_statistics`."""
+        return {"statistics": {name: as_openpi(found)["norm_stats"]}, "asset": name}
+
+    @classmethod
+    def actions_of(cls, config: PiConfig, scaling: Scaling | None) -> RobotActions:
+        """See `PublishedForm.actions_of`."""
+        relative = _RELATIVE if config.relative else 0
+        return RobotActions(cls._row(config), scaling, config.action_low, config.action_high, relative)
+
+    @classmethod
+    def _row(cls, config: PiConfig) -> Embodiment:
+        """Of the table, or of a robot that is in none: all pictures and numbers that there are."""
+        if config.embodiment:
+            row = embodiment(cls.model, config.embodiment)
+        else:
+            row = Embodiment(
+                prompt=PI0_PROMPT, prompt_length=cls.prompt_length, cameras=config.image[2] // 3,
+                state_size=config.state_size, scale=cls.scale,
+            )  # fmt: skip
+        return replace(row, gripper=config.gripper or row.gripper)
 
     def _scalings(self) -> tuple[Scaling | None, Scaling | None]:
         """Scales of states and of actions, as far as there are numbers; None without statistics."""
@@ -256,15 +270,14 @@ class PiPolicy(FlowPolicy):
         if asset is None:
             return None, None
         found = config.statistics[asset]
-        state, actions = (
-            Scaling.of(
-                {name: row[:size] for name, row in found[part].items() if isinstance(row, list | tuple)},
-                self.row.scale,
-                _EPSILON,
-            )
-            for part, size in (("state", self.state_size), ("actions", config.action_size))
-        )
-        return state, actions
+
+        def of(part: str, size: int) -> Scaling:
+            if part not in found:
+                raise ValueError(f"the statistics of {asset} have none of {part}")
+            rows = {name: row[:size] for name, row in found[part].items() if isinstance(row, list | tuple)}
+            return Scaling.of(rows, self.row.scale, _EPSILON)
+
+        return of("state", self.state_size) if self.state_size else None, of("actions", config.action_size)
 
 
 class Pi0Policy(PiPolicy):

@@ -154,7 +154,8 @@ def scalings_of(config: Gr00tConfig) -> tuple[Scaling, Scaling] | None:
     robot = robot_of(config)
     try:
         found = config.statistics[robot]["statistics"]
-        parts = [_joined(found[name]) for name in ("state", "action")]
+        looks = config.state_size and embodiment("gr00t", config.embodiment).state_size
+        parts = [_joined(found["state"] if looks else found.get("state", {})), _joined(found["action"])]
     except (KeyError, TypeError) as error:
         raise ValueError(f"policy gr00t: statistics of {robot} lack {error}") from error
     return Scaling.of(parts[0], "min_max"), Scaling.of(parts[1], "min_max")

@@ -21,12 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.data.demonstrations.statistics import FeatureStatistics
+from rlinf.data.demonstrations.statistics_files import as_groot, write_statistics
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import perceptron
 from rlinf.models.policy.published import to_be_read
 from rlinf.models.policy.vla.embodiment.actions import RobotActions
 from rlinf.models.policy.vla.embodiment.images import cameras, normalised, resized
-from rlinf.models.policy.vla.embodiment.statistics import padded
+from rlinf.models.policy.vla.embodiment.statistics import Scaling, padded
 from rlinf.models.policy.vla.embodiment.table import embodiment
 from rlinf.models.policy.vla.flow.matching import Field, Velocity, mirrored
 from rlinf.models.policy.vla.flow.policy import FlowPolicy
@@ -83,7 +85,7 @@ class Gr00tPolicy(FlowPolicy):
         self.robot = config.robot_id if config.robot_id is not None else ROBOTS.get(robot, ROBOTS["new_embodiment"])
         self.scalings = scalings_of(config)
         actions = None if self.scalings is None else self.scalings[1]
-        self.actions = RobotActions(self.row, actions, config.action_low, config.action_high)
+        self.actions = self.actions_of(config, actions)
         self.cameras = config.cameras or self.row.cameras
         # Without a state the authors take sines and cosines of zeros: 0 for each of the robot's numbers, then 1
         numbers = 0 if self.scalings is None or self.row.state_size else len(self.scalings[0].centre)
@@ -108,6 +110,16 @@ class Gr00tPolicy(FlowPolicy):
         """See `PublishedForm.published_settings`."""
         return settings_in(directory)
 
+    @classmethod
+    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `PublishedForm.with_statistics`."""
+        return {"statistics": as_groot(found, name), "robot": name}
+
+    @classmethod
+    def actions_of(cls, config: Gr00tConfig, scaling: Scaling | None) -> RobotActions:
+        """See `PublishedForm.actions_of`."""
+        return RobotActions(embodiment("gr00t", config.embodiment), scaling, config.action_low, config.action_high)
+
     def open_published(self, directory: Path) -> None:
         """Take Eagle's tokenizer."""
         names = [name for name in self.files if name.startswith(f"{EAGLE}/") and name != f"{EAGLE}/{CONFIG}"]
@@ -123,6 +135,8 @@ class Gr00tPolicy(FlowPolicy):
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `PublishedForm.write_published`."""
+        if json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
+            write_statistics(directory / METADATA, self.config.statistics)
         (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")
         words = "backbone.eagle_model.language_model"  # the authors' files have both names of what is tied
         head = state[f"{words}.model.embed_tokens.weight"].clone()

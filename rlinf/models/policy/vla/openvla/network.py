@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
+from rlinf.data.demonstrations.statistics import FeatureStatistics
+from rlinf.data.demonstrations.statistics_files import as_openvla
 from rlinf.models.policy.base import Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, to_be_read
 from rlinf.models.policy.vla.action_tokens import ActionTokens
@@ -72,7 +74,7 @@ class OpenVlaNetwork(Policy):
         self.data_set: str | None = key
         """Whose statistics are used."""
         scaling = None if key is None else Scaling.of(config.norm_stats[key]["action"], row.scale, EPSILON)
-        self.robot = RobotActions(row, scaling, config.action_low, config.action_high)
+        self.robot = self.actions_of(config, scaling)
         self.numbers = row.action_size
         """Tokens of an action."""
         self.prompts: Prompts | None = None
@@ -205,6 +207,16 @@ class OpenVlaNetwork(Policy):
         network = {name: about[name] for name in (*PUBLISHED, "vision_sizes") if name in about}
         return {"network": network, "norm_stats": statistics}
 
+    @classmethod
+    def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `PublishedForm.with_statistics`."""
+        return {"norm_stats": as_openvla(found, name, episodes), "statistics": name}
+
+    @classmethod
+    def actions_of(cls, config: OpenVlaConfig, scaling: Scaling | None) -> RobotActions:
+        """See `PublishedForm.actions_of`."""
+        return RobotActions(config.row, scaling, config.action_low, config.action_high)
+
     def read_published(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
         """See `PublishedForm.read_published`; with the value head of RLinf's checkpoints, where this policy has one."""
         yield from super().read_published(directory)
@@ -222,11 +234,12 @@ class OpenVlaNetwork(Policy):
         """See `PublishedForm.write_published`; config.json is as it was, but for what has changed."""
         before = json.loads(self.files.get(_ABOUT, b"{}"))
         about = {**before, **self.config.sizes}
-        if _STATISTICS in self.files:
-            if json.loads(self.files[_STATISTICS]) != self.config.norm_stats:
-                _write(directory / _STATISTICS, self.config.norm_stats)
-        else:
-            about["norm_stats"] = dict(self.config.norm_stats)
+        statistics = dict(self.config.norm_stats)
+        known = json.loads(self.files[_STATISTICS]) if _STATISTICS in self.files else before.get("norm_stats", {})
+        if not before:
+            about["norm_stats"] = statistics
+        elif known != statistics:  # of what it was fine-tuned on; goes before those in config.json
+            _write(directory / _STATISTICS, statistics)
         if {**before, **about} != before:
             _write(directory / _ABOUT, about)
         super().write_published(directory, state)

@@ -8,10 +8,15 @@ B tokens the first stands for exactly 1, and says the same as the second.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.models.policy.layers import Exact
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 class ActionTokens(Exact):
@@ -44,6 +49,28 @@ class ActionTokens(Exact):
     def decode(self, tokens: Tensor) -> Tensor:
         """The middles of tokens' bins, float32 in the shape of `tokens`."""
         return self.middles[(self.vocabulary - tokens - 1).clamp(0, self.bins - 2)].float()
+
+
+def hidden_states(
+    decoder: nn.Module, embedded: Tensor, seen: Tensor, *, mask: Tensor | None = None, cache: Cache | None = None
+) -> Tensor:
+    """What a decoder of transformers makes of the last places of a sequence, [N, T, width].
+
+    Args:
+        decoder: without output embedding.
+        embedded: [N, T, width], the last T of all S places.
+        seen: which of all places are read, bool or int64 [N, S]; positions count these alone.
+        mask: of the attention, as the decoder takes it, where places read others than those before them.
+        cache: keys and values of the places before.
+    """
+    found: Tensor = decoder(
+        inputs_embeds=embedded,
+        attention_mask=seen.long() if mask is None else mask,
+        position_ids=(seen.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+    return found
 
 
 def picked_by(logprobs: Tensor, noise: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedModel
 
 from rlinf.algos.advantages import Reduce
 from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import RunningNorm, perceptron
-from rlinf.models.policy.vla.action_tokens import ActionTokens, picked_by
+from rlinf.models.policy.vla.action_tokens import ActionTokens, hidden_states, picked_by
 from rlinf.models.policy.vla.byte_tokenizer import PAD, ByteTexts
 
 _VISION = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -118,7 +118,7 @@ class VlaPolicy(Policy):
         """See `Policy.draw`: one token after the other."""
         cache = DynamicCache(config=self.decoder.config)
         prefix, seen = self._prefix(inputs)
-        hidden = self._decode(prefix, seen, cache)[:, -1]
+        hidden = hidden_states(self.decoder, prefix, seen, cache=cache)[:, -1]
         hiddens, tokens, logprobs = [hidden], [], []
         numbers = self.config.chunk * self.config.action_size
         for number in range(numbers):
@@ -128,7 +128,7 @@ class VlaPolicy(Policy):
             logprobs.append(each.gather(1, choice[:, None])[:, 0])
             if number + 1 < numbers:
                 seen = functional.pad(seen, (0, 1), value=1)
-                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, cache)[:, -1]
+                hidden = hidden_states(self.decoder, self._embedded(tokens[-1][:, None]), seen, cache=cache)[:, -1]
                 hiddens.append(hidden)
         made = torch.stack(tokens, 1).view(-1, self.config.chunk, self.config.action_size)
         values = self._values(torch.stack(hiddens, 1))
@@ -140,7 +140,7 @@ class VlaPolicy(Policy):
         prefix, seen = self._prefix(stored)
         known = self._embedded(tokens[:, :-1])
         seen = functional.pad(seen, (0, known.shape[1]), value=1)
-        hidden = self._decode(torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
+        hidden = hidden_states(self.decoder, torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
         each = self._logprobs(hidden)
         chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
         entropy = -(each.exp() * each).sum(-1)
@@ -151,7 +151,8 @@ class VlaPolicy(Policy):
         """See `Policy.value`."""
         if self.critic is None:
             raise ValueError("policy: value_level is null, so there is no critic to ask for values")
-        found: Tensor = self.critic(self._decode(*self._prefix(self.inputs(observation, instructions)))[:, -1])
+        hidden = hidden_states(self.decoder, *self._prefix(self.inputs(observation, instructions)))
+        found: Tensor = self.critic(hidden[:, -1])
         return found[:, 0].float()
 
     # Parts ------------------------------------------------------------------------------------------------------------
@@ -170,18 +171,6 @@ class VlaPolicy(Policy):
         before = sum(part.shape[1] for part in parts)
         seen = functional.pad((text != PAD).long(), (before, 0), value=1)
         return torch.cat([*parts, self._embedded(text)], 1), seen
-
-    def _decode(self, embedded: Tensor, seen: Tensor, cache: Cache | None = None) -> Tensor:
-        """Hidden states of the last `embedded.shape[1]` places; `seen` says which of all places are read."""
-        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
-        found: Tensor = self.decoder(
-            inputs_embeds=embedded,
-            attention_mask=seen,
-            position_ids=places,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
-        return found
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         found: Tensor = self.decoder.get_input_embeddings()(tokens)

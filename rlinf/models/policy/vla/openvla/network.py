@@ -23,7 +23,7 @@ from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.demonstrations.statistics_files import as_openvla
 from rlinf.models.policy.base import Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, to_be_read
-from rlinf.models.policy.vla.action_tokens import ActionTokens
+from rlinf.models.policy.vla.action_tokens import ActionTokens, hidden_states
 from rlinf.models.policy.vla.embodiment.actions import RobotActions, chosen_statistics
 from rlinf.models.policy.vla.embodiment.images import cameras, centre_crop, resized
 from rlinf.models.policy.vla.embodiment.statistics import Scaling
@@ -141,24 +141,9 @@ class OpenVlaNetwork(Policy):
         seen = torch.cat([read[:, :1], read.new_ones(len(read), before), read[:, 1:]], 1)
         return torch.cat([words[:, :1], *front, words[:, 1:]], 1), seen
 
-    def _decode(self, embedded: Tensor, seen: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        """Hidden states of the last places, after the final norm.
-
-        Args:
-            embedded: [N, T, width], the last T of all places.
-            seen: which of all places are read, bool [N, S].
-            mask: of the attention, as the language model takes it.
-            cache: keys and values of the places before.
-        """
-        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
-        found: Tensor = self.language_model.model(
-            inputs_embeds=embedded,
-            attention_mask=mask,
-            position_ids=places,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
-        return found
+    def _decode(self, embedded: Tensor, seen: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Hidden states of the last places, after the final norm; see `hidden_states`."""
+        return hidden_states(self.language_model.model, embedded, seen, mask=mask, cache=cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         found: Tensor = self.language_model.model.embed_tokens(tokens)

@@ -23,14 +23,14 @@ class OpenVlaPolicy(OpenVlaNetwork):
         """See `Policy.draw`."""
         cache = DynamicCache(config=self.language_model.config)
         embedded, seen = self._prefix(inputs)
-        hidden = self._decode(embedded, seen, seen.long(), cache)[:, -1]
+        hidden = self._decode(embedded, seen, cache=cache)[:, -1]
         values = self._values(hidden)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         for number in range(self.randomness):
             if number:
                 seen = functional.pad(seen, (0, 1), value=True)
-                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, seen.long(), cache)[:, -1]
+                hidden = self._decode(self._embedded(tokens[-1][:, None]), seen, cache=cache)[:, -1]
             each = self._logprobs(hidden)
             choice = each.argmax(-1) if noise is None else picked_by(each, noise[:, number])
             tokens.append(choice + self.bins.first)
@@ -45,14 +45,14 @@ class OpenVlaPolicy(OpenVlaNetwork):
         prefix, seen = self._prefix(stored)
         known = self._embedded(tokens[:, :-1])
         seen = functional.pad(seen, (0, known.shape[1]), value=True)
-        hidden = self._decode(torch.cat([prefix, known], 1), seen, seen.long())[:, prefix.shape[1] - 1 :]
+        hidden = self._decode(torch.cat([prefix, known], 1), seen)[:, prefix.shape[1] - 1 :]
         each = self._logprobs(hidden)
         chosen = each.gather(-1, (tokens - self.bins.first)[..., None])[..., 0]
         return Evaluated(chosen.view(shape), entropy(each).view(shape), self._values(hidden[:, 0]))
 
     def _prompt_state(self, inputs: Stored) -> Tensor:
         embedded, seen = self._prefix(inputs)
-        return self._decode(embedded, seen, seen.long())[:, -1]
+        return self._decode(embedded, seen)[:, -1]
 
 
 def entropy(logprobs: Tensor) -> Tensor:

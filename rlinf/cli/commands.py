@@ -135,10 +135,9 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
-    from rlinf.job.embodied.trials import in_words, measured, saved_policy, try_policy, written
+    from rlinf.job.embodied.trials import acting, in_words, measured, try_policy, written
 
-    model = saved_policy(Path(options.model).expanduser())
-    config = load_embodied(options.config, [*options.overrides, f"policy.path={model}"], hosts)
+    config = load_embodied(options.config, acting(options.model, options.overrides), hosts)
     if not suites_of(config):
         raise InputError("trials.episodes: name how many episodes to try")
     output = None if options.output is None else Path(options.output)
@@ -159,7 +158,7 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
         print(f"{options.model}: {in_words(metrics)}")
         for line in success_table(None, metrics):
             print(line)
-        about = {"policy": str(model), "configuration": options.config, "overrides": options.overrides}
+        about = {"policy": config.policy.path, "configuration": options.config, "overrides": options.overrides}
         told = {"evaluation": (beside / "evaluation.json", written(tried, **about))}
         if output is not None:
             rows = [json.dumps({"suite": name, **asdict(each)}) for name, found in tried.items() for each in found]

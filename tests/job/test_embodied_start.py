@@ -7,15 +7,18 @@ import json
 import pytest
 import torch
 
+from rlinf.cli.commands import main
 from rlinf.config.loading import InputError
+from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.job.embodied.trials import saved_policy
 from rlinf.job.start import train
 from rlinf.job.validate import load_embodied
-from rlinf.models.language.lora import adapter_config, saved_names
-from rlinf.models.policy.build import build_policy_model
+from rlinf.models.language.lora import adapter_config, fold_saved, saved_names
+from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
 from rlinf.training.embodied.preparing import Preparation, choose
 from tests.launching import ROOT
+from tests.models.policy.authored import publish_as_authors
 
 BREAKING = "env.simulator=tests.envs.breaking.NotFinite"
 WRONG = {
@@ -58,21 +61,56 @@ def test_a_run_and_a_checkpoint_lead_to_their_policy(tmp_path):
     assert saved_policy(tmp_path) == tmp_path
 
 
-def test_adapters_that_a_run_begins_with_act_from_the_first_step_on(tmp_path):
-    policy = {"type": "tests.models.policy.authored.AuthoredPolicy", "width": 16}
-    sizes = {"state_size": 2, "action_size": 1}
-    lora = {"r": 2, "alpha": 8.0, "target_modules": ("up", "down")}
-    model = build_policy_model({**policy, **sizes})
-    choose(model, Preparation(lora=lora))
+POLICY = {"type": "tests.models.policy.authored.AuthoredPolicy", "state_size": 2, "action_size": 1}
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """A directory with adapters that somebody trained for the policy above."""
+    model = build_policy_model(POLICY)
+    choose(model, Preparation(lora={"r": 2, "alpha": 8.0, "target_modules": ("up", "down")}))
     torch.manual_seed(0)
-    write_tensors(tmp_path / "adapter_model.safetensors", {n: torch.randn(p.shape) for n, p in saved_names(model)})
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config(model, None)))
+    directory = tmp_path / "adapters"
+    directory.mkdir()
+    write_tensors(directory / "adapter_model.safetensors", {n: torch.randn(p.shape) for n, p in saved_names(model)})
+    (directory / "adapter_config.json").write_text(json.dumps(adapter_config(model, None)))
+    return directory
+
+
+def test_adapters_that_a_run_begins_with_act_from_the_first_step_on(adapters, tmp_path):
     keys = [
-        "steps=1", f"policy.type={policy['type']}", "policy.settings={width: 16}", "trials.episodes=0", "trace=false",
-        f"output_dir={tmp_path}", f"policy.lora.path={tmp_path}", "algorithm.epochs=1", "algorithm.minibatch=10000",
+        "steps=1", f"policy.type={POLICY['type']}", "trials.episodes=0", "trace=false", f"output_dir={tmp_path}",
+        f"policy.lora.path={adapters}", "algorithm.epochs=1", "algorithm.minibatch=10000",
     ]  # fmt: skip
     config = load_embodied(ROOT / "configs/embodied/toy.yaml", keys)
     train(config)
     (path,) = tmp_path.glob("**/metrics.jsonl")
     first = json.loads(path.read_text().splitlines()[0])
     assert first["ratio/max"] == pytest.approx(1.0, abs=1e-2)  # what acted is what learns
+
+
+def test_a_published_policy_is_tried_and_recorded_with_the_adapters_that_are_named(adapters, tmp_path, capfd):
+    publish_as_authors(tmp_path / "published", width=32, state_size=2, numbers=1)
+    model = load_policy(tmp_path / "published", POLICY)
+    fold_saved(model, str(adapters))
+    assert {name for name, _ in model.named_modules()} == {
+        name for name, _ in build_policy_model(POLICY).named_modules()
+    }
+    save_policy(model, tmp_path / "whole")
+    same = ("--config", str(ROOT / "configs/embodied/toy.yaml"), f"policy.type={POLICY['type']}", "env.workers=0")
+
+    def told(name, *more):
+        out = tmp_path / f"{name}{len(more)}.jsonl"
+        assert main(["evaluate", "--model", str(tmp_path / name), "--output", str(out), *same, *more]) == 0
+        return [(row["total"], row["length"]) for row in map(json.loads, out.read_text().splitlines())]
+
+    lora = f"policy.lora.path={adapters}"
+    alone, adapted, whole = told("published"), told("published", lora), told("whole")
+    assert adapted == whole != alone
+    shown = {}
+    for name, more in (("published", (lora,)), ("whole", ())):
+        out = tmp_path / f"recorded {name}"
+        given = ["--model", str(tmp_path / name), "--episodes", "2", "--all", "--out", str(out)]
+        assert main(["record", *given, *same, *more]) == 0
+        shown[name] = torch.cat([each.actions for each in read_demonstrations(out, solved=False)])
+    torch.testing.assert_close(shown["published"], shown["whole"])

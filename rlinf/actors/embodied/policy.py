@@ -49,6 +49,7 @@ class PolicyActor(ModelActor, Receiver):
         policy: Mapping[str, Any],
         path: str | None = None,
         dtype: str = "float32",
+        adapters: str | None = None,
         keep_following: bool = False,
     ) -> None:
         """Make the policy.
@@ -57,6 +58,7 @@ class PolicyActor(ModelActor, Receiver):
             policy: its configuration, see `models.policy.build`.
             path: directory of a saved one that is taken instead.
             dtype: what it computes in, as for `Preparation`.
+            adapters: directory of saved low-rank adapters that are added to its weights; None for none.
             keep_following: trajectories say what followed each chunk, too: `SacTrainer` needs that.
 
         Raises:
@@ -65,6 +67,10 @@ class PolicyActor(ModelActor, Receiver):
         """
         kept = Preparation(dtype=dtype).computes_in
         self._policy: Policy = await self.compute(make_policy, policy, path, self.device, kept)
+        if adapters is not None:
+            from rlinf.models.language.lora import fold_saved  # imports transformers
+
+            await self.compute(fold_saved, self._policy, adapters)
         self._origin = origin_of(policy, path)
         self._keep_following = keep_following
         self._histories: dict[Key, _History] = {}

@@ -78,9 +78,13 @@ def _record(options: argparse.Namespace) -> None:
     if Path(path).is_file() and not is_embodied(path):
         raise InputError(f"--config {options.config}: it has no section env, so nothing can be acted in")
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
-    given = [] if options.model is None else [f"policy.path={options.model}"]
+    given = list(options.overrides)
+    if options.model is not None:
+        from rlinf.job.embodied.trials import acting
+
+        given = acting(options.model, given)
     nothing = ["imitation.path=null", "imitation.mixture={}"]  # which may be what is yet to be recorded
-    config = load_embodied(path, [*options.overrides, *given, *nothing], hosts)
+    config = load_embodied(path, [*given, *nothing], hosts)
     if options.expert is not None:
         if (advice := mistake_in(options.expert)) is not None:
             raise InputError(f"--expert {options.expert}: {advice}")

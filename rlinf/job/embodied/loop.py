@@ -89,8 +89,6 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     async def warm_up(self) -> None:
         settings = self.config.imitation
         if (shown := shown_of(settings)) is None:
-            if self.config.policy.lora.path is not None:  # who acts was made without them
-                await self._publish(self.roles)
             return
         roles = (self.roles["policy"], self.roles["trainer"])
         try:

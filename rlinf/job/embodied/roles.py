@@ -137,7 +137,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     if prepared is not None and config.imitation.statistics is not None:
         policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
-    acting = {**made, "dtype": config.policy.dtype}
+    acting = {**made, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
     ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)
     chunk, held = await asyncio.to_thread(_sized, config, made, ranks)  # it may import what takes seconds
     if prepared is not None and not alone:

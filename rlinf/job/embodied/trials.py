@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,19 @@ def saved_policy(path: Path) -> Path:
     """The directory of a saved policy that a path leads to: itself, that of a checkpoint, or of a run's newest one."""
     ways = ("", POLICY, f"checkpoints/latest/{POLICY}")
     return next((path / way for way in ways if (path / way / CONFIG).is_file()), path)
+
+
+def acting(model: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides by which the policy that a path leads to acts, with the adapters of `policy.lora.path` added to an
+    authors' policy; one that was saved here has those that it learned with in its weights.
+
+    Args:
+        model: the path.
+        overrides: the user's, which go before as far as adapters are concerned.
+    """
+    found = saved_policy(Path(model).expanduser())
+    plain = ["policy.lora.path=null"] if (found / CONFIG).is_file() else []
+    return [*plain, *overrides, f"policy.path={found}"]
 
 
 def keep_videos(directory: Path, step: int) -> None:

@@ -43,6 +43,31 @@ _SPECIAL = re.compile(r"[\\^$*+?\[\]()|{}]")
 """A name with one of these is a regular expression."""
 
 
+@torch.no_grad()
+def fold_saved(model: nn.Module, path: str) -> None:
+    """Add saved adapters to a model's weights, and leave none behind.
+
+    Args:
+        model: plain, not on the meta device; changed in place.
+        path: directory of peft's.
+
+    Raises:
+        ValueError: see `add_adapters`.
+    """
+    requires = {name for name, each in model.named_parameters() if each.requires_grad}
+    add_adapters(model, {"path": path})
+    for parameter, value in adapter_values(model, 0, {POLICY: path}):
+        parameter.copy_(value)
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+            base = layer.base_layer
+            base.weight.copy_(_merged(base.weight, layer))
+            model.set_submodule(name, base)
+    del model.peft_config
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in requires)
+
+
 def lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> list[str]:
     """The linear layers of a model that get adapters.
 

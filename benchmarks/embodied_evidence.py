@@ -34,13 +34,14 @@ from rlinf.algos.evaluation import wilson_interval
 CONFIGS = ROOT / "configs" / "embodied"
 EPISODES = 100
 NEEDS = {
+    "mt10": "hours: 20 million environment steps",
     "libero": "LIBERO's assets and a checkpoint",
     "putonplate": "a GPU, ManiSkill's bridge assets and a checkpoint",
     "openvla": "a GPU and a checkpoint",
     "pi0": "a GPU and a checkpoint",
     "gr00t": "a GPU and a checkpoint",
 }
-"""What a configuration cannot be run without on a CPU, by a part of its file's name: these are not run."""
+"""What a configuration needs that a CPU has not within minutes, by a part of its file's name: these are not run."""
 HEADINGS = ("configuration", "seed", "solved once, %", "95 %", "at end, %", "return", "env steps", "minutes", "CPU min")
 
 

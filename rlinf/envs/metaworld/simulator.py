@@ -20,7 +20,7 @@ from rlinf.envs.metaworld.tasks import INSTRUCTIONS, chosen_tasks
 
 MAX_STEPS = 500
 """Steps of an episode in Meta-World."""
-_STATE = 39
+STATE = 39
 """Numbers of Meta-World's observation: hand, gripper and objects now and one step before, and the goal."""
 _FELT = 4
 """Numbers at its beginning that the robot itself feels: where the hand is, and how far the gripper is open."""
@@ -98,7 +98,7 @@ class MetaWorld(SerialSimulator):
         self._reward, self._end, self._settle = reward, end_on_success, settle
         self._goal_seed = goal_seed
         self._one_hot = np.eye(len(self._tasks), len(self._tasks) if number_tasks else 0)
-        self._felt = _FELT if observe == "rgb" else _STATE
+        self._felt = _FELT if observe == "rgb" else STATE
         self.max_steps = MAX_STEPS
         self.action_spec = ActionSpec(-torch.ones(4), torch.ones(4))
         self.observation_spec = {"state": ArraySpec((self._felt + self._one_hot.shape[1],), torch.float32)}

@@ -9,6 +9,7 @@ from rlinf.envs.around.rules import Rules
 from rlinf.envs.environment import Environment
 from rlinf.envs.maniskill import headless as maniskill_headless
 from rlinf.envs.maniskill.cpu import ManiSkill
+from rlinf.envs.maniskill.experts import pull_cube
 from rlinf.envs.maniskill.tasks import MissingAssets, Task, find
 from tests.envs.protocol import ProtocolSuite, actions_for, begin, everyone, same, scaled, told
 
@@ -126,6 +127,20 @@ def test_the_time_limit_is_the_tasks_own(pull):
     environment.reset()
     chunk = environment.step(torch.zeros(2, 51, 4))
     assert chunk.truncated.nonzero().tolist() == [[0, 49], [1, 49]]
+
+
+def test_a_script_pulls_the_cube_onto_its_goal(pull):
+    environment = Environment(pull(4), Rules(seed=3))
+    seen, ended = environment.reset(), []
+    while len({episode.env for episode in ended}) < 4:
+        seen = environment.step(pull_cube(seen.observation))
+        ended += seen.episodes
+    assert all(episode.success_once for episode in ended)
+
+
+def test_the_script_refuses_what_another_task_shows():
+    with pytest.raises(ValueError, match="looks at 35 numbers, and the state has 42"):
+        pull_cube({"state": torch.zeros(1, 42)})
 
 
 def test_control_and_reward_modes_are_those_asked_for(pull):

@@ -11,6 +11,7 @@ from rlinf.envs.base import CannotSimulate, WrongOption
 from rlinf.envs.environment import Environment
 from rlinf.envs.metaworld import MetaWorld
 from rlinf.envs.metaworld import simulator as simulator_module
+from rlinf.envs.metaworld.experts import scripted
 from rlinf.envs.metaworld.pictures import NEEDED, can_draw
 from rlinf.envs.metaworld.simulation import Simulation, goal_vectors
 from rlinf.envs.metaworld.tasks import INSTRUCTIONS, SUITES, chosen_tasks
@@ -76,19 +77,21 @@ def test_the_goals_are_those_of_meta_worlds_own_benchmark():
     assert not np.array_equal(goal_vectors("push-v3", 5), theirs)
 
 
-@pytest.mark.parametrize("task", ["reach-v3", "drawer-close-v3"])
-def test_meta_worlds_scripted_expert_solves_its_task(task):
-    from metaworld.policies import ENV_POLICY_MAP
-
-    environment = Environment(MetaWorld(2, tasks=[task], end_on_success=True), Rules(seed=1, max_steps=150))
-    experts = [ENV_POLICY_MAP[task]() for _ in range(2)]
-    seen, ended = environment.reset().observation["state"], []
+@pytest.mark.parametrize("tasks", [["reach-v3"], ["drawer-open-v3", "drawer-close-v3"]])
+def test_meta_worlds_scripts_solve_what_they_are_instructed_to(tasks):
+    rules = Rules(seed=1, max_steps=150)
+    environment = Environment(MetaWorld(2, tasks=tasks, number_tasks=True, end_on_success=True), rules)
+    seen, ended = environment.reset(), []
     while len({episode.env for episode in ended}) < 2:
-        actions = [expert.get_action(row.double().numpy()) for expert, row in zip(experts, seen, strict=True)]
-        chunk = environment.step(torch.tensor(np.array(actions), dtype=torch.float32)[:, None])
-        ended += chunk.episodes
-        seen = chunk.observation["state"]
+        seen = environment.step(scripted(seen.observation, seen.instructions))
+        ended += seen.episodes
     assert all(episode.success_once and episode.length < 150 for episode in ended)
+
+
+def test_meta_worlds_scripts_are_asked_with_all_numbers_and_an_instruction():
+    for state, words in ((torch.zeros(1, 39), None), (torch.zeros(1, 4), ["Reach a goal position"])):
+        with pytest.raises(ValueError, match=r"look at 39 numbers of the state and at instructions"):
+            scripted({"state": state}, words)
 
 
 def test_rewards_are_of_the_chosen_kind_and_episodes_go_on_unless_told_otherwise():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rlinf.training.adamw import adamw_of_parts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicySettings:
@@ -78,5 +80,5 @@ def optimizer_of(
     settings: OffPolicySettings, *parts: tuple[Sequence[nn.Parameter], float | None]
 ) -> torch.optim.Optimizer:
     """Adam, with a learning rate for each part: parameters, and their rate, or None for `settings.lr`."""
-    groups = [{"params": list(part), "lr": settings.lr if rate is None else rate} for part, rate in parts]
-    return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0.0)
+    rates = [(part, settings.lr if rate is None else rate) for part, rate in parts]
+    return adamw_of_parts(rates, betas=settings.betas, weight_decay=0.0)

@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
-from rlinf.runtime.base.compute_thread import ComputeThread
+from rlinf.runtime.base import compute_thread
+from rlinf.runtime.base.compute_thread import BRIEF, ComputeThread
+from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.transport.groups.waiting_threads import SPARE, WaitingThreads
 
@@ -81,3 +83,72 @@ async def test_what_a_waiting_thread_ran_into_is_raised_where_it_is_awaited() ->
     with pytest.raises(ValueError, match="no such peer"):
         await waiting.run(fail)
     waiting.close()
+
+
+class Timed:
+    """A function that takes as much processor time as it is told, by a clock of its own; where it ran, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.now, self.threads = 0.0, 0.0, list[int]()
+        monkeypatch.setattr(compute_thread.time, "thread_time", lambda: self.now)
+
+    def __call__(self) -> int:
+        self.now += self.seconds
+        self.threads.append(threading.get_ident())
+        return len(self.threads)
+
+
+async def test_a_brief_function_runs_on_the_loop_for_as_long_as_it_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, work = ComputeThread("actor", asyncio.get_running_loop()), Timed(monkeypatch)
+    for work.seconds in (BRIEF / 10, BRIEF / 10, 2 * BRIEF, 2 * BRIEF, BRIEF / 10, BRIEF / 10):
+        await compute.run_briefly("work", work)
+    here = [thread == threading.get_ident() for thread in work.threads]
+    # the first run is measured in the thread; the third was thought to be brief; the fifth is measured again
+    assert here == [False, True, True, False, False, True]
+    await compute.run_briefly("other work", work)
+    assert work.threads[-1] != threading.get_ident()
+    compute.close()
+
+
+async def test_a_brief_function_does_not_overtake_what_the_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, work = ComputeThread("actor", asyncio.get_running_loop()), Timed(monkeypatch)
+    await compute.run_briefly("work", work)
+    begun, release = threading.Event(), threading.Event()
+
+    def long() -> int:
+        begun.set()
+        release.wait(30)
+        return work()
+
+    held = asyncio.ensure_future(compute.run(long))
+    assert await asyncio.to_thread(begun.wait, 30)
+    brief = asyncio.ensure_future(compute.run_briefly("work", work))
+    await asyncio.sleep(0)
+    release.set()
+    assert await asyncio.gather(held, brief) == [2, 3]
+    assert work.threads[2] == work.threads[1] != threading.get_ident()
+    compute.close()
+
+
+async def test_who_computes_briefly_again_and_again_leaves_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, work = ComputeThread("actor", asyncio.get_running_loop()), Timed(monkeypatch)
+    await compute.run_briefly("work", work)
+    others = asyncio.ensure_future(asyncio.sleep(0, "done"))
+    for _ in range(3):
+        await compute.run_briefly("work", work)
+    assert others.done()
+    compute.close()
+
+
+async def test_an_error_of_a_brief_function_is_raised_where_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, work = ComputeThread("actor", asyncio.get_running_loop()), Timed(monkeypatch)
+    await compute.run_briefly("work", work)
+
+    def fail() -> None:
+        raise ValueError("no such action")
+
+    with pytest.raises(ValueError, match="no such action"):
+        await compute.run_briefly("work", fail)
+    compute.close()
+    with pytest.raises(ActorDied, match="was closed before"):
+        await compute.run_briefly("work", work)

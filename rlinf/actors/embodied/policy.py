@@ -1,8 +1,8 @@
 """The policy that acts: decides what environments do, and keeps what came of it until the trainer asks.
 
-Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread. Everything that
-happens to a slice passes here, so its trajectory is put together here, and observations need not travel twice. New
-weights arrive through `load`.
+Consumes what a slice of environments shows, produces its next actions; unblocked by the compute thread, which small
+policies do without. Everything that happens to a slice passes here, so its trajectory is put together here, and
+observations need not travel twice. New weights arrive through `load`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PolicyActor(ModelActor, Receiver):
         Returns:
             Chunks of actions in [-1, 1], float32 [N, C, A]; of a policy with a memory together with that.
         """
-        return await self.on_model(self._act, key, output, greedy, keep)
+        return await self.compute_briefly(self._parking.needed(self._act), key, output, greedy, keep)
 
     @endpoint(device=True)
     async def trajectory(self, key: Key, output: EnvOutput) -> Trajectory:

@@ -1,7 +1,8 @@
 """One thread in which an actor's blocking work runs, so that its host's loop only ever does bookkeeping.
 
 Flows in: functions from `Actor.compute`. Flows out: their results, posted back to the loop. Who wakes whom: the queue
-wakes the thread, the thread wakes the awaiting call.
+wakes the thread, the thread wakes the awaiting call. Functions whose actor says that they are brief run on the loop
+itself, for as long as that is measured to be true.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 from .errors import ActorDied
@@ -21,6 +23,9 @@ from .tasks import finish, start_thread
 T = TypeVar("T")
 
 _at_work: set[ComputeThread] = set()
+BRIEF = 1e-3
+"""Seconds of processor time that a function may take on the loop. To the thread and back takes a tenth of this on idle
+cores, and on busy ones until two other threads give way."""
 CLOCK_OF_THREAD = "pthread_getcpuclockid"
 """What `time` lacks where threads have no clocks, as on macOS."""
 
@@ -59,7 +64,32 @@ class ComputeThread:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: set[_Work] = set()
+        self._took: dict[str, float] = {}
         self._closed = False
+
+    async def run_briefly(self, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run `fn` on the loop if its last run took no longer than `BRIEF` and the thread is idle; else as `run` does.
+
+        So one that takes longer than it used to holds up the loop once. It must not wait for anything.
+
+        Args:
+            name: of what is measured: functions of one name are taken to be alike.
+            fn, args, kwargs: see `run`.
+        """
+
+        @wraps(fn)
+        def measured() -> T:
+            began = time.thread_time()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._took[name] = time.thread_time() - began
+
+        if self._works or self._closed or self._took.get(name, BRIEF) >= BRIEF:
+            return await self.run(measured)
+        result = contextvars.copy_context().run(measured)
+        await asyncio.sleep(0)  # who computes again and again must not keep the loop for itself
+        return result
 
     async def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `fn` in the thread and return its result.

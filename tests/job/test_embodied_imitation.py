@@ -128,6 +128,8 @@ async def test_it_learns_from_them_and_has_their_statistics_in_its_authors_form(
     [
         (("policy.type=mlp", "policy.path=null"), "MlpPolicy keeps no statistics of data"),
         (("imitation.path=null",), "imitation.statistics.*there are no demonstrations"),
+        (("imitation.statistics=../robot",), "take a name, such as my_robot"),
+        (("imitation.statistics=/robot",), "take a name, such as my_robot"),
         (("policy.path={shown}",), "was saved with its statistics"),
     ],
 )

@@ -97,7 +97,8 @@ def test_a_published_policy_is_tried_and_recorded_with_the_adapters_that_are_nam
         name for name, _ in build_policy_model(POLICY).named_modules()
     }
     save_policy(model, tmp_path / "whole")
-    same = ("--config", str(ROOT / "configs/embodied/toy.yaml"), f"policy.type={POLICY['type']}", "env.workers=0")
+    same = ("--config", str(ROOT / "configs/embodied/toy.yaml"), f"policy.type={POLICY['type']}", "env.workers=0",
+            "imitation.path=/not/yet/there", "imitation.statistics=toy")  # fmt: skip
 
     def told(name, *more):
         out = tmp_path / f"{name}{len(more)}.jsonl"

@@ -78,13 +78,9 @@ def _record(options: argparse.Namespace) -> None:
     if Path(path).is_file() and not is_embodied(path):
         raise InputError(f"--config {options.config}: it has no section env, so nothing can be acted in")
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
-    given = list(options.overrides)
-    if options.model is not None:
-        from rlinf.job.embodied.trials import acting
+    from rlinf.job.embodied.trials import acting
 
-        given = acting(options.model, given)
-    nothing = ["imitation.path=null", "imitation.mixture={}"]  # which may be what is yet to be recorded
-    config = load_embodied(path, [*given, *nothing], hosts)
+    config = load_embodied(path, acting(options.model, options.overrides), hosts)
     if options.expert is not None:
         if (advice := mistake_in(options.expert)) is not None:
             raise InputError(f"--expert {options.expert}: {advice}")

@@ -132,6 +132,8 @@ def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "imitation.held_out", "a warm-up is not evaluated on it: set algorithm=imitation, or remove it"
     if settings.statistics is not None and not (settings.mixture or settings.path):
         yield "imitation.statistics", "there are no demonstrations: name them in imitation.path, or remove it"
+    if settings.statistics is not None and not _is_name(settings.statistics):
+        yield "imitation.statistics", "checkpoints keep files under it: take a name, such as my_robot or me/my_robot"
     for key, path in _paths(settings):
         if not isinstance(path, str):
             yield key, "write {path: DIRECTORY}, and weight, format, names, bounds where they differ"
@@ -139,6 +141,10 @@ def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
             yield key, "there is no such directory or file; name one with demonstrations"
     if alone and config.policy.type in ("soft", "soft_pixels", "steered"):
         yield "policy.type", f"{config.policy.type} is of sac and its like: take another for imitation"
+
+
+def _is_name(text: str) -> bool:
+    return bool(text) and all(part.strip(". ") for part in text.split("/"))
 
 
 def _paths(settings: ImitationConfig) -> Iterator[tuple[str, Any]]:

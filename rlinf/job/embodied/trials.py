@@ -111,14 +111,19 @@ def saved_policy(path: Path) -> Path:
     return next((path / way for way in ways if (path / way / CONFIG).is_file()), path)
 
 
-def acting(model: str, overrides: Sequence[str]) -> list[str]:
-    """Overrides by which the policy that a path leads to acts, with the adapters of `policy.lora.path` added to an
-    authors' policy; one that was saved here has those that it learned with in its weights.
+def acting(model: str | None, overrides: Sequence[str]) -> list[str]:
+    """Overrides by which a configuration acts and learns nothing: no demonstrations need be there.
+
+    The policy that a path leads to acts with the adapters of `policy.lora.path` where it is its authors'; one that
+    was saved here has those that it learned with in its weights.
 
     Args:
-        model: the path.
+        model: the path; None for what the configuration says.
         overrides: the user's, which go before as far as adapters are concerned.
     """
+    overrides = [*overrides, "imitation.path=null", "imitation.mixture={}", "imitation.statistics=null"]
+    if model is None:
+        return overrides
     found = saved_policy(Path(model).expanduser())
     plain = ["policy.lora.path=null"] if (found / CONFIG).is_file() else []
     return [*plain, *overrides, f"policy.path={found}"]

@@ -17,6 +17,8 @@ from rlinf.actors.embodied.policy import PolicyActor
 from rlinf.actors.embodied.policy_trainer import PolicyTrainer
 from rlinf.data.rng import mix
 from rlinf.envs.gymnasium.experts import mountain_car, pendulum
+from rlinf.envs.maniskill.experts import pull_cube
+from rlinf.envs.metaworld.experts import scripted
 from rlinf.envs.toy import straight
 from rlinf.flows.imitate import imitate
 from rlinf.flows.record import record
@@ -25,6 +27,16 @@ from rlinf.runtime.system.system import ActorSystem
 
 GYM = "rlinf.envs.gymnasium.Gymnasium"
 TOY = "rlinf.envs.toy.Reach"
+CAR: dict[str, Any] = {"simulator": GYM, "options": {"id": "MountainCarContinuous-v0"}}
+PENDULUM: dict[str, Any] = {"simulator": GYM, "options": {"id": "Pendulum-v1"}}
+PULL_CUBE: dict[str, Any] = {
+    "simulator": "rlinf.envs.maniskill.ManiSkill", "options": {"id": "PullCube-v1", "control": "pd_ee_delta_pos"},
+    "max_steps": 50, "ignore_terminations": True,
+}  # fmt: skip
+DRAWER: dict[str, Any] = {
+    "simulator": "rlinf.envs.metaworld.MetaWorld", "options": {"tasks": ["drawer-open-v3"]},
+    "max_steps": 100, "ignore_terminations": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class Script(Actor):
     @endpoint
     async def act(self, key: Any, output: Any, *, greedy: bool = False, keep: bool = True) -> torch.Tensor:
         """Chunks of one action, float32 [N, 1, A]."""
-        found = self._script(output.observation)
+        found = self._script(output.observation, output.instructions)
         count = len(found)
         if self._wrong:
             found[: round(self._wrong * count)] *= -1.0
@@ -68,7 +80,8 @@ class Script(Actor):
 
 
 SCRIPTS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "mountain_car": mountain_car, "pendulum": pendulum, "straight": straight,
+    "mountain_car": mountain_car, "pendulum": pendulum, "straight": straight, "pull_cube": pull_cube,
+    "metaworld": scripted,
 }  # fmt: skip
 
 
@@ -82,20 +95,18 @@ async def _recorded(
     await record(env, expert, directory, episodes, solved=False)
 
 
-async def few_climbs(directory: Path, seed: int) -> None:
-    """Five episodes in which the car gets up the mountain."""
-    async with ActorSystem.local() as system:
-        simulator = {"simulator": GYM, "options": {"id": "MountainCarContinuous-v0"}}
-        await _recorded(system, directory, simulator, 5, seed, script="mountain_car")
+def shown(simulator: dict[str, Any], episodes: int, script: str) -> Callable[[Path, int], Awaitable[None]]:
+    """What records so many episodes of a script, those that it does not solve too.
 
-
-def labelled_swings(episodes: int) -> Callable[[Path, int], Awaitable[None]]:
-    """So many episodes of the expert, of 200 decisions each."""
+    Args:
+        simulator: "simulator", its "options" and "max_steps", as `EnvActor` takes them.
+        episodes: how many.
+        script: of `SCRIPTS`.
+    """
 
     async def make(directory: Path, seed: int) -> None:
         async with ActorSystem.local() as system:
-            simulator = {"simulator": GYM, "options": {"id": "Pendulum-v1"}}
-            await _recorded(system, directory, simulator, episodes, seed, script="pendulum")
+            await _recorded(system, directory, simulator, episodes, seed, script=script)
 
     return make
 
@@ -135,7 +146,7 @@ CASES: Mapping[str, Case] = {
     "sac_pixels": Case("toy, 2D, pictures of 16 x 16, success", "Toy from pictures: SAC", "SAC, pixels",
                        "toy_pixels_sac", "success_once", 20, ("steps=100",)),
     "rlpd": Case("MountainCarContinuous-v0, return", "Mountain car, rewarded at the top", "RLPD, 5 episodes",
-                 "mountaincar_rlpd", "reward/mean", 10, ("off_policy.demonstrations={made}",), few_climbs),
+                 "mountaincar_rlpd", "reward/mean", 10, GIVEN, shown(CAR, 5, "mountain_car")),
     "rlpd_none": Case("MountainCarContinuous-v0, return", "Mountain car, rewarded at the top", "without them",
                       "mountaincar_rlpd", "reward/mean", 10),
     "iql": Case("toy, 2D, success", "Toy: 160 episodes, half of them away", "IQL, then acting", "toy_iql",
@@ -147,7 +158,13 @@ CASES: Mapping[str, Case] = {
     "dagger_bc": Case(**SWING, panel="Pendulum: 400 answers", label="2 episodes imitated", config="pendulum_dagger",
                       every=1, overrides=("steps=4", "trials.episodes=20", "off_policy.demonstrations={made}",
                                           "policy.horizon=1", "env.num_envs=1", "off_policy.capacity=400"),
-                      prepare=labelled_swings(2)),
+                      prepare=shown(PENDULUM, 2, "pendulum")),
+    "rlpd_pull": Case("PullCube-v1, state, success", "ManiSkill: a cube is pulled", "RLPD, 20 episodes",
+                      "maniskill_pullcube_rlpd", "success_once", 50, GIVEN, shown(PULL_CUBE, 20, "pull_cube")),
+    "rlpd_drawer": Case("Meta-World drawer-open, success", "Meta-World: a drawer is opened", "RLPD, 10 episodes",
+                        "metaworld_drawer_rlpd", "success_once", 50, GIVEN, shown(DRAWER, 10, "metaworld")),
+    "dagger_metaworld": Case("Meta-World, three tasks, success", "Meta-World: three tasks, one policy", "DAgger",
+                             "metaworld_dagger", "success_once", 4),
     "steered": Case("toy, 2D, success", "Toy: a flow of two minds, steered", "SAC over its noise", "toy_sac",
                     "success_once", 10, ("steps=80", "policy.type=steered", "policy.settings.base={made}/saved/policy"),
                     two_minded_flow),

@@ -130,7 +130,7 @@ def test_a_value_of_the_wrong_type_names_key_value_and_expected_type(override, e
 
 
 def test_a_back_end_is_fsdp_or_a_class_that_can_be_imported():
-    assert "no such module" in problems_of(None, "trainer.backend=megatron.core.BackEnd")["trainer.backend"]
+    assert "no such module" in problems_of(None, "trainer.backend=nowhere.core.BackEnd")["trainer.backend"]
     for there in ("fsdp", "rlinf.training.fsdp_backend.FsdpBackEnd"):
         assert load_config(None, [f"trainer.backend={there}"]).trainer.backend == there
 

@@ -52,6 +52,7 @@ def record(path, given, episodes=4, rows=16):
 def configuration(name, known, shown, **settings):
     given = {key: value for key, value in known.config.items() if key not in ("type", "image", "action_size")}
     given |= {"relative": True} if "relative" in name else {}
+    given |= {"embodiment": "plain", "cameras": 2} if name == "gr00t" else {}
     size = known.config["action_size"] - 1
     bounds = {"low": [LOW] * size + [-1.0], "high": [HIGH] * size + [1.0]}
     about = {

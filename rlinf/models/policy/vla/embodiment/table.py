@@ -106,6 +106,11 @@ TABLE = {
         prompt="{instruction}", prompt_length=570, cameras=2, crop=0.9025, state_size=_LIBERO_STATE,
         statistics=("libero_franka",), scale="min_max", gripper="libero", chunk=5,
     ),
+    # a robot without a row: what there is of its state is read, and the gripper is as it is
+    ("gr00t", "plain"): Embodiment(
+        prompt="{instruction}", prompt_length=570, crop=0.9025, state_size=64, statistics=("new_embodiment",),
+        scale="min_max", chunk=16,
+    ),
     # without a state; a guess: the chunk
     ("gr00t", "maniskill"): Embodiment(
         prompt="{instruction}", prompt_length=570, crop=0.9025, statistics=("maniskill_widowx",), scale="min_max",

@@ -40,6 +40,7 @@ NEEDS = {
     "openvla": "a GPU and a checkpoint",
     "pi0": "a GPU and a checkpoint",
     "gr00t": "a GPU and a checkpoint",
+    "_rlpd": "demonstrations that are recorded first: docs/off-policy.md has its rows",
 }
 """What a configuration needs that a CPU has not within minutes, by a part of its file's name: these are not run."""
 HEADINGS = ("configuration", "seed", "solved once, %", "95 %", "at end, %", "return", "env steps", "minutes", "CPU min")

@@ -163,6 +163,8 @@ CASES: Mapping[str, Case] = {
                       "maniskill_pullcube_rlpd", "success_once", 50, GIVEN, shown(PULL_CUBE, 20, "pull_cube")),
     "rlpd_drawer": Case("Meta-World drawer-open, success", "Meta-World: a drawer is opened", "RLPD, 10 episodes",
                         "metaworld_drawer_rlpd", "success_once", 50, GIVEN, shown(DRAWER, 10, "metaworld")),
+    "dagger_pull": Case("PullCube-v1, state, success", "ManiSkill: a cube is pulled", "DAgger",
+                        "maniskill_pullcube_dagger", "success_once", 4),
     "dagger_metaworld": Case("Meta-World, three tasks, success", "Meta-World: three tasks, one policy", "DAgger",
                              "metaworld_dagger", "success_once", 4),
     "steered": Case("toy, 2D, success", "Toy: a flow of two minds, steered", "SAC over its noise", "toy_sac",

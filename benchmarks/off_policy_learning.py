@@ -79,7 +79,7 @@ def run(name: str, seed: int, work: Path, *, quick: bool) -> Outcome:
 def row(case: Case, outcomes: Sequence[Outcome]) -> str:
     """A row of the docs' table."""
     before, after = ([each.curve[place][1] for each in outcomes] for place in (0, -1))
-    style = ".2f" if case.measure == "success_once" else ".0f"
+    style = ".2f" if case.measure == "success_once" else "z.0f"
     steps, minutes = outcomes[0].env_steps, sum(each.minutes for each in outcomes) / len(outcomes)
     numbers = " | ".join(", ".join(format(each, style) for each in found) for found in (before, after))
     return f"| {case.task} | {case.label} | {numbers} | {steps:,} | {minutes:.1f} |"

@@ -43,7 +43,7 @@ def _panel(title: str, cases: Mapping[str, Sequence[Curve]], x: int, y: int) -> 
     found.append(f'<path class="a" d="M{_LEFT},{_TOP}v{down}h{across}"/>')
     for value in (low, high):
         found.append(f'<text text-anchor="end" x="{_LEFT - 4}" y="{_TOP + 4 + (0 if value == high else down)}">'
-                     f"{value:.4g}</text>")  # fmt: skip
+                     f"{round(value, 2):z.4g}</text>")  # fmt: skip
     found.append(f'<text text-anchor="end" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 12}">{last} steps</text>')
     for number, (name, runs) in enumerate(cases.items()):
         colour = _COLOURS[number % len(_COLOURS)]

@@ -42,6 +42,28 @@ def test_it_names_its_key(keys, said, tmp_path):
     assert said in str(told.value)
 
 
+def with_three_numbers(observation, instructions=None):
+    """An expert of other actions."""
+    return torch.zeros(len(observation["state"]), 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("expert", "said"),
+    [
+        (
+            "rlinf.envs.maniskill.experts.pull_cube",
+            "the script for PullCube-v1 looks at 35 numbers, and the state has 2",
+        ),
+        (f"{__name__}.with_three_numbers", r"it answered \[4, 1, 3\], .* wanted are actions \[4, 1, 1\]"),
+    ],
+)
+def test_an_expert_that_does_not_fit_is_refused_before_the_first_step(expert, said, tmp_path):
+    toy = ("env.simulator=rlinf.envs.toy.Reach", "env.options={}", "trials.episodes=0", f"output_dir={tmp_path}")
+    config = load_embodied(ROOT / "configs/embodied/pendulum_dagger.yaml", [*toy, f"dagger.expert={expert}"])
+    with pytest.raises(InputError, match=f"^dagger.expert: .*{said}"):
+        train(config)
+
+
 def test_episodes_that_outlast_a_step_are_warned_of(tmp_path, caplog):
     keys = ["steps=1", "policy.horizon=5", "trials.episodes=0", f"output_dir={tmp_path}", "trace=false"]
     train(load_embodied(ROOT / "configs/embodied/toy.yaml", keys))

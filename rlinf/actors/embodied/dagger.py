@@ -25,6 +25,7 @@ from rlinf.data.rng import mix, uniforms
 from rlinf.envs.episodes import EnvOutput
 from rlinf.models.policy.base import Act, Stored
 from rlinf.models.policy.build import load_policy
+from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.adamw import adamw_of_parts
 from rlinf.training.embodied.off_policy.replay_buffer import ReplayBuffer, Rows
 from rlinf.training.embodied.trajectory import Trajectory, joined
@@ -63,6 +64,19 @@ class DaggerPolicy(PolicyActor):
         await super().setup(policy=policy, path=path)
         self._expert = await self.compute(expert_of, expert, self.device)
         self._beta, self._decay = beta, decay
+
+    @endpoint
+    async def ask(self, output: EnvOutput) -> None:
+        """Ask the expert about what a slice shows, so that one that does not fit says so before a run begins.
+
+        Raises:
+            ValueError: it does not know such observations, or its answers are no actions of this policy.
+        """
+        await self.on_model(self._ask, output)
+
+    @torch.no_grad()
+    def _ask(self, output: EnvOutput) -> None:
+        self._decided(self._on_device(output.observation), output, True, True)
 
     def _decided(self, observation: Mapping[str, Tensor], output: EnvOutput, greedy: bool, keep: bool) -> Act:
         if not keep:

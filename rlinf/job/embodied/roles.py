@@ -88,6 +88,9 @@ async def start_roles(
         roles |= await spawn_roles(system, placed, await learners_of(config, prepared, roles))
         # one decision: a policy that looks at what there is not says so here
         await roles["policy"][0].act((0, 0), first, keep=False)
+    if prepared is not None and config.algorithm.name == DAGGER:
+        with _told_of("dagger.expert"):
+            await roles["policy"][0].ask(first)
     return roles
 
 

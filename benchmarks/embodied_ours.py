@@ -38,8 +38,9 @@ async def timed_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -
 
     Acting that was begun ahead ends within the turn: others' turns are not disturbed, and nothing is had for free.
     """
-    if acting := [task for task in asyncio.all_tasks() if task.get_name().startswith("acting for step")]:
-        await asyncio.wait(acting)
+    ahead = step.in_flight
+    while any(entry.result is None for entry in ahead.entries):
+        await ahead._change()
     _watch.over()
     await asyncio.to_thread(_watch.wait)
     _watch.begin()

@@ -25,7 +25,7 @@ from rlinf.envs.around.frame_stack import FrameStack
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.around.spoiled import Spoiled, not_finite
 from rlinf.envs.base import Observation, Simulator, Transition
-from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, rows_of, rows_where, with_rows
+from rlinf.envs.episodes import Chunk, Episode, Start, mistake_in, of_steps, rows_of, rows_where, with_rows
 from rlinf.envs.video import Recorder
 
 MOST_STARTS = 5
@@ -291,6 +291,10 @@ class Environment:
             self._running &= ~over
             if self.rules.auto_reset and self._done != self.rules.chunks:
                 self._next(ended)
+        remarks = self._spoiled.told()
+        # where an episode is over or lost, some step is not done
+        if not len(ended) and valid.numel() and bool(valid.all()) and not remarks:
+            return of_steps(rewards, self._observation, episode, words)
         return Chunk(
             rewards=rewards,
             terminated=terminated,
@@ -306,7 +310,7 @@ class Environment:
             episodes=episodes,
             instructions=self._instructions(),
             final_instructions=None if words is None else tuple(words[env] for env in ended.tolist()),
-            remarks=self._spoiled.told(),
+            remarks=remarks,
         )
 
     def _finished(self, ended: Tensor, truncated: Tensor) -> tuple[Episode, ...]:

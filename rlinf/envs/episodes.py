@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -99,6 +100,8 @@ class Chunk:
     """What the episodes were to do that ended, m texts in the order of `ended`."""
     remarks: tuple[str, ...] = ()
     """Why episodes were dropped: which environment, its seed, and which number was not finite."""
+    uneventful: bool = False
+    """Every step was done, and no episode ended or was lost, as in most chunks: see `of_steps`."""
 
     @property
     def cut(self) -> Tensor:
@@ -166,10 +169,51 @@ def joined_starts(parts: Sequence[Start]) -> Start:
     )
 
 
+def of_steps(rewards: Tensor, observation: Observation, episode: Tensor, instructions: tuple[str, ...] | None) -> Chunk:
+    """An uneventful chunk, of which nothing else need be told. Its other tensors are shared by all such chunks.
+
+    Args:
+        rewards, observation, episode, instructions: see `Chunk`.
+    """
+    never, always, ended = _without_events(*rewards.shape, rewards.device)
+    return Chunk(
+        rewards=rewards,
+        terminated=never,
+        truncated=never,
+        valid=always,
+        observation=observation,
+        ended=ended,
+        final={name: array[:0] for name, array in observation.items()},
+        episode=episode,
+        next_episode=episode,
+        running=always[:, 0],
+        lost=never[:, 0],
+        episodes=(),
+        instructions=instructions,
+        final_instructions=None if instructions is None else (),
+        uneventful=True,
+    )
+
+
+@lru_cache
+def _without_events(count: int, actions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What never is and what always is so, bool [N, C], and environments whose episode ended, of which there are none;
+    nobody writes to them."""
+    always = torch.ones(count, actions, dtype=torch.bool, device=device)
+    return ~always, always, torch.zeros(0, dtype=torch.int64)
+
+
 def joined_chunks(parts: Sequence[Chunk]) -> Chunk:
     """Chunks of several environments as that of one, in their order."""
     if len(parts) == 1:
         return parts[0]
+    if all(part.uneventful for part in parts):
+        return of_steps(
+            torch.cat([part.rewards for part in parts]),
+            _joined([part.observation for part in parts]),
+            torch.cat([part.episode for part in parts]),
+            _texts([part.instructions for part in parts]),
+        )
     ended, offset = [], 0
     for part in parts:
         ended.append(part.ended + offset)

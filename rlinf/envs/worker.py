@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from rlinf.config.importing import resolve
 from rlinf.envs.around.rules import Rules
 from rlinf.envs.base import ActionSpec, ArraySpec, Simulator, SimulatorLost
 from rlinf.envs.environment import Environment
-from rlinf.envs.episodes import Start
+from rlinf.envs.episodes import Chunk, Start
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.gpu.own_device import choose_device
 
@@ -34,6 +34,17 @@ class SliceRange:
     """Number of the first, over all workers and slices."""
     count: int
     """How many."""
+
+
+class Steps(NamedTuple):
+    """An uneventful chunk on its way: what `of_steps` takes, but for numbers of episodes, which both sides know."""
+
+    rewards: np.ndarray
+    """float32 [N, C]"""
+    observation: dict[str, np.ndarray]
+    """N rows."""
+    instructions: tuple[str, ...] | None
+    """N texts."""
 
 
 class Program:
@@ -84,7 +95,7 @@ class Program:
 
     def step(self, part: int, actions: np.ndarray) -> Any:
         """`Environment.step` of one slice; a text says why it has no episodes."""
-        return self._or_lost(part, lambda: packed(self._environments[part].step(torch.from_numpy(actions))))
+        return self._or_lost(part, lambda: _packed_chunk(self._environments[part].step(torch.from_numpy(actions))))
 
     def save(self, part: int) -> Any:
         """`Environment.state_dict` of one slice; a text says why it has no episodes."""
@@ -127,6 +138,12 @@ class Program:
         """Close all simulators."""
         for environment in self._environments:
             environment.close()
+
+
+def _packed_chunk(chunk: Chunk) -> Any:
+    if chunk.uneventful:
+        return Steps(packed(chunk.rewards), packed(chunk.observation), chunk.instructions)
+    return packed(chunk)
 
 
 def packed(value: Any) -> Any:

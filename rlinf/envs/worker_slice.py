@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlinf.envs.around.rules import Rules
-from rlinf.envs.episodes import Chunk, Start, lost_chunk
-from rlinf.envs.worker import SliceRange, unpacked
+from rlinf.envs.episodes import Chunk, Start, lost_chunk, of_steps
+from rlinf.envs.worker import SliceRange, Steps, unpacked
 from rlinf.runtime.base.errors import RuntimeFault
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout
@@ -115,6 +115,9 @@ class WorkerSlice:
         if isinstance(packed, str):  # why there are no episodes
             start = self._owed or await self._redraw(packed, died)
             chunk = lost_chunk(start, self._episode, self._running, actions.shape[1])
+        elif isinstance(packed, Steps):
+            observation = unpacked(packed.observation)
+            chunk = of_steps(unpacked(packed.rewards), observation, self._episode, packed.instructions)
         else:
             chunk = unpacked(packed)
             self._count_dropped(chunk)

@@ -357,3 +357,20 @@ def test_a_pool_without_processes_runs_in_virtual_time():
 
     found, seconds = run_virtual(episodes())
     assert (len(found), seconds) == (2, 100)
+
+
+async def test_a_chunk_without_events_says_so_and_is_the_same_through_workers(monkeypatch):
+    monkeypatch.setattr("rlinf.envs.pool.Worker", Mortal)
+    rules = Rules(seed=3, max_steps=4, ignore_terminations=True)
+    alone = Environment(Reach(4), rules)
+    chunks = [actions_for(alone.simulator, 4, 2, seed=seed) for seed in range(4)]
+    alone.reset(1)
+    expected = [alone.step(actions) for actions in chunks]
+    assert [chunk.uneventful for chunk in expected] == [True, False] * 2  # every second one has the end of all episodes
+    async with EnvironmentPool("rlinf.envs.toy.Reach", num_envs=4, workers=2, rules=rules) as pool:
+        await pool.slices[0].reset(1)
+        found = [await pool.slices[0].step(actions) for actions in chunks]
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.uneventful == wanted.uneventful
+        for name in (*FIELDS, "running", "lost", "episodes", "instructions", "final_instructions", "remarks"):
+            assert same(getattr(ours, name), getattr(wanted, name)), name

@@ -191,7 +191,8 @@ class PolicyTrainer(BaseTrainer):
         spec = self._learner.begin(self._batches, self._spec)
         warming_up = self._batches < self._critic_warmup
         for minibatch in self._minibatches(batch):
-            gathered, numbers = self._learner.learn(self._mine(minibatch), spec, critic_only=warming_up)
+            mine = self._mine(minibatch)
+            gathered, numbers = self._learner.learn(mine, spec, whole=minibatch, critic_only=warming_up)
             if not numbers:  # a minibatch of decisions that count for nothing
                 continue
             parts.append(gathered)

@@ -24,7 +24,7 @@ from rlinf.models.policy.base import Policy
 from rlinf.training.adamw import adamw_of_parts
 from rlinf.training.embodied.trajectory_batch import TrajectoryBatch
 from rlinf.training.learning_rate import Schedule, lr_factor
-from rlinf.training.optimizer import minimize, sum_over_ranks
+from rlinf.training.optimizer import minimize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,12 @@ class PolicyLearner:
         return replace(spec, entropy_bonus=spec.entropy_bonus * self.settings.entropy_factor(done))
 
     def learn(
-        self, mine: TrajectoryBatch | Sequence[TrajectoryBatch], spec: AlgorithmSpec, *, critic_only: bool = False
+        self,
+        mine: TrajectoryBatch | Sequence[TrajectoryBatch],
+        spec: AlgorithmSpec,
+        *,
+        whole: TrajectoryBatch | None = None,
+        critic_only: bool = False,
     ) -> tuple[LossSum, dict[str, float]]:
         """One optimizer step on a minibatch; each rank must, with its share of the same one.
 
@@ -110,6 +115,8 @@ class PolicyLearner:
             mine: this rank's share, at least one decision; one that is `silent` where there is no work for it. Or its
                 micro-batches (see `cut`), as many on every rank, which are on the device one after the other.
             spec: the algorithm.
+            whole: the minibatch of all ranks, no episode of which is divided where the algorithm averages over
+                episodes; None where `mine` is all of it.
             critic_only: change nothing but what only values need.
 
         Returns:
@@ -120,7 +127,7 @@ class PolicyLearner:
             FloatingPointError: the loss or the gradient is not finite; the weights have not changed.
         """
         parts = [mine] if isinstance(mine, TrajectoryBatch) else list(mine)
-        weights = self._weights(parts, spec)
+        weights = _weights(parts if whole is None else [whole], spec)
         if weights[int(critic_only)] == 0:
             return LossSum(torch.zeros(()), torch.zeros((), dtype=torch.float64)), {}
         # each loss is divided by its own count, and all of it by the policy's
@@ -143,18 +150,6 @@ class PolicyLearner:
         """
         parameters = self._of_critic if critic_only else self._parameters
         return minimize(losses, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)
-
-    def _weights(self, parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> list[float]:
-        """What the policy's and the critic's loss are divided by, of all micro-batches of all ranks."""
-        found = [
-            sum(_count(spec, part.mask, part.sequences) for part in parts),
-            sum(_count(spec, part.value_mask, None) for part in parts if part.value_mask is not None),
-        ]
-        if self._mesh is None:
-            return found
-        counts = torch.tensor(found, dtype=torch.float64, device=self._device)
-        weights: list[float] = sum_over_ranks(counts, self._mesh).tolist()
-        return weights
 
     def _loss(self, part: TrajectoryBatch, spec: AlgorithmSpec, scale: float | None, critic_only: bool) -> LossSum:
         policy_loss, value_loss = self._losses(part.to(self._device), spec)
@@ -180,6 +175,15 @@ class PolicyLearner:
             return loss, None
         values, scale = found.values.reshape(mine.returns.shape), self.policy.value_scale
         return loss, value_loss_of(spec, values / scale, mine.values / scale, mine.returns / scale, mine.value_mask)
+
+
+def _weights(parts: Sequence[TrajectoryBatch], spec: AlgorithmSpec) -> tuple[float, float]:
+    """What the policy's and the critic's loss are divided by. Every rank counts all decisions: to ask each other would
+    take longer."""
+    return (
+        sum(_count(spec, part.mask, part.sequences) for part in parts),
+        sum(_count(spec, part.value_mask, None) for part in parts if part.value_mask is not None),
+    )
 
 
 def _count(spec: AlgorithmSpec, mask: Tensor, sequences: Tensor | None) -> float:

@@ -44,6 +44,7 @@ NEEDS = {
 }
 """What a configuration needs that a CPU has not within minutes, by a part of its file's name: these are not run."""
 HEADINGS = ("configuration", "seed", "solved once, %", "95 %", "at end, %", "return", "env steps", "minutes", "CPU min")
+TABLE = ("configuration", "solved, % by seed", "95 % of all", "return by seed", "env steps", "CPU minutes of one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +130,30 @@ def rows(runs: Iterable[Trained]) -> list[tuple[str, ...]]:
 
 
 def markdown(runs: Sequence[Trained]) -> str:
-    """The table of the page, those that are not run included."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in rows(runs)]
+    """The table of the page, a row per configuration with what its seeds came to, those that are not run included."""
+    lines = ["| " + " | ".join(TABLE) + " |", "|" + "---|" * len(TABLE)]
+    for name in sorted({each.config for each in runs}):
+        mine = sorted((each for each in runs if each.config == name), key=lambda each: each.seed)
+        shares = [each.solved for each in mine if each.solved is not None]
+        solved = between = "-"
+        if shares:
+            episodes = sum(each.episodes for each in mine)
+            low, high = wilson_interval(round(statistics.fmean(shares) * episodes), episodes)
+            solved, between = _listed(100 * share for share in shares), f"{100 * low:.0f} to {100 * high:.0f}"
+        steps, minutes = (
+            max(each.env_steps for each in mine),
+            statistics.median(each.processor_minutes for each in mine),
+        )
+        total = ", ".join(f"{each.total:.2f}" for each in mine)
+        lines.append(f"| `{name}` | {solved} | {between} | {total} | {steps:,} | {minutes:.1f} |")
     for name, why in shipped().items():
         if why is not None:
-            lines.append(f"| `{name}` | not run: needs {why} |" + " |" * (len(HEADINGS) - 2))
+            lines.append(f"| `{name}` | not run: needs {why} |" + " |" * (len(TABLE) - 2))
     return "\n".join(lines)
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.0f}" for value in values)
 
 
 def main() -> int:

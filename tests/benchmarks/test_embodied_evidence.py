@@ -1,11 +1,12 @@
 """`python -m benchmarks.embodied_evidence`: what its table says of runs, without one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import embodied_evidence
-from benchmarks.embodied_evidence import HEADINGS, Trained, main, markdown, rows, shipped
+from benchmarks.embodied_evidence import HEADINGS, TABLE, Trained, main, markdown, rows, shipped
 
 SOLVED = Trained("toy", 1, 100, 0.95, 0.9, -3.456, 0.01, 12800, 0.35, 1.24)
 SCORED = Trained("cartpole_ppo", 0, 100, None, None, 475.0, 20.0, 61440, 1.0, 0.9)
@@ -21,9 +22,11 @@ def test_a_row_says_what_its_headings_are_and_how_sure_the_share_is():
 
 
 def test_the_table_names_every_shipped_configuration_that_is_not_run_and_why():
-    lines = markdown([SOLVED]).splitlines()
-    assert lines[2].startswith("| `toy` | 1 | 95 |")
-    assert {line.count("|") for line in lines} == {len(HEADINGS) + 1}
+    other = replace(SOLVED, seed=0, solved=1.0, total=1.0)
+    lines = markdown([SOLVED, other]).splitlines()
+
+    assert lines[2] == "| `toy` | 100, 95 | 94 to 99 | 1.00, -3.46 | 12,800 | 1.2 |"
+    assert {line.count("|") for line in lines} == {len(TABLE) + 1}
     said = {name: why for name, why in shipped().items() if why is not None}
     assert "a GPU and a checkpoint" in said["openvla_maniskill_ppo"]
     assert shipped()["toy"] is None

@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
-from rlinf.config.loading import ConfigError
+from rlinf.config.loading import ConfigError, InputError
 from rlinf.data.demonstrations import decisions, open_parts, read_demonstrations
 from rlinf.data.demonstrations.save import save_demonstrations
 from rlinf.job.embodied.prepare import prepare_embodied
 from rlinf.job.embodied.roles import learners_of
 from rlinf.job.embodied.shown import shown_of
 from rlinf.job.roles.running import spawn_roles
+from rlinf.job.start import train
 from rlinf.job.validate import load_embodied
 from rlinf.models.policy.build import load_policy
 from rlinf.runtime.system.system import ActorSystem
@@ -142,3 +143,13 @@ def test_statistics_that_nobody_could_use_are_refused(changes, said, tmp_path):
     changes = [each.format(shown=tmp_path / "shown") for each in changes]
     with pytest.raises(ConfigError, match=said):
         prepare_embodied(load_embodied(tmp_path / "shown.yaml", changes), 1)
+
+
+def test_demonstrations_of_another_robot_than_the_simulator_s_are_refused_by_their_section(tmp_path):
+    known = instance("pi0", tmp_path / "authors")
+    record(tmp_path / "shown", known.config)
+    configuration("pi0", known, tmp_path / "shown")
+    toy = ("env.simulator=rlinf.envs.toy.Reach", "env.options={dims: 2, pixels: 28}", "env.workers=0")
+    keys = [*toy, "trials.episodes=2", f"output_dir={tmp_path}", "trace=false"]
+    with pytest.raises(InputError, match=r"^imitation: .* 7 numbers in an action, and the simulator takes 2"):
+        train(load_embodied(tmp_path / "shown.yaml", keys))

@@ -138,7 +138,8 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, given, *sizes)
     if prepared is not None and config.imitation.statistics is not None:
-        policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
+        with _told_of("imitation"):
+            policy |= await asyncio.to_thread(measured, config.imitation, config.seed, policy, config.policy.path)
     made: dict[str, Any] = {"policy": {"seed": config.seed, **policy}, "path": config.policy.path}
     acting = {**made, "dtype": config.policy.dtype, "adapters": config.policy.lora.path}
     ranks = 1 if prepared is None else len(prepared.placed.seats["trainer"].hosts)

@@ -136,8 +136,8 @@ CASES = {
         },
     ),
     # pi0.5 from the same pictures as the small VLA: its true structure, tokenizer and files. Every step of its chain
-    # draws (Flow-Noise), with larger deviations than published, from which a tuning seed learned more. All of it learns:
-    # its first weights are random, of PaliGemma's too.
+    # draws (Flow-Noise), with larger deviations than published, from which a tuning seed learned more. All of it
+    # learns: its first weights are random, of PaliGemma's too.
     "pi05-ppo": Case(
         task="2-D, pixels and words, distance as reward",
         simulator="rlinf.envs.toy.Reach",

@@ -53,7 +53,7 @@ class Case:
     demonstrations: int
     """Episodes of the script."""
     imitation: Mapping[str, Any]
-    """Steps, batch and learning rate of supervised learning."""
+    """Steps, batch and learning rate of supervised learning; of one part of it, where it may have several."""
     num_envs: int
     """Environments to learn in."""
     steps: int
@@ -62,6 +62,10 @@ class Case:
     """So many neighbouring environments begin alike."""
     max_steps: int = 12
     """Of an episode; each step of the flow lasts as long."""
+    parts: int = 1
+    """Of supervised learning at most: it ends with the first after which `enough` of the trials are solved."""
+    enough: float = 0.5
+    """A share of the trials, which leaves a gap."""
     checkpoint: Mapping[str, Any] | None = None
     """What `write_tiny` is told of the published checkpoint that the policy is read from; None for a new policy."""
 
@@ -162,9 +166,10 @@ CASES = {
             "train": ["*"],
         },
         demonstrations=512,
-        imitation={"steps": 1000, "batch": 64, "lr": 1e-3},
+        imitation={"steps": 200, "batch": 64, "lr": 1e-3},
+        parts=10,  # the same number leaves some seeds with nothing to learn, and others without any sight
         num_envs=64,
-        steps=40,
+        steps=100,
         checkpoint={
             "horizon": 1,
             "width": 4,
@@ -201,7 +206,8 @@ CASES = {
 
 def shrunk(case: Case) -> Case:
     """The same in seconds, to see that it runs: it learns nothing worth the name."""
-    return replace(case, num_envs=2 * max(case.group_size, 4), steps=2, imitation={**case.imitation, "steps": 3})
+    imitation = {**case.imitation, "steps": 3}
+    return replace(case, num_envs=2 * max(case.group_size, 4), steps=2, imitation=imitation, parts=min(case.parts, 2))
 
 
 def parameters(counted: torch.nn.Module) -> int:

@@ -82,9 +82,12 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
         expert = await system.spawn(Expert, name="expert")
         shown = await _simulation(system, case, "demonstrations", num_envs=8, auto_reset=False, seed=_SHOWN + seed)
         await record(shown, expert, directory / "shown", case.demonstrations)
-        await imitate(policy, trainer, directory / "shown", **case.imitation)
         tried = await _simulation(system, case, "trials", num_envs=episodes, auto_reset=False, seed=_TRIED)
-        before = await _solved(tried, policy, episodes)
+        for _ in range(case.parts):
+            await imitate(policy, trainer, directory / "shown", **case.imitation)
+            before = await _solved(tried, policy, episodes)
+            if before >= case.enough:
+                break
         curve, env_steps = await _steps(case, env, policy, trainer)
         after = await _solved(tried, policy, episodes)
         size = parameters(make_policy(config, path, torch.device("cpu")))

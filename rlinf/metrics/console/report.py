@@ -183,7 +183,7 @@ class Report:
             (directory.path / "profile.json", "what each role costs, to plan other runs with"),
             (directory.resolved, "the configuration in full, to run again"),
         )
-        yield from ((path, what) for path, what in results if path.exists())
+        yield from ((path, what) for path, what in results if path.exists() and path.stat().st_size)
 
     def _lap(self) -> float:
         """Seconds since the last lap."""

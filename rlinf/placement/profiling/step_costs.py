@@ -48,6 +48,7 @@ ASIDE = frozenset(
             "load_decided",
             "weigh",
             "watch",
+            "ask",
         ),
         *("in_flight", "answering", "settled", "drop", "split", "forget", "abort", "pause", "resume"),
         *(

@@ -50,10 +50,12 @@ class Zygote:
             [sys.executable, PROGRAMS / "zygote.py", *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), cwd=ROOT,
         )  # fmt: skip
-        self._jobs = itertools.count()
+        self._jobs, self._processes = itertools.count(), itertools.count()
         self._started = []
+        self._running = {}  # numbers of processes by pid, which the system gives to others later
         self._news = threading.Condition()
         self.codes = {}
+        """Exit codes by the numbers that `start` gives."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self):
@@ -61,9 +63,10 @@ class Zygote:
             message = json.loads(line)
             with self._news:
                 if "code" in message:
-                    self.codes[message["pid"]] = message["code"]
+                    self.codes[self._running.pop(message["pid"])] = message["code"]
                 else:
-                    self._started.append(message["pid"])
+                    self._running[message["pid"]] = number = next(self._processes)
+                    self._started.append((message["pid"], number))
                 self._news.notify_all()
 
     def run(self, program, world, *arguments, cwd=ROOT, text="", **more):
@@ -72,7 +75,7 @@ class Zygote:
         return Ranks(self, self._directory / str(next(self._jobs)), program, world, arguments, cwd, text, more)
 
     def start(self, **job):
-        """Start one process; returns its pid."""
+        """Start one process; returns its pid, and a number that no other one has."""
         with self._news:
             self._server.stdin.write(json.dumps(job).encode() + b"\n")
             self._server.stdin.flush()
@@ -97,7 +100,7 @@ class Ranks:
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         ranks = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)] or [{}]
-        self.pids = [
+        started = [
             zygote.start(
                 program=str(PROGRAMS / program),
                 arguments=list(map(str, arguments)),
@@ -109,6 +112,7 @@ class Ranks:
             )
             for rank, environment in enumerate(ranks)
         ]
+        self.pids, self._numbers = map(list, zip(*started, strict=True))
 
     def kill(self, rank, number=signal.SIGKILL):
         """Send one rank a signal."""
@@ -116,8 +120,8 @@ class Ranks:
 
     def kill_all(self, number):
         """Send all ranks a signal, as torchrun does."""
-        for rank, pid in enumerate(self.pids):
-            if pid not in self._zygote.codes:
+        for rank, process in enumerate(self._numbers):
+            if process not in self._zygote.codes:
                 self.kill(rank, number)
 
     def printed(self, rank):
@@ -141,9 +145,10 @@ class Ranks:
             seconds,
         )
 
-    def ended(self):
-        """Whether a rank has ended."""
-        return any(pid in self._zygote.codes for pid in self.pids)
+    def ended(self, *ranks):
+        """Whether all of these ranks have ended; without any, whether one of all has."""
+        over = [process in self._zygote.codes for process in self._numbers]
+        return all(over[rank] for rank in ranks) if ranks else any(over)
 
     def codes(self, seconds=DEADLINE):
         """Wait until all ranks have ended; returns their exit codes."""
@@ -151,9 +156,9 @@ class Ranks:
 
     def code(self, rank, seconds=DEADLINE):
         """Wait until a rank has ended; returns its exit code."""
-        ended, pid = self._zygote.codes, self.pids[rank]
-        until(lambda: pid in ended, self._why_not, seconds)
-        return ended[pid]
+        ended, process = self._zygote.codes, self._numbers[rank]
+        until(lambda: process in ended, self._why_not, seconds)
+        return ended[process]
 
     def _why_not(self):
         self.kill_all(signal.SIGUSR1)
@@ -162,8 +167,8 @@ class Ranks:
 
     def end(self):
         """Kill what is left, with the children that it has in its process group."""
-        for pid in self.pids:
-            if pid not in self._zygote.codes:
+        for pid, process in zip(self.pids, self._numbers, strict=True):
+            if process not in self._zygote.codes:
                 for kill in (os.killpg, os.kill):  # a process that has just begun has no group yet
                     with contextlib.suppress(ProcessLookupError):
                         kill(pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,6 +63,7 @@ ONE, TWO = "rlinf, 1 slice", "rlinf, two processes that each do everything"
 CARTPOLE = ROOT / "configs" / "embodied" / "cartpole_ppo.yaml"
 SEEDS, SOLVED, ENV_STEPS = (21, 22, 23), 475.0, 60_000
 PLAIN_CARTPOLE = (sys.executable, "-m", "benchmarks.embodied_cartpole")
+PARTS = ("speed", "cartpole", "overlap", "overhead")
 WARM_UP = 1
 """Turns that are not counted: the first steps of an episode load meshes and code."""
 
@@ -276,20 +277,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="turns of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of the overhead (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="four turns, one round, one seed: says little")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-embodied.json")
     options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     steps, rounds = (4, 1) if options.quick else (options.steps, options.rounds)
     before = os.getloadavg()[0]
     lines: list[Line] = []
     raced: dict[str, Result] = {}
-    if importlib.util.find_spec("mani_skill") is None:
-        reason = "ManiSkill is not installed: pip install 'rlinf[maniskill]'"
-        lines.append(Line("env steps/s, PullCube", "", reason, "", "", "skipped"))
-    else:
-        raced, env_steps = runs(steps)
-        lines += [*speed(raced, env_steps), together(raced, env_steps), agreement(raced)]
-    lines += [*cartpole(SEEDS[:1] if options.quick else SEEDS, 2 * steps), *overlaps(50), *overheads(rounds, 5)]
-    Console(width=None if sys.stdout.isatty() else 200).print(table(lines))
+
+    def told(part: str, found: Iterable[Line]) -> None:
+        """Measure a part if it is wanted, and show it at once: the next one may fail."""
+        if part in wanted:
+            lines.extend(measured := list(found))
+            Console(width=None if sys.stdout.isatty() else 200).print(table(measured))
+
+    def race() -> Iterator[Line]:
+        if importlib.util.find_spec("mani_skill") is None:
+            reason = "ManiSkill is not installed: pip install 'rlinf[maniskill]'"
+            yield Line("env steps/s, PullCube", "", reason, "", "", "skipped")
+            return
+        found, env_steps = runs(steps)
+        raced.update(found)
+        yield from (*speed(raced, env_steps), together(raced, env_steps), agreement(raced))
+
+    told("speed", race())
+    told("cartpole", cartpole(SEEDS[:1] if options.quick else SEEDS, 2 * steps))
+    told("overlap", overlaps(50))
+    told("overhead", overheads(rounds, 5))
     after = os.getloadavg()[0]
     print(f"\n{machine()}; {steps} turns, {rounds} rounds; load average {before:.1f} before, {after:.1f} after")
     if options.save:

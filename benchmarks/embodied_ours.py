@@ -29,7 +29,7 @@ async def timed(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -> dict
     await asyncio.to_thread(_watch.wait)  # the event loop goes on: workers may die meanwhile
     _watch.begin()
     metrics = await embodied(step, env, policy, trainer)
-    result.rewards.append(metrics["reward/mean"])
+    result.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []  # no episode may have ended
     return metrics
 
 
@@ -45,7 +45,7 @@ async def timed_async(step: EmbodiedStep, env: Any, policy: Any, trainer: Any) -
     await asyncio.to_thread(_watch.wait)
     _watch.begin()
     metrics = await embodied_async(step, env, policy, trainer)
-    result.rewards.append(metrics["reward/mean"])
+    result.rewards += [metrics["reward/mean"]] if "reward/mean" in metrics else []  # no episode may have ended
     return metrics
 
 

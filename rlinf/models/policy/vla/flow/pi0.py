@@ -64,8 +64,8 @@ class PiConfig(FlowConfig):
     critic_hidden: tuple[int, ...] | None = None
     """Widths of the value head's hidden layers; null as published."""
     detach_critic: bool = True
-    """The value head's loss stops at what it reads, as published; false lets it teach the layers below, too, which helps
-    where those are not pretrained."""
+    """The value head's loss stops at what it reads, as published; false lets it teach the layers below,
+    too."""
     horizon: int = 50
     """Actions that are denoised together, H; the first `chunk` of them are done."""
     width: int = 32

@@ -155,7 +155,6 @@ CASES = {
             "steps": 3,
             "noise_std": [0.2, 0.5],
             "critic_hidden": (64, 64),
-            "detach_critic": False,
         },
         algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
         learning={

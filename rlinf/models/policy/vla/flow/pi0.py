@@ -63,9 +63,6 @@ class PiConfig(FlowConfig):
     """The first 6 numbers of actions are relative to the state (openpi's first pi0 for LIBERO)."""
     critic_hidden: tuple[int, ...] | None = None
     """Widths of the value head's hidden layers; null as published."""
-    detach_critic: bool = True
-    """The value head's loss stops at what it reads, as published; false lets it teach the layers below,
-    too."""
     horizon: int = 50
     """Actions that are denoised together, H; the first `chunk` of them are done."""
     width: int = 32
@@ -243,10 +240,6 @@ class PiPolicy(FlowPolicy):
         """The inverse of `emitted`."""
         return self._robot.to_model(actions, inputs.get("state"))
 
-    def _for_critic(self, features: Tensor) -> Tensor:
-        """What the value head reads."""
-        return features.detach() if self.config.detach_critic else features
-
     @classmethod
     def with_statistics(cls, name: str, found: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
         """See `PublishedForm.with_statistics`."""
@@ -330,5 +323,5 @@ class Pi0Policy(PiPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None or features is None:
             return None
-        found: Tensor = self.critic(self._for_critic(features.mean(2)))  # [N, steps, 1]
+        found: Tensor = self.critic(features.mean(2).detach())  # [N, steps, 1]
         return found[..., 0].mean(1)

@@ -64,5 +64,5 @@ class Pi05Policy(PiPolicy):
         """See `FlowPolicy.values`."""
         if self.critic is None:
             return None
-        found: Tensor = self.critic(self._for_critic(context.prefix.hidden.float().mean(1)))
+        found: Tensor = self.critic(context.prefix.hidden.float().mean(1).detach())
         return found[:, 0]

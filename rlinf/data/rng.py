@@ -6,12 +6,15 @@ in whatever order, on however many hosts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+ONE_AT_A_TIME = threading.RLock()
+"""Held by whoever has a library draw from torch's one global generator, whose numbers another thread would change."""
 _WORD = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 """SplitMix64's increment: 2^64 divided by the golden ratio."""

@@ -31,9 +31,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlinf.data.rng import mix
+from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +9,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlinf.data.rng import mix
+from rlinf.data.rng import ONE_AT_A_TIME, mix
 
 transformers_logging.disable_progress_bar()  # of loading and saving: bars would tear the lines of a run apart
 
 ModelSource = str | Mapping[str, Any]
 """A Hugging Face directory (or hub name), or the configuration of a new model: `model_type` and that type's keys."""
 
-ONE_AT_A_TIME = threading.RLock()
-"""Held while a model is made or tried out: transformers switches the default dtype of the whole process meanwhile, and
-initialisation draws from its one random generator. Trying out a model that is spread over ranks is a collective, so
-two groups with hosts in common must be spawned one after the other, or each may hold it where the other waits."""
+# `ONE_AT_A_TIME` is held while a model is made or tried out, too: transformers switches the default dtype of the whole
+# process meanwhile. Trying out a model that is spread over ranks is a collective, so two groups with hosts in common
+# must be spawned one after the other, or each may hold it where the other waits.
 
 
 def build_model(

@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlinf.data.rng import ONE_AT_A_TIME
+
 POLICY = "default"
 """Name of the adapters that learn, as peft calls the first."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -142,7 +144,8 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
         raise ValueError("lora: peft is not installed; pip install 'rlinf[lora]'") from None
     config = _fresh(model, lora) if path is None else _saved(Path(path))
     before = vars(model).pop("peft_config", {})  # peft warns of it
-    inject_adapter_in_model(config, model, adapter_name=name)
+    with ONE_AT_A_TIME:  # peft's layers draw their first values, though others are given to them
+        inject_adapter_in_model(config, model, adapter_name=name)
     model.peft_config = {**before, name: config}  # type: ignore[assignment]
     if path is not None:
         _check_shapes(model, name, Path(path))

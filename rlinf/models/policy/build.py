@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlinf.config.importing import resolve
 from rlinf.config.schema import nearest, type_name
-from rlinf.data.rng import mix
+from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.safetensors_io import write_tensors, write_text
 from rlinf.models.policy.base import DtypeOf, Policy, PolicyConfig
 from rlinf.models.policy.published import (
@@ -57,7 +56,6 @@ POLICIES = {
 
 CONFIG, WEIGHTS = "policy.json", "policy.safetensors"
 """Files of a saved policy's directory."""
-_ONE_AT_A_TIME = threading.Lock()  # first weights come from torch's one global generator
 
 
 def build_policy_model(config: Mapping[str, Any]) -> Policy:
@@ -74,7 +72,7 @@ def build_policy_model(config: Mapping[str, Any]) -> Policy:
     """
     made = policy_config(config)
     kind = policy_class(config)
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(made.seed))
         return kind(made)
 

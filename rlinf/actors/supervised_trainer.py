@@ -82,6 +82,7 @@ class SupervisedTrainer(TextTrainer):
             dtype=settings.dtype,
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
+            parallel=settings.parallel,
             gradient_checkpointing=settings.gradient_checkpointing,
             attention=settings.attention,
             compiled=settings.compile,

@@ -102,6 +102,7 @@ class Trainer(TextTrainer):
             dtype=settings.dtype,
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,
+            parallel=settings.parallel,
             gradient_checkpointing=settings.gradient_checkpointing,
             attention=settings.attention,
             compiled=settings.compile,

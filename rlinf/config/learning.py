@@ -16,6 +16,8 @@ RECIPES = (
     "grpo_icepop",
 )
 """Names of `algos.recipes`, which takes torch to import."""
+BACK_ENDS = {"fsdp": "rlinf.training.fsdp_backend.FsdpBackEnd"}
+"""What the short names of `trainer.backend` mean."""
 
 
 @dataclass
@@ -231,11 +233,34 @@ class ForwardConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How one copy of a model is split over processes, each way by so many; their product is the processes that one
+    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data."""
+
+    tensor: int = number(1, low=1)
+    """Processes over which every layer's matrices are split."""
+    pipeline: int = number(1, low=1)
+    """Stages, each of which has some of the layers; micro-batches flow through them."""
+    interleave: int = number(1, low=1)
+    """Parts of the layers that each stage has, one behind another in turn: a shorter bubble for more messages."""
+    context: int = number(1, low=1)
+    """Processes over which the tokens of each sequence are split, for long answers."""
+    expert: int = number(1, low=1)
+    """Processes over which a mixture's experts are spread, among those that share data, context and tensors."""
+
+    @property
+    def copy(self) -> int:
+        """Processes that one copy of the model takes."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass
 class TrainerConfig(ForwardConfig):
     """How gradients are computed; nothing here changes what is learned."""
 
     backend: str = "fsdp"
     """What trains: `fsdp`, or the dotted path of a class like `rlinf.training.backend.BackEnd`."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them
     (FSDP), `replicate` gives each process a copy and sums gradients once per optimizer step, `hybrid` gives each

@@ -120,15 +120,15 @@ def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
 
     Args:
         schema: the section.
-        given: values by name.
+        given: values by name; of a section within it, a mapping or the section itself.
         who: whose settings these are, for the errors.
 
     Raises:
         ValueError: with every name that there is not, and every value that cannot be.
     """
     known = {leaf.key: leaf for leaf in leaves(schema)}
-    problems = []
-    for key, value in given.items():
+    flat, problems = _flat(schema, given), []
+    for key, value in flat.items():
         if key not in known:
             near = nearest(key, known)
             problems.append(f"{key}: unknown setting; " + (f"did you mean {near}?" if near else f"take {[*known]}"))
@@ -136,7 +136,30 @@ def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
             problems.append(f"{key}={value!r}: expected {known[key].expectation}")
     if problems:
         raise ValueError(f"{who}: {'; '.join(problems)}")
-    return schema(**given)
+    return _nested(schema, flat)
+
+
+def _flat(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key, sections within `schema` taken apart."""
+    inner = {name for name, _ in sections(schema)}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in inner:
+            found[name] = value
+            continue
+        known = value if isinstance(value, Mapping) else dataclasses.asdict(value)
+        found |= {f"{name}.{key}": each for key, each in known.items()}
+    return found
+
+
+def _nested(schema: type[T], flat: Mapping[str, Any]) -> T:
+    """The section that has these values, by dotted key."""
+    inner = {name: kind for name, kind in sections(schema) if "." not in name}
+    made: dict[str, Any] = {key: value for key, value in flat.items() if "." not in key}
+    for name, kind in inner.items():
+        below = {key.removeprefix(f"{name}."): value for key, value in flat.items() if key.startswith(f"{name}.")}
+        made[name] = _nested(kind, below)
+    return schema(**made)
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:

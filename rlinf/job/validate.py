@@ -18,7 +18,7 @@ import yaml
 from rlinf.config.common import best_mistakes, common_mistakes
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EnvConfig, task_names
 from rlinf.config.importing import looks_local, mistake_in
-from rlinf.config.learning import RECIPES, NamedTeacher, RewardModelConfig
+from rlinf.config.learning import BACK_ENDS, RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
 from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
@@ -86,8 +86,8 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     if config.model.path is None and "model_type" not in config.model.config:
         yield "model.config", "a new model needs its model_type, such as qwen2; or set model.path to a saved model"
     backend = config.trainer.backend
-    if backend != "fsdp" and (advice := mistake_in(backend)) is not None:
-        yield "trainer.backend", f"{advice}; or take fsdp"
+    if backend not in BACK_ENDS and (advice := mistake_in(backend)) is not None:
+        yield "trainer.backend", f"{advice}; or take {' or '.join(BACK_ENDS)}"
     if config.trainer.attention == "flash" and not any(map(find_spec, ("flash_attn", "flash_attn_interface"))):
         yield "trainer.attention", "neither flash_attn nor flash_attn_interface is installed; install one, or take auto"
     if "" in config.rollout.stop:

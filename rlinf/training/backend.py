@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.importing import resolve
+from rlinf.config.learning import BACK_ENDS, ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
 from rlinf.models.language.fsdp import Sharding
@@ -35,8 +36,6 @@ Outputs = tuple[Tensor, Tensor]
 and the hidden state that it is read from [learned, width]; a reward model has scores for values."""
 Loss = Callable[[Packed, Outputs], LossSum]
 """The un-normalised loss of a micro-batch, given the outputs for it; both are on the model's device."""
-FSDP = "rlinf.training.fsdp_backend.FsdpBackEnd"
-"""What `trainer.backend: fsdp` means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ class ModelSettings:
     """Of the weights that checkpoints have for everybody else; auto: that of `source`."""
     sharding: Sharding = "shard"
     """How model and optimizer lie on the ranks."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How one copy of the model is split over ranks."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again for the gradient."""
     logprob_chunk: int = 1024
@@ -217,13 +218,15 @@ class BackEnd(Protocol):
 
 
 def back_end_of(name: str) -> type[BackEnd]:
-    """The class that a setting means: "fsdp", or a dotted path.
+    """The class that a setting means: a short name of `BACK_ENDS`, or a dotted path.
 
     Raises:
         ValueError: there is nothing of that name.
     """
     try:
-        found: type[BackEnd] = resolve(FSDP if name == "fsdp" else name)
+        found: type[BackEnd] = resolve(BACK_ENDS.get(name, name))
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"backend={name!r} is neither 'fsdp' nor the dotted path of a class: {error}") from error
+        raise ValueError(
+            f"backend={name!r} is neither of {sorted(BACK_ENDS)} nor the dotted path of a class: {error}"
+        ) from error
     return found

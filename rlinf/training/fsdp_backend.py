@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
 from rlinf.models.language.build import Build, build_policy, build_scores, build_values, place
@@ -47,6 +48,11 @@ class FsdpBackEnd:
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        if model.parallel != ParallelConfig():
+            asked = {name: size for name, size in vars(model.parallel).items() if size > 1}
+            raise ValueError(
+                f"trainer.parallel: {asked} is not for backend 'fsdp', which spreads models by trainer.sharding"
+            )
         layout = await laid_out(ranks, model.sharding, mixed=dtype_of(model.dtype) != torch.float32)
         module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
         auto = model.saved_dtype == "auto"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from rlinf.data.pictures.processor import auto_class
 from rlinf.engines.make import EngineSetup
 
 
@@ -46,7 +47,7 @@ def model_files(setup: EngineSetup) -> ModelFiles:
     if isinstance(setup.model, str) and Path(setup.model).is_dir():
         config = AutoConfig.from_pretrained(setup.model)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+            empty = auto_class(config).from_config(config)
         return ModelFiles(Path(setup.model).absolute(), False, _shapes(empty), _vocabulary(config))
     directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))
     try:
@@ -56,6 +57,8 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         if setup.tokenizer is not None:
             with contextlib.suppress(AttributeError):  # a decoder that is no tokenizer of transformers
                 setup.tokenizer.save_pretrained(directory)
+        if setup.pictures is not None:
+            setup.pictures.save(directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

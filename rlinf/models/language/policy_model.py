@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rlinf.data.packing import Packed, Row, pack, sent
+from rlinf.data.packing import Packed, Row, pack, padded
+from rlinf.data.pictures.processor import Pictures
 from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.pictures.packed import in_rows, seen, with_blank
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -51,6 +52,7 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
+        pictures: reads those of prompts; None if the model reads text alone.
     """
 
     def __init__(
@@ -62,9 +64,14 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        pictures: Pictures | None = None,
     ):
         super().__init__()
         self.model = model.eval()
+        self.pictures = pictures
+        """Reads the pictures of prompts; None if the model reads text alone."""
+        self.keeps_step = False
+        """Other ranks compute on other rows of the model: it reads a blank picture where its own rows have none."""
         self.packs = True
         """Sequences lie one behind another; otherwise they are padded to one length."""
         self.plain_head = True
@@ -98,10 +105,14 @@ class PolicyModel(nn.Module):
         """
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits")
+            banned = self._banned(logits)
+            logits = logits if banned is None else logits + banned
             return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
         head: Any = self.model.get_output_embeddings()
         hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        bias = getattr(head, "bias", None)
+        bias, banned = getattr(head, "bias", None), self._banned(head.weight[:, 0])
+        if banned is not None:
+            bias = banned if bias is None else bias + banned
         return token_logprobs(
             hidden,
             head.weight,
@@ -115,12 +126,19 @@ class PolicyModel(nn.Module):
 
     def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
         """What `part` of the model gives where learned tokens are predicted, [learned, ...]."""
-        if batch.images:
+        if batch.images and self.pictures is None:
             raise ValueError(
-                f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "
-                "data set, since their placeholders alone say nothing"
+                f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out "
+                "of the data set (data.columns: {images: null}), or take a model that does"
             )
+        blank = self.keeps_step and self.pictures is not None and not batch.images
+        if blank and self.pictures is not None:
+            batch = with_blank(batch, self.pictures)
         if self.packs:
+            pixels, positions = {}, batch.positions
+            if self.pictures is not None:
+                shown = seen(batch, self.pictures, blank=blank)
+                pixels, positions = dict(shown.tensors), shown.positions
             layout = Layout.of(
                 batch.lengths,
                 batch.ids.device,
@@ -132,17 +150,31 @@ class PolicyModel(nn.Module):
             )
             given = {
                 "input_ids": batch.ids[None],
-                "position_ids": batch.positions[None],
+                "position_ids": positions.unsqueeze(-2),
                 "attention_mask": torch.ones_like(
                     batch.ids[None]
                 ),  # without it transformers looks for sequences itself
                 ARGUMENT: layout,
+                **pixels,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
             return whole.index_select(0, batch.predicting())
-        ids, places = _padded(batch)
-        whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
+        ids, places = padded(batch)
+        given = {"input_ids": ids}
+        if self.pictures is not None:
+            shown = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
+            given |= {"position_ids": shown.positions, **shown.tensors}
+        whole = getattr(part(**given, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, places.index_select(0, batch.kept))
+
+    def _banned(self, like: Tensor) -> Tensor | None:
+        """What is added to logits so that no placeholder of a picture is ever said, [vocabulary]: engines do not draw
+        them, so they are no part of what the policy chooses from."""
+        if self.pictures is None:
+            return None
+        banned = like.new_zeros(like.shape[-1])
+        banned[list(self.pictures.banned)] = -torch.inf
+        return banned
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -161,6 +193,11 @@ class PolicyModel(nn.Module):
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
+        banned = set() if self.pictures is None else set(self.pictures.banned)  # a text without pictures has none
+        other = next(token for token in range(vocabulary) if token not in banned)
+        for token in banned:
+            for part in (probe.ids, probe.targets):
+                part[part == token] = other
         refused: list[str] = []
         with torch.no_grad():
             self._use(packs=False, plain_head=False)
@@ -267,7 +304,9 @@ class PolicyModel(nn.Module):
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
-        self.model.set_attn_implementation(NAME if packs else self._padded_attention)
+        name = NAME if packs else self._padded_attention
+        # what reads pictures sees all of them at once, and keeps its own attention
+        self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
     def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
         """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
@@ -329,22 +368,6 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
     return type(model.get_output_embeddings()) is nn.Linear and not changed
-
-
-def _padded(batch: Packed) -> tuple[Tensor, Tensor]:
-    """One rectangle, padded on the right: what is real never sees the padding behind it.
-
-    Returns:
-        Token ids [rows, longest], and where each place of the sequences laid end to end is in it, flattened, int64.
-    """
-    lengths = np.array(batch.lengths)
-    longest = max(batch.lengths)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    (places,) = sent([torch.from_numpy(rows * longest + np.arange(len(rows)) - starts[rows])], batch.ids.device)
-    ids = batch.ids.new_zeros(len(lengths) * longest)
-    ids[places] = batch.ids if batch.places is None else batch.ids[batch.places]
-    return ids.view(len(lengths), longest), places
 
 
 def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:

@@ -102,7 +102,7 @@ class GroupMaker:
             )
         if isinstance(dialogue.prompt, str):
             both = zip(("user", "assistant"), (dialogue.prompt, dialogue.completion), strict=True)
-            texts = pictured([{"role": role, "content": text} for role, text in both], images, self.pictures)
+            texts = list(pictured([{"role": role, "content": text} for role, text in both], images, self.pictures))
             prompt, completion = (str(text["content"]) for text in texts)
             return replace(dialogue, prompt=prompt, completion=completion)
         said = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))

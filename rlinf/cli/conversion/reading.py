@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config.loading import InputError
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "subtract": lambda one, other: one - other,
     "multiply": lambda one, other: one * other,
     "int_div": lambda one, other: one // other,
@@ -116,7 +116,8 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key in tree:
+    for each in tree:
+        key = str(each)
         name = f"{prefix}{key}"
         try:
             value = tree[key]

@@ -26,9 +26,9 @@ from rlinf.config.importing import resolve
 from rlinf.config.learning import BACK_ENDS, ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
-from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
+from rlinf.models.language.parallel.arrangement import Sharding
 from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor]

@@ -35,6 +35,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
@@ -69,6 +70,8 @@ class Build:
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
+    division: Division | None = None
+    """See `PolicyModel`."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -135,7 +138,7 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
 
 def _run(build: Build) -> dict[str, Any]:
     """How models of all kinds are run."""
-    names = ("gradient_checkpointing", "attention", "compiled")
+    names = ("gradient_checkpointing", "attention", "compiled", "division")
     return {name: getattr(build, name) for name in names}
 
 

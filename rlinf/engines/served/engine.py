@@ -58,13 +58,7 @@ class ServedEngine(Engine):
 
     hands_over = sleeps = through_host = True
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        files: ModelFiles,
-        *,
-        deadline: float = 300.0,
-    ) -> None:
+    def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
         self.reads_text = setup.tokenizer is not None
         self.stats = StepStats()
@@ -82,7 +76,7 @@ class ServedEngine(Engine):
         self._changed = asyncio.Event()  # the gate was opened, or a stream ended
         self._unwanted: list[str] = []
         self._sweeper: asyncio.Task[None] | None = None
-        self._version, self._last = 0, 0.0  # the latter: when tokens came last, or the first ask was sent, by the loop's clock
+        self._version, self._last = 0, 0.0  # and when tokens came last, or the first was asked for, by the loop's clock
 
     async def start(self, child: ServerChild) -> None:
         """Start the server. Raises `ChildDied` if it does not come up.

@@ -36,6 +36,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model, pictures_of
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
@@ -70,6 +71,8 @@ class Build:
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
+    division: Division | None = None
+    """See `PolicyModel`."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -110,7 +113,13 @@ def _built(
         files = (saved_files(build.source) if spread else None) or {}
         empty = empty_model(str(build.source), files) if files else None
         made = build_model(build.source, tokenizer, seed=build.seed, kind=kind) if empty is None else empty
-        module = wrap(made, build, pictures_of(build.source, tokenizer))
+        pictures = pictures_of(build.source, tokenizer)
+        if pictures is not None and build.division is not None:
+            raise ValueError(
+                f"{type(made).__name__} reads pictures, and cannot be split within a sequence or a layer: take "
+                "away the keys that do"
+            )
+        module = wrap(made, build, pictures)
         if empty is None:
             _start(module, build)
             module.to(build.device)
@@ -137,7 +146,7 @@ def _policy(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> 
 
 def _run(build: Build) -> dict[str, Any]:
     """How models of all kinds are run."""
-    names = ("gradient_checkpointing", "attention", "compiled")
+    names = ("gradient_checkpointing", "attention", "compiled", "division")
     return {name: getattr(build, name) for name in names}
 
 

@@ -9,7 +9,7 @@ are whole. Whether a model can be run like this is not guessed from its name: it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,8 @@ from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
-from rlinf.models.language.pictures.packed import in_rows, seen, with_blank
+from rlinf.models.language.parallel.tokens import Division, Share
+from rlinf.models.language.pictures.packed import in_rows, never, seen, with_blank, without
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -52,6 +53,7 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
+        division: ranks with which it computes every micro-batch together; None for none, as with pictures.
         pictures: reads those of prompts; None if the model reads text alone.
     """
 
@@ -64,6 +66,7 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        division: Division | None = None,
         pictures: Pictures | None = None,
     ):
         super().__init__()
@@ -80,6 +83,7 @@ class PolicyModel(nn.Module):
         """What its layers compute in; `shard` changes it."""
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
+        self._division = division
         self._chunk, self._attention = chunk, attention
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
@@ -103,29 +107,35 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned].
         """
+        share = self._share(batch)
+        mine = batch if share is None else share.batch
         if not self.plain_head:
-            logits = self._kept(self.model, batch, "logits")
-            banned = self._banned(logits)
-            logits = logits if banned is None else logits + banned
-            return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
-        head: Any = self.model.get_output_embeddings()
-        hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        bias, banned = getattr(head, "bias", None), self._banned(head.weight[:, 0])
-        if banned is not None:
-            bias = banned if bias is None else bias + banned
-        return token_logprobs(
-            hidden,
-            head.weight,
-            bias,
-            batch.targets,
-            batch.temperature,
-            chunk=self._chunk,
-            entropy_slope=entropy_slope,
-            fused=self._fused,
-        )
+            logits = self._kept(self.model, batch, "logits", share)
+            if (banned := never(self.pictures, logits)) is not None:
+                logits = logits + banned
+            found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
+        else:
+            head: Any = self.model.get_output_embeddings()
+            hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+            bias, banned = getattr(head, "bias", None), never(self.pictures, head.weight[:, 0])
+            found = token_logprobs(
+                hidden,
+                head.weight,
+                bias if banned is None else banned if bias is None else bias + banned,
+                mine.targets,
+                mine.temperature,
+                chunk=self._chunk,
+                entropy_slope=entropy_slope,
+                fused=self._fused,
+            )
+        return found if share is None else (share.whole(found[0]), share.whole(found[1]))
 
-    def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
-        """What `part` of the model gives where learned tokens are predicted, [learned, ...]."""
+    def _share(self, batch: Packed) -> Share | None:
+        """This rank's part of a micro-batch; None for all of it."""
+        return None if self._division is None or not self.packs else self._division.share(batch)
+
+    def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
+        """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
         if batch.images and self.pictures is None:
             raise ValueError(
                 f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out "
@@ -135,10 +145,6 @@ class PolicyModel(nn.Module):
         if blank and self.pictures is not None:
             batch = with_blank(batch, self.pictures)
         if self.packs:
-            pixels, positions = {}, batch.positions
-            if self.pictures is not None:
-                shown = seen(batch, self.pictures, blank=blank)
-                pixels, positions = dict(shown.tensors), shown.positions
             layout = Layout.of(
                 batch.lengths,
                 batch.ids.device,
@@ -146,19 +152,24 @@ class PolicyModel(nn.Module):
                 batch.places,
                 stands=batch.stands,
                 kernel=self.kernel,
+                pieces=None if share is None else share.pieces,
                 refusals=self._refusals,
             )
+            mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
+            pixels: Mapping[str, Tensor] = {}
+            if self.pictures is not None:
+                shown = seen(batch, self.pictures, blank=blank)
+                pixels, positions = shown.tensors, shown.positions
             given = {
-                "input_ids": batch.ids[None],
+                "input_ids": mine.ids[None],
                 "position_ids": positions.unsqueeze(-2),
-                "attention_mask": torch.ones_like(
-                    batch.ids[None]
-                ),  # without it transformers looks for sequences itself
+                # without it transformers looks for sequences itself
+                "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
                 **pixels,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
-            return whole.index_select(0, batch.predicting())
+            return whole.index_select(0, mine.predicting())
         ids, places = padded(batch)
         given = {"input_ids": ids}
         if self.pictures is not None:
@@ -166,15 +177,6 @@ class PolicyModel(nn.Module):
             given |= {"position_ids": shown.positions, **shown.tensors}
         whole = getattr(part(**given, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, places.index_select(0, batch.kept))
-
-    def _banned(self, like: Tensor) -> Tensor | None:
-        """What is added to logits so that no placeholder of a picture is ever said, [vocabulary]: engines do not draw
-        them, so they are no part of what the policy chooses from."""
-        if self.pictures is None:
-            return None
-        banned = like.new_zeros(like.shape[-1])
-        banned[list(self.pictures.banned)] = -torch.inf
-        return banned
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -193,11 +195,7 @@ class PolicyModel(nn.Module):
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
-        banned = set() if self.pictures is None else set(self.pictures.banned)  # a text without pictures has none
-        other = next(token for token in range(vocabulary) if token not in banned)
-        for token in banned:
-            for part in (probe.ids, probe.targets):
-                part[part == token] = other
+        without(self.pictures, probe, vocabulary)
         refused: list[str] = []
         with torch.no_grad():
             self._use(packs=False, plain_head=False)
@@ -215,7 +213,9 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
-        if self._compile is True or (self._compile == "auto" and device.type == "cuda"):
+        if self._division is not None and self._compile is True:
+            raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
+        if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
             self._compile_it(probe, expected, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
@@ -283,6 +283,7 @@ class PolicyModel(nn.Module):
         if wanted != "flash" and device.type != "cpu" and self.computes_in in HALF:
             kernels = ["varlen", None] if wanted == "packed" else ["flash", "varlen", None]
         pads = wanted in ("padded", "any") or (wanted == "auto" and device.type == "cpu")
+        pads &= self._division is None  # whose tokens cannot be split
         heads = (True, False) if _head_is_plain(self.model) else (False,)
         for plain_head in heads:
             if wanted != "padded":
@@ -342,6 +343,9 @@ class PolicyModel(nn.Module):
         places = torch.arange(sum(probe.lengths), device=probe.ids.device) if probe.places is None else probe.places
         spoilt = torch.zeros_like(probe.ids, dtype=torch.bool)
         spoilt[places[start : start + probe.lengths[_SPOILT]]] = True
+        share = self._share(probe)
+        if share is not None:
+            spoilt = spoilt[share.tokens]
 
         def spoil(module: nn.Module, given: Any, found: Tensor) -> Tensor:
             return found.masked_fill(spoilt[None, :, None], torch.nan)

@@ -29,6 +29,31 @@ class Seen:
     """Of each token, int64 [tokens]; or text, time, row and column, int64 [4, tokens]."""
 
 
+def never(pictures: Pictures | None, like: Tensor) -> Tensor | None:
+    """What is added to logits so that no placeholder is ever said, [vocabulary]; None where a model reads no pictures.
+
+    Engines do not draw placeholders, so they are no part of what a policy chooses from.
+
+    Args:
+        pictures: the model's.
+        like: has a number for each token of the vocabulary in its last dimension, and the dtype and device wanted.
+    """
+    if pictures is None:
+        return None
+    banned = like.new_zeros(like.shape[-1])
+    banned[list(pictures.banned)] = -torch.inf
+    return banned
+
+
+def without(pictures: Pictures | None, batch: Packed, vocabulary: int) -> None:
+    """Put other tokens in place of the placeholders of a made-up text, which has no pictures."""
+    banned = set() if pictures is None else set(pictures.banned)
+    other = next(token for token in range(vocabulary) if token not in banned)
+    for token in banned:
+        for part in (batch.ids, batch.targets):
+            part[part == token] = other
+
+
 def with_blank(batch: Packed, pictures: Pictures) -> Packed:
     """The batch with one more sequence behind the others, of the smallest picture alone, of which nothing is learned.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,14 @@ class Pictures:
         directory: where it was saved, with its preprocessor's settings; None makes one that fits a new model.
 
     Raises:
-        ValueError: the tokenizer lacks the tokens of pictures.
+        ValueError: the tokenizer lacks the tokens of pictures, or pillow is not installed.
     """
 
     def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: str | None = None):
+        if find_spec("PIL") is None:
+            raise ValueError(
+                f"model_type={config.model_type} reads pictures, which need pillow: pip install rlinf[data]"
+            )
         self.family = FAMILIES[config.model_type]
         self.placeholder = int(config.image_token_id)
         """Token that stands in a prompt where a picture's features are put."""

@@ -25,6 +25,7 @@ from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.parallel.matrices import TensorRanks
 from rlinf.models.language.parallel.tokens import Division, Share
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
@@ -77,6 +78,8 @@ class PolicyModel(nn.Module):
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
         self._division = division
+        self.tensor_ranks: TensorRanks | None = None
+        """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
@@ -282,6 +285,8 @@ class PolicyModel(nn.Module):
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.apart = packs
         self.model.set_attn_implementation(NAME if packs else self._padded_attention)
 
     def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:

@@ -228,6 +228,6 @@ def back_end_of(name: str) -> type[BackEnd]:
         found: type[BackEnd] = resolve(BACK_ENDS.get(name, name))
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"backend={name!r} is neither of {sorted(BACK_ENDS)} nor the dotted path of a class: {error}"
+            f"backend={name!r} is neither {' nor '.join(BACK_ENDS)} nor the dotted path of a class: {error}"
         ) from error
     return found

@@ -25,6 +25,7 @@ from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.parallel.matrices import TensorRanks
 from rlinf.models.language.parallel.tokens import Division, Share
 from rlinf.models.language.pictures.packed import in_rows, never, seen, with_blank, without
 
@@ -84,6 +85,8 @@ class PolicyModel(nn.Module):
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
         self._division = division
+        self.tensor_ranks: TensorRanks | None = None
+        """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
@@ -136,14 +139,10 @@ class PolicyModel(nn.Module):
 
     def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
         """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
-        if batch.images and self.pictures is None:
-            raise ValueError(
-                f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out "
-                "of the data set (data.columns: {images: null}), or take a model that does"
-            )
         blank = self.keeps_step and self.pictures is not None and not batch.images
-        if blank and self.pictures is not None:
-            batch = with_blank(batch, self.pictures)
+        batch = with_blank(batch, self.pictures) if blank and self.pictures is not None else batch
+        if batch.images and self.pictures is None:
+            raise ValueError(f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}")
         if self.packs:
             layout = Layout.of(
                 batch.lengths,
@@ -305,6 +304,8 @@ class PolicyModel(nn.Module):
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.apart = packs
         name = NAME if packs else self._padded_attention
         # what reads pictures sees all of them at once, and keeps its own attention
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})

@@ -7,7 +7,7 @@ work together is `text_trainer.py`'s business.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -48,6 +48,7 @@ class SupervisedTrainer(TextTrainer):
         reference: str | None = None,
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         **given: Any,
     ) -> None:
         """Make the model on the ranks, and its optimizer.
@@ -60,7 +61,7 @@ class SupervisedTrainer(TextTrainer):
                 the samples themselves, "adapters_off" for this model without its adapters, or the directory of saved
                 adapters for this model with those.
             seed: of a new model's weights, of a new head, and of adapters.
-            lora: see `Trainer`.
+            lora, freeze: see `Trainer`.
             given: any of `config.text.TrainerSettings` but epochs and minibatches: each batch is one optimizer step.
 
         Raises:
@@ -79,6 +80,7 @@ class SupervisedTrainer(TextTrainer):
             seed=seed,
             lora=lora,
             adapters=others,
+            freeze=freeze,
             dtype=settings.dtype,
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,

@@ -54,6 +54,7 @@ class Trainer(TextTrainer):
         teacher: str | None = None,
         seed: int = 0,
         lora: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         rescue_dir: str | None = None,
         staleness: int = 0,
         publishes: str = "float32",
@@ -73,6 +74,7 @@ class Trainer(TextTrainer):
             seed: of a new model's weights, of adapters, and of the order of minibatches.
             lora: `{"r": 8, "alpha": 16, "target_modules": "auto"}` trains adapters, see `add_adapters`; None all
                 weights.
+            freeze: modules whose weights do not learn, see `ModelConfig.freeze`.
             rescue_dir: where a batch is kept whose loss or gradient is not finite; None keeps none.
             staleness: by how many versions tokens may be older than the weights that learn from them; above 0, metrics
                 tell their ages apart.
@@ -99,6 +101,7 @@ class Trainer(TextTrainer):
             seed=seed,
             lora=lora,
             adapters=saved,
+            freeze=freeze,
             dtype=settings.dtype,
             saved_dtype=settings.saved_dtype,
             sharding=settings.sharding,

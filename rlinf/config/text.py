@@ -63,6 +63,9 @@ class ModelConfig:
     """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each
     (`characters+pictures:` for a new model that reads pictures); null takes the one in `model.path`, or a token per
     character of a generated task."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts of the model whose weights do not learn, by the names of modules, such as [visual], what reads pictures in
+    Qwen's models ([vision_tower] in InternVL's), or [embed_tokens]; the rest learns."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig())
 
 

@@ -52,6 +52,8 @@ class ModelSettings:
     """See `add_adapters`; None trains all weights."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Directories of further adapters of the same base, which do not learn, by name; only with `lora`."""
+    freeze: Sequence[str] = ()
+    """Modules whose weights do not learn, see `ModelConfig.freeze`."""
     dtype: str = "float32"
     """To compute in, "float32" or "bfloat16"; weights, gradients' sums and the optimizer are float32."""
     saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

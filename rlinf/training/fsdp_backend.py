@@ -83,6 +83,7 @@ class FsdpBackEnd:
             layout.division,
             layout.matrices,
             layout.experts,
+            model.freeze,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)

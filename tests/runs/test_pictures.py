@@ -7,12 +7,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+import rlinf
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model
 from tests.launching import launch, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 CONFIG = "configs/pictures/shapes.yaml"
 SMALL = ("steps=3", "sft.steps=2", "sft.batch_size=8", "algorithm.prompts_per_step=4", "algorithm.group_size=2",
-         "evaluation.problems=8", "log_every=1", "trace=false", "trainer.micro_batch_tokens=32")  # fmt: skip
+         "model.freeze=[visual]", "evaluation.problems=8", "log_every=1", "trace=false",
+         "trainer.micro_batch_tokens=32")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +40,7 @@ def test_a_run_learns_from_pictures_and_saves_what_others_can_load(run):
     tensors = load_file(saved / "model.safetensors")
     name = "visual.patch_embed.proj.weight"  # by which hubs know it
     assert torch.equal(tensors[name], model.model.visual.patch_embed.proj.weight)
+    config = rlinf.load_config(CONFIG)
+    begun = build_model(config.model.config, load_tokenizer(config.model.tokenizer), seed=0).state_dict()
+    learned = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, begun[name])}
+    assert learned == {name for name in begun if "visual" not in name}  # as model.freeze says

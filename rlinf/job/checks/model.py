@@ -29,6 +29,7 @@ from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.transformers.model_forward import ModelForward
 from rlinf.job.checks.fits import MOST_PARTS
 from rlinf.job.checks.naming import RAISED, problem
+from rlinf.models.language.build import freeze
 from rlinf.models.language.families import unsupported
 from rlinf.models.language.load import ONE_AT_A_TIME, new_config, pictures_of
 from rlinf.models.language.lora import POLICY, add_adapters
@@ -202,10 +203,16 @@ def _works(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> b
 
 
 def _adapter_mistakes(config: RunConfig, model_config: Any) -> Iterator[Problem]:
-    lora = config.model.lora
-    if lora.settings is None:
+    lora, frozen = config.model.lora, config.model.freeze
+    if lora.settings is None and not frozen:
         return
     model = _empty(model_config)
+    try:
+        freeze(model, frozen)
+    except ValueError as error:
+        yield problem("model.freeze", frozen, error)
+    if lora.settings is None:
+        return
     own = ("model.lora.target_modules", lora.target_modules) if lora.path is None else ("model.lora.path", lora.path)
     others = {"reference": config.reference.adapter, "teacher": config.teacher.adapter}
     wanted = [(*own, lora.settings, POLICY)]

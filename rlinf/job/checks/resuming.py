@@ -60,6 +60,7 @@ TEXT: Mapping[str, Resumed] = {
     "task": Resumed("refused", ORDER),
     "model.path": Resumed("ignored", WEIGHTS),
     "model.config": Resumed("refused", WEIGHTS),
+    "model.freeze": Resumed("refused", "the optimizer's state is that of the weights that learned"),
     "model.lora.r": Resumed("refused", WEIGHTS),
     "model.lora.target_modules": Resumed("refused", WEIGHTS),
     "model.lora.path": Resumed("ignored", WEIGHTS),

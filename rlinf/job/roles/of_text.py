@@ -116,6 +116,7 @@ def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
         **_learning(config, algorithm),
         "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
         "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
         "reference": config.reference.inside if algorithm.needs_reference else None,
         "teacher": config.teacher.adapter if algorithm.needs_teacher else None,
         # a moving mean that bfloat16 rounds at every step would not move

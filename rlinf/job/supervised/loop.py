@@ -175,6 +175,7 @@ def roles_to_start(
         "saved_dtype": config.checkpoint.dtype,
         "total_steps": max(1, config.steps),
         "lora": config.model.lora.settings,
+        "freeze": config.model.freeze,
         "objective": objective_of(config),
         "reference": config.reference.inside if config.algorithm.name == DPO else None,
     }

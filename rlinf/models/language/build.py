@@ -11,7 +11,7 @@ angles of rotary embeddings, is made anew: memory that nobody fills is the trap 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +79,27 @@ class Build:
     """Over which matrices are split, see `fsdp.Layout`."""
     experts: DeviceMesh | None = None
     """Over which experts are."""
+    freeze: Sequence[str] = ()
+    """Modules whose weights do not learn."""
+
+
+def freeze(model: nn.Module, modules: Sequence[str]) -> None:
+    """Have the weights of modules of these names learn nothing.
+
+    Raises:
+        ValueError: there is no module of a name, or nothing is left that learns.
+    """
+    if not modules:
+        return
+    parameters = [(set(name.split(".")), parameter) for name, parameter in model.named_parameters()]
+    for name in modules:
+        if not any(name in parts for parts, _ in parameters):
+            raise ValueError(f"model.freeze: {type(model).__name__} has no module {name!r} with weights")
+    for parts, parameter in parameters:
+        if parts & set(modules):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise ValueError(f"model.freeze={list(modules)} leaves nothing that learns")
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -121,6 +142,7 @@ def _built(
         made = build_model(build.source, tokenizer, seed=build.seed, kind=kind) if empty is None else empty
         pictures = pictures_of(build.source, tokenizer)
         module = wrap(made, build, pictures)
+        freeze(module.model, build.freeze)
         elsewhere = _split(module, build)
         if empty is None:
             _start(module, build)

@@ -1,5 +1,7 @@
 """Vision-language models packed, beside transformers' own forward of each sequence alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,23 @@ def test_a_rank_without_pictures_runs_what_reads_them(kind):
         assert all(grad is not None and not grad.any() for grad in tower)
     logprobs, _ = policy(pack([]))
     assert logprobs.shape == (0,)
+
+
+def test_a_frozen_tower_learns_nothing_and_the_rest_what_it_would_have():
+    kind = "qwen2_5_vl"
+    rows = rows_of(kind)
+    _, slopes = one_by_one(kind, rows)
+    build = Build(MODELS[kind], 1, None, torch.float32, torch.device("cpu"), None, False, 1024, freeze=["visual"])
+    policy = build_policy(build, load_tokenizer(TOKENIZER))
+    policy(pack(rows))[0].mean().backward()
+    for name, parameter in policy.model.named_parameters():
+        if "visual" in name:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, slopes[name], atol=1e-6, rtol=0)
+    for wrong, told in (["tower"], "no module 'tower'"), (["model", "lm_head"], "nothing that learns"):
+        with pytest.raises(ValueError, match=told):
+            build_policy(replace(build, freeze=wrong), load_tokenizer(TOKENIZER))
 
 
 def test_an_answer_with_a_placeholder_is_an_error_and_has_no_probability():

@@ -23,6 +23,7 @@ from rlinf.models.language.fsdp import Layout, dtype_of
 from rlinf.models.language.load import own_dtype
 from rlinf.models.language.lora import POLICY, using
 from rlinf.models.language.parallel.arrangement import Sharding, arranged
+from rlinf.models.language.parallel.mistakes import stages_refused
 from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.value_model import HEAD
@@ -50,12 +51,8 @@ class FsdpBackEnd:
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        stages = {name: size for name in ("pipeline", "interleave") if (size := getattr(model.parallel, name)) > 1}
-        if stages:
-            raise ValueError(
-                f"trainer.parallel: backend 'fsdp' has no stages, and {stages} is asked for: take backend 'megatron', "
-                "or tensor and context in their place"
-            )
+        if refused := "; ".join(stages_refused(model.parallel)):
+            raise ValueError(refused)
         layout = await laid_out(ranks, model.sharding, model.parallel, mixed=dtype_of(model.dtype) != torch.float32)
         module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
         auto = model.saved_dtype == "auto"

@@ -235,10 +235,11 @@ class ForwardConfig:
 @dataclass
 class ParallelConfig:
     """How one copy of a model is split over processes, each way by so many; their product is the processes that one
-    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data."""
+    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data. See
+    docs/training.md."""
 
     tensor: int = number(1, low=1)
-    """Processes over which every layer's matrices are split."""
+    """Processes over which every layer's matrices are split, and between them the tokens."""
     pipeline: int = number(1, low=1)
     """Stages, each of which has some of the layers; micro-batches flow through them."""
     interleave: int = number(1, low=1)

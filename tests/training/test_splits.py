@@ -21,7 +21,7 @@ from tests.training.programs.splits import CASES, EXPERTS, FROM, batch
 
 PROGRAM = Path(__file__).parent / "programs" / "splits.py"
 RUNS = {
-    2: ("context", "context, windows", "tensor", "expert"),
+    2: ("context", "context, windows", "tensor", "expert", "expert, Mixtral"),
     4: ("tensor, context, expert", "tensor and slices", "tensor in copies"),
 }
 """By number of ranks, what is examined."""

@@ -54,6 +54,7 @@ CASES: dict[str, Case] = {
     "context, windows": Case("qwen2", {"context": 2}, more=WINDOW),
     "tensor": Case("qwen2", {"tensor": 2}, settings=CHECKPOINTED),
     "expert": Case("qwen3_moe", {"expert": 2}, more=EXPERTS),
+    "expert, Mixtral": Case("mixtral", {"expert": 2}, more={"num_local_experts": 4, "head_dim": 8}),
     "tensor, context, expert": Case(
         "qwen3_moe", {"tensor": 2, "context": 2, "expert": 4}, more=EXPERTS, settings=CHECKPOINTED
     ),

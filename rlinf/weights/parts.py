@@ -39,7 +39,9 @@ class Part(Tensor):
         return part
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TypeError(f"{func}: of this tensor there is a part only")
@@ -76,6 +78,10 @@ class Scattered:
     mesh: DeviceMesh | None
     """The ranks; None for one."""
 
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.shape)
+
     @property
     def device(self) -> torch.device:
         """Where rectangles are sent from."""
@@ -109,9 +115,7 @@ class Scattered:
                     with clock.phase("copy", piece):
                         whole[tuple(at)].copy_(piece)
 
-    def _piece(
-        self, mine: Tensor | None, held: Held, count: int, dtype: torch.dtype, clock: Clock
-    ) -> Tensor | None:
+    def _piece(self, mine: Tensor | None, held: Held, count: int, dtype: torch.dtype, clock: Clock) -> Tensor | None:
         """Some rows of a rectangle: sent where they are, received on the first rank."""
         if held.rank == 0:
             return mine

@@ -26,12 +26,13 @@ from rlinf.models.language.load import build_model, own_dtype
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.value_model import HEAD, without_head
 from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
-from rlinf.training.megatron import families, standins
+from rlinf.training.megatron import families
+from rlinf.training.megatron.layers import standins
+from rlinf.training.megatron.layers.stage import Stage, outputs_of
 from rlinf.training.megatron.layout import Grid, Groups, grouped
 from rlinf.training.megatron.learner import SplitLearner
 from rlinf.training.megatron.pieces import Files, Piece, fill, pieces_of, sharing
 from rlinf.training.megatron.schedule import Pipeline
-from rlinf.training.megatron.stage import Stage, outputs_of
 from rlinf.training.megatron.state import copy_split_state, load_split_state
 from rlinf.weights.hf_export import MODEL, SHARD_BYTES, ModelCopy, skeleton_of
 from rlinf.weights.parts import Held, Scattered
@@ -43,7 +44,9 @@ from rlinf.weights.train_state import STATE, Restored, Source, StateCopy
 class MegatronBackEnd:
     """See `BackEnd`."""
 
-    def __init__(self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, model: ModelSettings):
+    def __init__(
+        self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, model: ModelSettings
+    ):
         self.module = nn.ModuleList(stages)
         self._whole, self._groups, self._head = whole, groups, model.head
         self._mesh, self._rank, self._ranks = ranks.mesh, ranks.rank, ranks.world_size
@@ -61,11 +64,15 @@ class MegatronBackEnd:
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
         for setting, given in {"lora": model.lora, "adapters": model.adapters}.items():
             if given:
-                raise ValueError(f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp for adapters")
+                raise ValueError(
+                    f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp for adapters"
+                )
         if model.head == "scores":
             raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
         if model.dtype != "float32":
-            raise ValueError(f"trainer.dtype={model.dtype}: trainer.backend=megatron computes in float32 so far; take fsdp")
+            raise ValueError(
+                f"trainer.dtype={model.dtype}: trainer.backend=megatron computes in float32 so far; take fsdp"
+            )
         grid = Grid(model.parallel, ranks.world_size)
         await ranks.compute(standins.prepare)
         groups = await grouped(grid, ranks.rank, ranks.mesh_of, ranks.mesh)
@@ -77,7 +84,7 @@ class MegatronBackEnd:
         with ONE_AT_A_TIME:
             files = saved_files(model.source)
             drawn = None if files else build_model(model.source, tokenizer, seed=model.seed)
-            config = AutoConfig.from_pretrained(model.source) if drawn is None else drawn.config
+            config = AutoConfig.from_pretrained(str(model.source)) if drawn is None else drawn.config
             if wrong := families.mistakes(config, model.parallel):
                 raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
             whole = _empty(config, model)
@@ -242,4 +249,3 @@ def _blank(stage: Stage) -> None:
 def _ours(optimization: Optimization) -> SplitLearner:
     assert isinstance(optimization, SplitLearner)
     return optimization
-

@@ -18,10 +18,10 @@ from rlinf.data.packing import Packed, pack
 from rlinf.models.language.fsdp import Layout
 from rlinf.training.backend import Loss
 from rlinf.training.learner import Learner
+from rlinf.training.megatron.layers.stage import outputs_of
 from rlinf.training.megatron.layout import Groups
 from rlinf.training.megatron.pieces import Sharing
 from rlinf.training.megatron.schedule import Pipeline
-from rlinf.training.megatron.stage import outputs_of
 from rlinf.training.optimizer import optimizer_step, sum_over_copies
 
 FILLS = 4
@@ -57,7 +57,8 @@ class SplitLearner(Learner):
         super().__init__(module, layout=Layout(groups.meshes["data"]), **settings)
         self._pipeline, self._groups, self._head, self._named = pipeline, groups, head, named
         self._waiting: list[tuple[Packed, Loss, bool]] = []
-        self._shared = {parameter: shared[name] for name, parameter in module.named_parameters()}
+        self._kinds = [(parameter, shared[name]) for name, parameter in module.named_parameters()]
+        self._shared = {id(parameter): who for parameter, who in self._kinds}
 
     def begin(self) -> None:
         super().begin()
@@ -109,7 +110,7 @@ class SplitLearner(Learner):
             self.optimizer,
             ranks=meshes["data"],
             parts=meshes["copy"],
-            leads=lambda parameter: self._shared[parameter].counts,
+            leads=lambda parameter: self._shared[id(parameter)].counts,
             grad_clip=self._grad_clip,
             named=self._named(),
         )
@@ -117,13 +118,13 @@ class SplitLearner(Learner):
     def _gather(self) -> None:
         """Add up gradients over the ranks that computed parts of them."""
         kinds: dict[str, list[Tensor]] = {}
-        for parameter, who in self._shared.items():
+        for parameter, who in self._kinds:
             kinds.setdefault(who.summed, []).append(parameter)
         for kind, parameters in kinds.items():
             mesh = self._groups.meshes[kind]
             if mesh is not None:
                 sum_over_copies(parameters, mesh)
-        both = [parameter for parameter, who in self._shared.items() if who.both_ends]
+        both = [parameter for parameter, who in self._kinds if who.both_ends]
         ends = self._groups.meshes["ends"]
         if both and ends is not None:
             sum_over_copies(both, ends)

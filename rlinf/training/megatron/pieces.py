@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rlinf.training.megatron.families import head_size
+from rlinf.training.megatron.layers.stage import Stage
 from rlinf.training.megatron.layout import Groups
-from rlinf.training.megatron.stage import Stage
 
 View = Callable[[Tensor], Tensor]
 """Of a tensor shaped like a parameter, the part that a piece is; it shares memory, and may be strided."""
@@ -207,7 +207,10 @@ class Files:
     @staticmethod
     def _of_expert(name: str, number: int) -> list[str]:
         prefix, _, kind = name.rpartition(".")
-        return [f"{prefix}.{number}.{each}.weight" for each in (("gate_proj", "up_proj") if "gate" in kind else ("down_proj",))]
+        return [
+            f"{prefix}.{number}.{each}.weight"
+            for each in (("gate_proj", "up_proj") if "gate" in kind else ("down_proj",))
+        ]
 
 
 def fill(pieces: Sequence[Piece], values: Mapping[str, Tensor] | Files) -> None:

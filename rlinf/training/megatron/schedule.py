@@ -2,8 +2,9 @@
 
 In: micro-batches, the same on all ranks of a copy, and what becomes of the last stage's outputs. Out: gradients in
 `Parameter.grad`, or outputs. Where there is no pipeline, each micro-batch goes forward and back before the next.
-With p stages and m micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe, arXiv:1811.06965,
-section 2.3; the same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1) (arXiv:2104.04473, section 2.2.2).
+With p stages and m micro-batches at once a stage is idle for (p - 1) / (m + p - 1) of the time (GPipe,
+arXiv:1811.06965, section 2.3; the same for 1F1B), interleaved over v parts for (p - 1) / (v m + p - 1)
+(arXiv:2104.04473, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rlinf.data.packing import Packed
-from rlinf.training.megatron.attention import Reading, read
+from rlinf.training.megatron.layers.attention import Reading, read
+from rlinf.training.megatron.layers.stage import Stage
 from rlinf.training.megatron.layout import Groups
-from rlinf.training.megatron.stage import Stage
 
 Ended = Callable[[int, Tensor], Tensor | None]
 """Of the number of a micro-batch and what the last stage gave for it: what is differentiated, None for nothing."""
@@ -47,9 +48,7 @@ class Pipeline:
         here = batch.to(parameter.device)
         return read(here, parameter.dtype, parallel.tensor, parallel.context, self._groups.place.context)
 
-    def run(
-        self, batches: Sequence[Packed], ended: Ended, *, learns: bool, entropy_slope: bool = False
-    ) -> None:
+    def run(self, batches: Sequence[Packed], ended: Ended, *, learns: bool, entropy_slope: bool = False) -> None:
         """Have micro-batches computed, all or none of their stages on this rank.
 
         Args:

@@ -80,7 +80,13 @@ def copy_split_state(
         kept = {piece.parameter: kept_by(optimizer, piece.parameter) for piece in members}
         for key, value in kept[members[0].parameter].items():
             if value.dim():
-                keep(f"optimizer.{name}.{key}", members, first, size, lambda piece, key=key: kept[piece.parameter][key])
+                keep(
+                    f"optimizer.{name}.{key}",
+                    members,
+                    first,
+                    size,
+                    lambda piece, kept=kept, key=key: kept[piece.parameter][key],
+                )
             elif not any(first):  # of the ranks with parts of it, one has where it begins
                 shards[f"optimizer.{name}.{key}"] = host_copy(value.view(1))
                 offsets[f"optimizer.{name}.{key}"] = (0,)
@@ -151,7 +157,15 @@ def load_split_state(
                     continue
                 for piece in members:
                     state[piece.parameter][1].setdefault(key, torch.zeros_like(piece.parameter.data))
-                _read(found, stem, shapes[name].shape, members, first, size, lambda it, key=key: state[it.parameter][1][key])
+                _read(
+                    found,
+                    stem,
+                    shapes[name].shape,
+                    members,
+                    first,
+                    size,
+                    lambda it, key=key: state[it.parameter][1][key],
+                )
     except SafetensorError as error:
         raise ValueError(f"{source} is damaged: resume from an earlier checkpoint ({error})") from error
     take_over(optimizer, state, about["optimizer"])

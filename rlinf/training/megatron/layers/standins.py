@@ -1,7 +1,8 @@
 """What stands in for the parts of Megatron-core 0.16.1 that only CUDA has, where there is no CUDA.
 
 Flows in: nothing. Flows out: modules of Megatron-core that make tensors on the CPU where they would on a GPU. No tensor
-operation is replaced, so the arithmetic and the collectives are Megatron's own; `docs/backends.md` lists what stands in.
+operation is replaced, so the arithmetic and the collectives are Megatron's own; `docs/backends.md` lists what stands
+in.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def prepare() -> None:
     try:
         # each of a dozen packages for GPUs is missed aloud, and streams on CPUs
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        modules = {name: importlib.import_module(f"megatron.core.{name}") for name in _REACHING}
+        modules: dict[str, Any] = {name: importlib.import_module(f"megatron.core.{name}") for name in _REACHING}
     except ModuleNotFoundError as error:
         raise ValueError(
             f"trainer.backend=megatron: {error.name} is not installed; pip install 'rlinf[megatron]'"

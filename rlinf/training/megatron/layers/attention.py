@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlinf.data.packing import Packed
 from rlinf.models.language.packed_attention import ARGUMENT, Layout, packed_attention
-from rlinf.training.megatron.standins import reduce_scatter
+from rlinf.training.megatron.layers.standins import reduce_scatter
 from rlinf.weights.publish import all_gather
 
 
@@ -163,8 +163,9 @@ class CoreAttention(nn.Module):
         """
         reading: Reading = attention_mask
         if reading.layout is not None:
-            parts = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-            found, _ = packed_attention(self, *parts, None, scaling=self._scale, **{ARGUMENT: reading.layout})
+            given: dict[str, Any] = {"scaling": self._scale, ARGUMENT: reading.layout}
+            asked, seen, told = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+            found, _ = packed_attention(self, asked, seen, told, None, **given)
             return found.flatten(2).transpose(0, 1)
         assert reading.order is not None
         keys, values = (_Gathered.apply(part, self._ranks)[reading.order] for part in (key, value))
@@ -176,7 +177,7 @@ class CoreAttention(nn.Module):
         seen = [part[stretch.seen].permute(1, 2, 0, 3) for part in (key, value)]
         count, before = asked.shape[2], seen[0].shape[2]
         sees = torch.ones(count, before, dtype=torch.bool, device=query.device).tril(before - count)
-        found = F.scaled_dot_product_attention(asked, *seen, sees, scale=self._scale, enable_gqa=True)
+        found = F.scaled_dot_product_attention(asked, seen[0], seen[1], sees, scale=self._scale, enable_gqa=True)
         return found.permute(2, 0, 1, 3)
 
 

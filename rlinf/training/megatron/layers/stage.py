@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlinf.models.language.logprob_head import token_logprobs
-from rlinf.training.megatron.attention import CoreAttention, Reading
 from rlinf.training.megatron.families import head_size
-from rlinf.training.megatron.head import Collected, shared_logprobs
+from rlinf.training.megatron.layers.attention import CoreAttention, Reading
+from rlinf.training.megatron.layers.head import Collected, shared_logprobs
 from rlinf.training.megatron.layout import Groups
 
 
@@ -52,7 +52,7 @@ class Angles(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Float32 [tokens, 1, 1, numbers of a query]."""
-        angles = positions[:, None].float() * self.frequencies.float()
+        angles = positions[:, None].float() * self.get_buffer("frequencies").float()
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
@@ -155,9 +155,7 @@ class Stage(nn.Module):
         values = self._head == "values"
         if self.config.sequence_parallel:
             # of a head that ranks share each rank's gradient is a part, of one that all have it is the whole
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=not values, group=tensor
-            )
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not values, group=tensor)
         hidden = hidden[:, 0].index_select(0, reading.predicting)
         if values:
             found = torch.cat([self.score(hidden.to(self.score.weight.dtype)), hidden], dim=1)
@@ -184,4 +182,3 @@ def outputs_of(found: Tensor, head: str) -> tuple[Tensor, Tensor]:
     if head == "values":
         return found[:, 0], found[:, 1:]
     return found[:, 0], found[:, 1]
-

@@ -134,7 +134,7 @@ class Learner:
         if layout.copies is not None:
             sum_over_copies(self._parameters, layout.copies)
         return optimizer_step(
-            mine,
+            mine if layout.counts else mine.told_by_another(),
             self._parameters,
             self.optimizer,
             ranks=layout.ranks,

@@ -106,7 +106,7 @@ class FsdpBackEnd:
         return found
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        return exported(self.model, dtype) if self.layout.first_copy else iter(())
+        return exported(self.model, dtype, self.layout.slices) if self.layout.first_copy else iter(())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}

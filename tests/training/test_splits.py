@@ -95,8 +95,8 @@ class TestASplitModel:
         loss, norm, gradients, _ = steps[0]
         found = {key: gradient / min(1.0, CLIP / norm) for key, gradient in results[name]["gradients"].items()}
         assert found.keys() == gradients.keys()
-        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-        assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6 * largest
+        # routers of mixtures make their weights in float32, whose rounding is 6e-8
+        assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6
         for told, (loss, norm, *_) in zip(results[name]["steps"], steps, strict=False):
             assert (told["loss"], told["grad_norm"]) == pytest.approx((loss, norm), rel=1e-6)
             assert told["weight"] == sum(len(row.response_ids) for row in batch())

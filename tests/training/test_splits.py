@@ -120,6 +120,13 @@ class TestASplitModel:
         moved = toys.furthest(weights[1], weights[2])
         assert toys.furthest(results[name]["continued"], weights[2]) < 1e-3 * moved
 
+    def test_is_read_from_files_without_ever_being_whole(self, results, name):
+        if name not in FROM:
+            assert "read" not in results[name]
+            return
+        saved = {key: tensor.float() for key, tensor in results[FROM[name]]["exported"].items()}
+        assert toys.furthest({key: each.float() for key, each in results[name]["read"].items()}, saved) == 0.0
+
 
 @pytest.mark.parametrize(("tokens", "shares", "parts"), [(64, 2, 1), (1, 2, 1), (50, 4, 2), (7, 3, 1)])
 def test_shares_have_all_tokens_and_equal_work(tokens, shares, parts):

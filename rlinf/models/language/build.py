@@ -35,6 +35,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.parallel.expert_files import StackedExperts
 from rlinf.models.language.parallel.experts import split_experts
 from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_matrices
 from rlinf.models.language.parallel.tokens import Division
@@ -207,6 +208,8 @@ def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | 
         model.generation_config = GenerationConfig.from_pretrained(directory)
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     saved = {name: tuple(_shape(path, name)) for name, path in files.items() if name in wanted}
+    stacked = {name: StackedExperts.of(name, files) for name in wanted.keys() - saved.keys()}
+    saved |= {name: experts.shape for name, experts in stacked.items() if experts is not None}
     return model if wanted == saved and _remade_buffers(model) is not None else None
 
 
@@ -241,7 +244,11 @@ def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
         buffer.copy_(value)
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if plain_name(name) in files and not is_adapter(name):
+        if is_adapter(name):
+            continue
+        if (experts := StackedExperts.of(plain_name(name), files)) is not None:
+            place(parameter, experts)
+        elif plain_name(name) in files:
             by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
     for path, members in by_file.items():
         with safe_open(path, framework="pt") as file:

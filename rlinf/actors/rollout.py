@@ -28,7 +28,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Kv, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.gpu.own_device import own_device
@@ -108,6 +108,7 @@ class Rollout(Receiver, TailMigration):
             model=model,
             build_model=lambda: _model(model, self._tokenizer, seed, _DTYPES[dtype]),
             tokenizer=self._tokenizer,
+            pictures=await self.compute(pictures_of, model, self._tokenizer),
             seed=seed,
             dtype=_DTYPES[dtype],
             max_rows=max_rows,
@@ -241,9 +242,8 @@ class Rollout(Receiver, TailMigration):
         if isinstance(prompt, str):
             raise ValueError("answer: the prompt is a str: give its token ids, as the tokenizer encodes it")
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
-        rules = _overridden(
-            "answer", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
-        )
+        given = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
+        rules = _overridden("answer", self._sampling, **given)
         request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
         return await self._single.answer(request, name)
 

@@ -216,6 +216,22 @@ def pack(rows: Sequence[Row]) -> Packed:
     )
 
 
+def padded(batch: Packed) -> tuple[Tensor, Tensor]:
+    """One rectangle, padded on the right: what is real never sees the padding behind it.
+
+    Returns:
+        Token ids [rows, longest], and where each place of the sequences laid end to end is in it, flattened, int64.
+    """
+    lengths = np.array(batch.lengths)
+    longest = max(batch.lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    (places,) = sent([torch.from_numpy(rows * longest + np.arange(len(rows)) - starts[rows])], batch.ids.device)
+    ids = batch.ids.new_zeros(len(lengths) * longest)
+    ids[places] = batch.ids if batch.places is None else batch.ids[batch.places]
+    return ids.view(len(lengths), longest), places
+
+
 def _unless_one(values: Sequence[float], counts: np.ndarray) -> Tensor | None:
     """A number per sequence as one per token, float32; None if all are 1."""
     array = np.array(values, np.float32)

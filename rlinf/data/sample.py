@@ -35,9 +35,11 @@ class ImageRef:
     """A picture in a prompt, by reference: its pixels stay where they are until a model reads them."""
 
     digest: str
-    """Of the picture's content, such as the SHA-256 of its file in hex: equal digests mean equal pixels."""
+    """SHA-256 of its image file, in hex: equal digests mean equal pixels."""
     source: str = field(default="", compare=False)
-    """Where the content is: a path, a URL, or a key of a store."""
+    """Path of that file, which every machine of the run can read; "" where `content` has it."""
+    content: bytes = field(default=b"", compare=False, repr=False)
+    """The file itself, of a picture that lies in no file of its own."""
 
 
 def prefix_key(token_ids: np.ndarray, images: Sequence[ImageRef] = ()) -> PrefixKey:
@@ -87,6 +89,8 @@ class Example:
     """The answer with its end token, int64 [response]."""
     loss_mask: np.ndarray | None = None
     """Which response tokens are learned, bool [response]; None for all."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures of the prompt, in the order of their placeholders."""
 
     def __post_init__(self) -> None:
         _check_mask("an example", self.loss_mask, self.response_ids)

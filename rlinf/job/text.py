@@ -42,6 +42,7 @@ from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored, StalenessAl
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
@@ -86,8 +87,7 @@ class TextLoop(TrainingLoop[Evaluation]):
                 partial=rollout.groups == "partial",
                 sampling=prepared.algorithm.sampling,
             )
-            keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)
-            draw = self.data.train.draw
+            keeper, draw = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session), self.data.train.draw
             self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
@@ -328,6 +328,7 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
             evaluation_split=evaluation.split,
             evaluation_columns=evaluation.columns,
             problems=evaluation.problems,
+            pictures=lambda tokenizer: pictures_of(config.model.path or config.model.config, tokenizer),
             **options,
         )
     except DataError as error:

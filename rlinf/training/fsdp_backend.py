@@ -131,7 +131,8 @@ class FsdpBackEnd:
         at_hand = state.copies if lead else None
         whole = alone = None
         if first:
-            whole = copy_model(self.model, tokenizer, lead=lead, dtype=self._saved_dtype, at_hand=at_hand)
+            how: dict[str, Any] = {"dtype": self._saved_dtype, "at_hand": at_hand, "pictures": self.module.pictures}
+            whole = copy_model(self.model, tokenizer, lead=lead, **how)
         if first and self._adapted:
             alone = copy_adapter(self.model, self._base, lead=lead)
         parts = {STATE: state, MODEL: whole, ADAPTER: alone}

@@ -29,9 +29,12 @@ class Row:
     Args:
         request: what is asked.
         decode: text of token ids, for stop texts.
+        banned: tokens that no answer has.
     """
 
-    def __init__(self, request: Request, decode: Callable[[list[int]], Any] | None) -> None:
+    def __init__(
+        self, request: Request, decode: Callable[[list[int]], Any] | None, banned: tuple[int, ...] = ()
+    ) -> None:
         self.request = request
         self.finish: Finish | None = None
         """Why it has ended; None while it goes on."""
@@ -44,7 +47,7 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self._decode = decode
+        self._decode, self._banned = decode, banned
         if (partial := request.partial) is not None:
             self.tokens, self.logprobs = partial.response_ids.tolist(), partial.logprobs.tolist()
             self.versions = partial.versions.tolist()
@@ -70,7 +73,7 @@ class Row:
             ends, count = sampling.stop_ids, sampling.max_new_tokens - answered
         rules = replace(sampling, max_new_tokens=count, min_new_tokens=0, stop_ids=ends, stop_texts=())
         ids, seed = [*self.request.prompt_ids.tolist(), *self.tokens], self.request.seed
-        return Ask(id, ids, rules, seed % _SEEDS, seed, answered)
+        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, self.request.images, self._banned)
 
     def take(self, chunk: Chunk, version: int) -> int:
         """Append tokens up to where the answer ends; returns how many they were."""

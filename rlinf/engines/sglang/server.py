@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlinf.data.pictures.images import content_of
+from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.served import far_side
 from rlinf.engines.served.http import Http, Lost, Refused
@@ -23,10 +26,13 @@ from rlinf.engines.served.server import Ask, Chunk
 from rlinf.engines.sglang import stand_ins
 from rlinf.engines.sglang.routes import Route, Target, route_for
 from rlinf.engines.sglang.versions import Differences, differences
+from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.gpu.own_device import own_device
 
 _GREETING = 30.0
 """Seconds for one token of a server that has just said that it is up; the first forward may compile."""
+_NEVER = -1e9
+"""Added to the logits of tokens that are never drawn; JSON has no infinity."""
 _IDLE = 1.0
 """Seconds for which the server itself waits until it is idle, before it says that it is not."""
 
@@ -69,6 +75,7 @@ class SGLangServer:
     """One SGLang server; a `Server`."""
 
     kind = "SGLang"
+    reads_images = True
 
     def __init__(self, options: Options) -> None:
         self.seeded = options.seeded
@@ -143,12 +150,16 @@ class SGLangServer:
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": not sampling.stop_ids,  # an end token of the model's own then passes, too
         }
+        if ask.banned:
+            rules["logit_bias"] = {str(token): _NEVER for token in ask.banned}
         if self.seeded:
             rules["sampling_seed"] = ask.seed
         body = {
             "rid": ask.id, "input_ids": list(ask.ids), "sampling_params": rules, "return_logprob": True,
             "logprob_start_len": -1, "stream": True,
         }  # fmt: skip
+        if ask.images:
+            body["image_data"] = await in_thread(lambda: [_as_url(image) for image in ask.images])
         got = 0
         async for event in http.events("/generate", body):
             if (error := event.get("error")) is not None:
@@ -214,6 +225,11 @@ class SGLangServer:
     def close(self) -> None:
         if self._route is not None:
             self._route.close()
+
+
+def _as_url(image: ImageRef) -> str:
+    """A picture as text."""
+    return f"data:;base64,{b64encode(content_of(image)).decode()}"
 
 
 def device_here() -> tuple[str, int]:

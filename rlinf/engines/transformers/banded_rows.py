@@ -74,6 +74,7 @@ class BandedRows:
             source = torch.tensor(
                 [number for number, reader in enumerate(rectangle) for _ in reader.slots], device=device
             )
+            records.shifts[which] = 0 if read.shifts is None else read.shifts[source.cpu().numpy()]
             self._band_for(int(lengths.max()), read, records.room(which)).place(which, lengths, read, source)
             yield which, logits.index_select(0, source), ids.numel()
 
@@ -98,7 +99,7 @@ class BandedRows:
         logits = self._forward.step(view.ids, view.positions, self.bands)
         for band in self.bands:
             band.advance()
-        tokens, logprobs = choose(logits, view.rules, view.answered)
+        tokens, logprobs = choose(self._forward.allowed(logits), view.rules, view.answered)
         view.ids = tokens
         view.positions += 1
         view.answered += 1
@@ -129,7 +130,7 @@ class BandedRows:
         device = self._forward.device
         slots = np.concatenate([band.slots for band in self.bands])
         answered = records.lengths[slots]
-        positions = np.maximum(records.prompts[slots] + answered - 1, 0)
+        positions = np.maximum(records.prompts[slots] + answered - 1 + records.shifts[slots], 0)
         return _View(
             slots,
             ids=torch.from_numpy(records.last[slots]).to(device),

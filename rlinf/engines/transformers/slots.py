@@ -49,6 +49,8 @@ class Slots:
         """Newest token, int64 [slots + 1]."""
         self.prompts = np.zeros(slots + 1, dtype=np.int64)
         """Tokens of the prompt, int64 [slots + 1]."""
+        self.shifts = np.zeros(slots + 1, dtype=np.int64)
+        """How much further on than its number a token of the answer stands, int64 [slots + 1], see `Layers.shifts`."""
         self.draws = np.zeros(slots + 1, dtype=DRAWS)
         """How each answer's tokens are chosen, [slots + 1]."""
         self.draws["temperature"] = self.draws["top_p"] = 1

@@ -36,6 +36,7 @@ class VllmServer:
     """
 
     kind = "vLLM"
+    reads_images = False
     seeded = True
 
     def __init__(self, python: str, settings: Mapping[str, Any], deadline: float) -> None:

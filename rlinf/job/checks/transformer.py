@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlinf.data.pictures.processor import auto_class
+
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
 slightly larger tensor does not fit into."""
@@ -26,7 +28,7 @@ def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
         kind: the class of transformers that makes it.
     """
     with torch.device("meta"):
-        model = kind.from_config(model_config)
+        model = auto_class(model_config, kind).from_config(model_config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -52,10 +54,13 @@ class Shape:
         """Read off a transformers config; `kind` is the class of transformers that makes the model."""
         text = model_config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        tied = getattr(
+            text, "tie_word_embeddings", model_config.tie_word_embeddings
+        )  # the whole model's, of several parts
         shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return Shape(
             parameters=parameters_of(model_config, kind),
-            outside=text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2),
+            outside=text.vocab_size * text.hidden_size * (1 if tied else 2),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,

@@ -200,4 +200,4 @@ async def example_rows(
 ) -> AsyncGenerator[list[Row], None]:
     """Batches of worked examples as rows."""
     async for batch in each(batches):
-        yield [Row(one.prompt_ids, one.response_ids, loss_mask=one.loss_mask) for one in batch]
+        yield [Row(one.prompt_ids, one.response_ids, images=one.images, loss_mask=one.loss_mask) for one in batch]

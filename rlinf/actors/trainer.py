@@ -107,6 +107,7 @@ class Trainer(TextTrainer):
             attention=settings.attention,
             compiled=settings.compile,
             logprob_chunk=settings.logprob_chunk,
+            router_replay=settings.router_replay,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._minibatches = spec, settings.minibatches

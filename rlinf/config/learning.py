@@ -256,7 +256,7 @@ class ParallelConfig:
 
 @dataclass
 class TrainerConfig(ForwardConfig):
-    """How gradients are computed; nothing here changes what is learned."""
+    """How gradients are computed; nothing here but `router_replay` changes what is learned."""
 
     backend: str = "fsdp"
     """What trains: `fsdp`, or the dotted path of a class like `rlinf.training.backend.BackEnd`."""
@@ -275,6 +275,9 @@ class TrainerConfig(ForwardConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
     """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
     and float32 on CPUs."""
+    router_replay: Literal["auto", True, False] = "auto"
+    """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
+    now: docs/moe.md. `auto` does where the engine tells them; true is an error where it does not."""
 
 
 @dataclass

@@ -77,6 +77,7 @@ class FsdpBackEnd:
             model.attention,
             model.compiled,
             layout.ranks,
+            model.router_replay,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
@@ -97,6 +98,8 @@ class FsdpBackEnd:
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
+        if adapter != POLICY:  # another policy, which routes by itself
+            here = here.routed(None)
         with nullcontext() if adapter == POLICY else using(self.module, adapter):
             found: Outputs = self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old

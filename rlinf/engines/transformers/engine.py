@@ -53,6 +53,7 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
                 graphs=graphs,
+                routes=setup.routes,
             )
 
     engine: TransformersEngine = await setup.compute(made)
@@ -78,6 +79,7 @@ class TransformersEngine(Engine):
             as much as `max_rows` of the longest answers may come to.
         graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
             does as if there were graphs on the CPU, to try that way out.
+        routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
 
     Raises:
@@ -100,6 +102,7 @@ class TransformersEngine(Engine):
         reread: bool = False,
         keep_tokens: int | None = None,
         graphs: Graphs = "auto",
+        routes: bool = False,
         version: int = 0,
     ):
         if max_rows < 1:
@@ -112,6 +115,7 @@ class TransformersEngine(Engine):
         self._compute = compute or InThreads()
         self._reread = reread
         self._forward = fastest(model.eval(), version)
+        self.routes = routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0

@@ -63,6 +63,7 @@ def roles_to_start(
     if prepared is None:
         return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
     assert prepared.algorithm is not None  # of every run on text
+    found["rollout"][1]["routes"] = config.trainer.router_replay
     found["trainer"] = (
         Trainer,
         {**shared, **_trainer(config, prepared.algorithm), "sharding": sharding, "rescue_dir": rescue},

@@ -35,6 +35,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.mixture.replay import Replay
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
@@ -69,6 +70,8 @@ class Build:
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
+    router_replay: Replay | None = None
+    """See `PolicyModel`."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -130,7 +133,7 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, **_run(build))
+    return PolicyModel(model, chunk=build.chunk, router_replay=build.router_replay, **_run(build))
 
 
 def _run(build: Build) -> dict[str, Any]:

@@ -20,16 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed, Row, pack, sent
+from rlinf.data.routing.routers import Routed
 from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.mixture.replay import Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
 Compile = Literal["auto", True, False]
 """See `ForwardConfig.compile`."""
+Found = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
+"""Log-probs and entropies, float32 [learned]; then how tokens were routed, where that is watched."""
 _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
@@ -51,6 +55,7 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
+        router_replay: see `Mixture`.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        router_replay: Replay | None = None,
     ):
         super().__init__()
         self.model = model.eval()
@@ -74,6 +80,8 @@ class PolicyModel(nn.Module):
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
         self._chunk, self._attention = chunk, attention
+        self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
+        """Its experts, if it has any."""
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
@@ -86,7 +94,7 @@ class PolicyModel(nn.Module):
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
-    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> Found:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
@@ -94,8 +102,11 @@ class PolicyModel(nn.Module):
             entropy_slope: entropies are differentiable, too.
 
         Returns:
-            Log-probs, differentiable, and entropies; nats, float32 [learned].
+            Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
         """
+        return self.mixture.told(self._logprobs(batch, entropy_slope))
+
+    def _logprobs(self, batch: Packed, entropy_slope: bool) -> tuple[Tensor, Tensor]:
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits")
             return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
@@ -121,6 +132,7 @@ class PolicyModel(nn.Module):
                 "data set, since their placeholders alone say nothing"
             )
         if self.packs:
+            self.mixture.begin(batch, batch.predicting())
             layout = Layout.of(
                 batch.lengths,
                 batch.ids.device,
@@ -141,8 +153,10 @@ class PolicyModel(nn.Module):
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
             return whole.index_select(0, batch.predicting())
         ids, places = _padded(batch)
+        at = places.index_select(0, batch.kept)
+        self.mixture.begin(batch, at, (places, ids.numel()))
         whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
-        return whole.index_select(0, places.index_select(0, batch.kept))
+        return whole.index_select(0, at)
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -178,6 +192,8 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
+            refused.append(why)
         if self._compile is True or (self._compile == "auto" and device.type == "cuda"):
             self._compile_it(probe, expected, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
@@ -185,9 +201,7 @@ class PolicyModel(nn.Module):
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
-    def _compile_it(
-        self, probe: Packed, expected: tuple[Tensor, Tensor], ranks: DeviceMesh | None, refused: list[str]
-    ) -> None:
+    def _compile_it(self, probe: Packed, expected: Found, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
         self._blocks = CompiledBlocks(self._layers, self._compiler, checkpointed=self._checkpointed)
@@ -269,7 +283,7 @@ class PolicyModel(nn.Module):
         self.packs, self.plain_head = packs, plain_head
         self.model.set_attn_implementation(NAME if packs else self._padded_attention)
 
-    def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
+    def _tried(self, probe: Packed, refused: list[str]) -> Found | None:
         """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
@@ -283,14 +297,14 @@ class PolicyModel(nn.Module):
         refused += refusals[:1]
         return None if refusals else found
 
-    def _agrees(self, probe: Packed, expected: tuple[Tensor, Tensor], refused: list[str]) -> bool:
+    def _agrees(self, probe: Packed, expected: Found, refused: list[str]) -> bool:
         found = self._tried(probe, refused)
         if found is None:
             return False
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
         same = all(
             bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
-            for one, other in zip(found, expected, strict=True)
+            for one, other in zip(found[:2], expected[:2], strict=True)
         )
         if not same:
             refused.append(f"{self.words}: other log-probs than by its own forward")

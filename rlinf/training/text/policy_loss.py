@@ -93,7 +93,7 @@ def learn_policy(
     known = {} if kept is None else kept
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
-        logprobs, entropy = outputs
+        logprobs, entropy = outputs[:2]
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             known.setdefault(PROXIMAL, logprobs.detach())
         found = policy_loss(spec, batch, logprobs, entropy, known, version)

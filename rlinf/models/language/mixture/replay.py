@@ -1,0 +1,114 @@
+"""Router replay: a policy computes on the experts that the engine chose for each token.
+
+In: packed micro-batches with routes. Out: the model's routers told so before each pass, and after it how tokens were
+routed (`Routed`). With the experts held, the ratio of new to old probabilities says what the weights have changed and
+not which experts a rounding error has swapped: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training
+and Inference Routers", arXiv:2510.11370, eq. 6 to 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.data.packing import Packed
+from rlinf.data.routing.routers import Routed, watch
+from rlinf.data.routing.routes import unknown
+
+Replay = Literal["auto", True, False]
+"""See `TrainerConfig.router_replay`."""
+
+
+class Mixture:
+    """The experts of a policy, as far as somebody wants to know of them.
+
+    Args:
+        model: the Hugging Face model; its routers are watched from now on.
+        wanted: whether tokens are to go where batches say; None: nobody asks, nothing is watched.
+        compiled: its blocks may be compiled.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Replay | None, *, compiled: bool = False):
+        self.routers = None if wanted is None else watch(model, compiled=compiled)
+        """None: nothing is watched."""
+        self.replays = self.routers is not None and wanted is not False
+        """Tokens go to the experts that a batch names."""
+        self._name, self._must = type(model).__name__, wanted is True
+
+    def begin(self, batch: Packed, at: Tensor, rectangle: tuple[Tensor, int] | None = None) -> None:
+        """A pass over a micro-batch begins.
+
+        Args:
+            batch: what is computed.
+            at: where in what the model reads learned tokens are predicted, int64 [learned].
+            rectangle: where sequences are padded: where each place of the sequences laid end to end is in the
+                rectangle, flattened, and how many places that has.
+        """
+        if self.routers is not None:
+            routes = batch.routes if self.replays else None
+            if routes is not None and rectangle is not None:
+                routes = _padded(routes, batch, *rectangle)
+            self.routers.begin(routes, at, batch.expert_load)
+
+    def told(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]:
+        """What the pass gave, and how its tokens were routed, where that is watched."""
+        return found if self.routers is None else (*found, self.routers.routed())
+
+    def settle(self, compute: Callable[[Packed], Any], probe: Packed, agreed: Callable[[bool], bool]) -> str | None:
+        """See whether tokens go where they are told to; on all ranks together.
+
+        Args:
+            compute: runs the model over a micro-batch.
+            probe: one of made-up sequences.
+            agreed: whether something holds on every rank.
+
+        Returns:
+            Why routes are not replayed though that would be wanted.
+
+        Raises:
+            ValueError: they must be.
+        """
+        if self.routers is None:
+            if self._must:
+                raise ValueError(_must(f"{self._name} has no experts, or of a kind whose choice is not known"))
+            return None
+        followed = agreed(self._follows(self.routers, compute, probe))
+        if not agreed(self.routers.understood):
+            self.routers = None
+        if followed or not self.replays:
+            return None
+        self.replays, why = False, f"tokens of {self._name} do not go to the experts that are given"
+        if self._must:
+            raise ValueError(_must(why))
+        return f"no router replay: {why}"
+
+    @torch.no_grad()
+    def _follows(self, routers: Any, compute: Callable[[Packed], Any], probe: Packed) -> bool:
+        device, layers = probe.ids.device, len(routers.layers)
+        tokens = torch.arange(len(probe.ids), device=device)[:, None, None]
+        made = tokens + torch.arange(layers * routers.top_k, device=device).view(layers, -1)
+        asked = self.replays
+        self.replays = True
+        try:
+            compute(probe.routed(made % routers.experts))
+        finally:
+            self.replays = asked
+        if not routers.understood:
+            return False
+        wanted = made.index_select(0, probe.predicting()) % routers.experts
+        return torch.equal(routers.taken().long().index_select(0, routers.at), wanted)
+
+
+def _must(why: str) -> str:
+    return f"trainer.router_replay=true: {why}; auto trains without"
+
+
+def _padded(routes: Tensor, batch: Packed, places: Tensor, size: int) -> Tensor:
+    """Routes of `batch.ids` as those of a rectangle of so many places, unknown in the padding."""
+    dtype = torch.zeros(0, dtype=routes.dtype).numpy().dtype
+    whole = routes.new_full((size, *routes.shape[1:]), unknown(dtype))
+    whole[places] = routes if batch.places is None else routes.index_select(0, batch.places)
+    return whole

@@ -65,6 +65,9 @@ class AlgorithmConfig:
     """Answers that the length limit cut are learned from, or give no gradient; null as in the recipe."""
     sampling: Any = field(default_factory=dict)
     """Draw more prompts in place of those whose answers are all equally good: {max_rounds: 10}; null for none."""
+    router_aux_loss: float = number(0.0, low=0)
+    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/moe.md. 0: none, as
+    is usual in reinforcement learning."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
 
@@ -300,6 +303,8 @@ class TrainerSettings(OptimizerConfig, TrainerConfig):
     minibatches: int = number(AlgorithmConfig.minibatches, low=1)
     """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
     batch has come."""
+    router_aux_loss: float = number(AlgorithmConfig.router_aux_loss, low=0)
+    """Weight of the auxiliary loss of a mixture of experts."""
     saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights in a checkpoint's hf/; auto: that in which the model was saved."""
     total_steps: int | None = number(None, low=1)

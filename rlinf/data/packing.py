@@ -86,6 +86,11 @@ class Row:
         return np.arange(len(self.response_ids)) if self.loss_mask is None else np.flatnonzero(self.loss_mask)
 
     @property
+    def learned_routes(self) -> np.ndarray | None:
+        """Experts of the tokens that predict the learned ones, [learned, layers, experts per token]."""
+        return None if self.routes is None else self.routes[len(self.prompt_ids) - 1 + self.places()]
+
+    @property
     def learned(self) -> int:
         """How many tokens are learned."""
         return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))

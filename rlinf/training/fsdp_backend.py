@@ -22,6 +22,7 @@ from rlinf.models.language.build import Build, build_policy, build_scores, build
 from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
 from rlinf.models.language.load import own_dtype
 from rlinf.models.language.lora import POLICY, using
+from rlinf.models.language.mixture.replay import Mixture
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.value_model import HEAD
 from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
@@ -91,6 +92,11 @@ class FsdpBackEnd:
     def model(self) -> PreTrainedModel:
         """The Hugging Face model."""
         return self.module.model
+
+    @property
+    def mixture(self) -> Mixture:
+        """The model's experts, as far as they are watched."""
+        return self.module.mixture
 
     def optimization(self, **settings: Any) -> Learner:
         return Learner(self.module, layout=self.layout, **settings)

@@ -56,11 +56,11 @@ class Routers:
         compiled: blocks around them may be compiled: what a router does is not, since it changes from pass to pass.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], *, compiled: bool = False):
+    def __init__(self, model: Any, names: Sequence[str], *, compiled: bool = False):
         modules: list[Any] = [model.get_submodule(name) for name in names]
         self.layers = tuple(_layer(name) for name in names)
         """Number of each router's layer among all layers of the model."""
-        self.all_layers = int(getattr(model, "config").get_text_config().num_hidden_layers)
+        self.all_layers = int(model.config.get_text_config().num_hidden_layers)
         """Layers of the model, those without a router among them."""
         self.chosen: list[Tensor | None] = [None] * len(modules)
         """Experts of each token of the last pass, by router, int64 [tokens, experts per token]."""

@@ -52,6 +52,27 @@ def joined(tokens: int, parts: Sequence[np.ndarray | None]) -> np.ndarray | None
     return whole
 
 
+def load_of(parts: Sequence[np.ndarray], layers: Sequence[int], experts: int) -> np.ndarray | None:
+    """The share of choices that each expert has, float32 [layers, experts].
+
+    Args:
+        parts: routes of all tokens of one optimizer step that predict learned ones, sample by sample.
+        layers: those that have experts, where routes are of all layers of the model.
+        experts: of a layer.
+
+    Returns:
+        Rows that add up to 1; None if not one token is known.
+    """
+    counts = np.zeros((len(layers), experts), np.int64)
+    for part in parts:
+        mine = part if part.shape[1] == len(layers) else part[:, list(layers)]
+        for layer, of_layer in enumerate(counts):
+            ids = mine[:, layer].ravel()
+            of_layer += np.bincount(ids[ids < experts], minlength=experts)
+    total = counts.sum(1, keepdims=True)
+    return (counts / total).astype(np.float32) if total.all() else None
+
+
 def side_by_side(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
     """Routes of texts one behind another, [sum of lengths, layers, experts per token]; None if no text has any.
 

@@ -115,6 +115,7 @@ def _rollout(config: RunConfig) -> dict[str, Any]:
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     return {
         **_learning(config, algorithm),
+        "router_aux_loss": config.algorithm.router_aux_loss,
         "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
         "lora": config.model.lora.settings,
         "reference": config.reference.inside if algorithm.needs_reference else None,

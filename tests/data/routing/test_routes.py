@@ -65,10 +65,7 @@ def test_a_sample_keeps_them_wherever_it_goes():
 @pytest.mark.parametrize("alike", [True, False])
 def test_packed_tokens_lie_beside_their_routes(alike):
     prompts = [np.arange(2, 8)] * 3 if alike else [np.arange(2, 8) + n for n in range(3)]
-    rows = [
-        Row(ids, np.arange(4) + 10 * n, routes=None if n == 1 else routes(9) if n or not alike else routes(9))
-        for n, ids in enumerate(prompts)
-    ]
+    rows = [Row(ids, np.arange(4) + 10 * n, routes=None if n == 1 else routes(9)) for n, ids in enumerate(prompts)]
     batch = pack(rows)
     assert (batch.places is not None) == alike
     assert len(batch.routes) == len(batch.ids)

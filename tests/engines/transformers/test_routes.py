@@ -84,7 +84,7 @@ async def test_new_weights_choose_for_the_tokens_they_make_and_for_no_other():
     await anext(stream)
     (begun,) = await engine.partial([0])
     await engine.load(packed(mixture(seed=1), version=1))
-    done = [one async for one in stream][0]
+    done = await anext(stream)
     before = len(begun.partial.routes)
     np.testing.assert_array_equal(done.routes[:before], begun.partial.routes)
     assert set(done.versions) == {0, 1}

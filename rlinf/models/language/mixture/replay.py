@@ -8,15 +8,16 @@ and Inference Routers", arXiv:2510.11370, eq. 6 to 8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf.data.packing import Packed
+from rlinf.data.packing import Packed, Row
 from rlinf.data.routing.routers import Routed, watch
-from rlinf.data.routing.routes import unknown
+from rlinf.data.routing.routes import load_of, unknown
 
 Replay = Literal["auto", True, False]
 """See `TrainerConfig.router_replay`."""
@@ -56,6 +57,21 @@ class Mixture:
     def told(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]:
         """What the pass gave, and how its tokens were routed, where that is watched."""
         return found if self.routers is None else (*found, self.routers.routed())
+
+    def load_of(self, rows: Sequence[Row]) -> np.ndarray:
+        """Which share of all choices each expert has in the rows of an optimizer step, float32 [layers, experts].
+
+        Raises:
+            ValueError: rows do not say where their tokens went.
+        """
+        assert self.routers is not None
+        told = [routes for row in rows if (routes := row.learned_routes) is not None]
+        if (found := load_of(told, self.routers.layers, self.routers.experts)) is None:
+            raise ValueError(
+                "algorithm.router_aux_loss balances experts by what the engine chose, and samples do not tell that: "
+                "take an engine that does, or set it to 0"
+            )
+        return found
 
     def settle(self, compute: Callable[[Packed], Any], probe: Packed, agreed: Callable[[bool], bool]) -> str | None:
         """See whether tokens go where they are told to; on all ranks together.

@@ -33,9 +33,13 @@ def mixture(kind="qwen3_moe", spread=1.0, **more):
 def rows(prompts=((0, 4), (0, 4), (1, 2), (2, 9)), answers=(5, 1, 8, 3), routes=None):
     texts = {key: np.random.default_rng(key).integers(2, VOCABULARY, key[1]) for key in prompts}
     return [
-        Row(texts[key], np.random.default_rng(n).integers(2, VOCABULARY, answer), routes=None if routes is None else routes[n])
+        Row(
+            texts[key],
+            np.random.default_rng(n).integers(2, VOCABULARY, answer),
+            routes=None if routes is None else routes[n],
+        )
         for n, (key, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 @torch.no_grad()
@@ -105,13 +109,14 @@ def test_with_the_experts_held_a_small_change_of_weights_moves_ratios_less():
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
             if "gate.weight" in name:
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     policy = policy_of(changed)
     free, _, _ = policy(pack(rows(**many)))
     held, _, routed = policy(pack(rows(**many, routes=own)))
-    assert routed.apart.any()  # some gates would choose otherwise now
-    far, near = ((one - old).exp().sub(1).abs().mean() for one in (free, held))
-    assert near < 0.5 * far
+    swapped = routed.apart.any(0)  # where gates would choose otherwise now
+    assert swapped.sum() > 10
+    far, near = ((one - old)[swapped].exp().sub(1).abs().mean() for one in (free, held))
+    assert near < 0.6 * far
 
 
 def test_a_policy_that_shall_not_replay_tells_all_the_same_and_another_one_nothing():

@@ -91,7 +91,7 @@ class ServedEngine(Engine):
             child: its process, then to be found under that name; made with `prepare` and `busy` of this engine.
         """
         self.child = child
-        self.seeded = child.server.seeded
+        self.seeded, self.routes = child.server.seeded, child.server.routes
         await child.start()
 
     @property

@@ -17,6 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlinf.engines.make import EngineSetup
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys by which configurations tell how many experts a layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, as its configuration counts them."""
+
+    layers: int
+    """Of the model, those without experts among them."""
+    top_k: int
+    """Experts that each token goes to."""
+    count: int
+    """Experts of a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -30,6 +45,8 @@ class ModelFiles:
     """Of each tensor of the model, by the name that trainers publish it under."""
     vocabulary: int
     """Tokens from 0 that it can read."""
+    experts: Experts | None = None
+    """Of a mixture."""
 
     def remove(self) -> None:
         """Delete what was made for the server."""
@@ -47,7 +64,8 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         config = AutoConfig.from_pretrained(setup.model)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-        return ModelFiles(Path(setup.model).absolute(), False, _shapes(empty), _vocabulary(config))
+        directory = Path(setup.model).absolute()
+        return ModelFiles(directory, False, _shapes(empty), _vocabulary(config), _experts(config))
     directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))
     try:
         with setup.build_model() as model:
@@ -59,7 +77,7 @@ def model_files(setup: EngineSetup) -> ModelFiles:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return ModelFiles(directory, True, shapes, _vocabulary(config))
+    return ModelFiles(directory, True, shapes, _vocabulary(config), _experts(config))
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -68,3 +86,10 @@ def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _vocabulary(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
+
+
+def _experts(config: PretrainedConfig) -> Experts | None:
+    text = config.get_text_config()
+    count = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
+    top_k = getattr(text, "num_experts_per_tok", None)
+    return Experts(int(text.num_hidden_layers), int(top_k), int(count)) if count and top_k else None

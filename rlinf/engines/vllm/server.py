@@ -37,6 +37,7 @@ class VllmServer:
 
     kind = "vLLM"
     seeded = True
+    routes = False
 
     def __init__(self, python: str, settings: Mapping[str, Any], deadline: float) -> None:
         self._python, self._settings, self._deadline = python, dict(settings), deadline

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rlinf.algos import experts, losses
+from rlinf.algos import losses
 from rlinf.algos.apply import loss_of
 from rlinf.algos.losses.aggregate import reduce
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor import experts
 from rlinf.algos.tensor.batches import MicroBatch
 from rlinf.algos.tensor.loss_sum import LossSum, Metric
 from rlinf.algos.tensor.sequences import counted

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlinf.algos import recipes
-from rlinf.algos.experts import drift, load
+from rlinf.algos.tensor.experts import drift, load
 from rlinf.data.packing import Row, pack
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner

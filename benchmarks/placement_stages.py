@@ -209,7 +209,7 @@ class Measuring:
         held = {name: (role.active_bytes, role.parked_bytes) for name, role in case.roles.items() if name != "judge"}
         self.ledger = Ledger(
             self.placed.of_actors, case.items, model="modelled", machine="sleeping", flow="rlinf.flows.grpo.grpo",
-            kind=KIND, held=held,
+            kinds=(KIND,) * self.case.devices, held=held,
         )  # fmt: skip
         self.seconds: list[float] = []
         self.told: list[dict[str, float]] = []

@@ -23,6 +23,7 @@ from rlinf.config.importing import look_in_working_directory, mistake_in, resolv
 from rlinf.placement.asynchronous.recommend import Recommended
 from rlinf.placement.auto.choose import FINALISTS, Chosen, Row, choose
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import KNOWN
 from rlinf.placement.plan import GB
 from rlinf.placement.plan_file import save
 from rlinf.placement.planner.plan_tree import leaves
@@ -57,11 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile", required=True, metavar="FILE", help="profile.json of a run of the flow")
     parser.add_argument(
-        "--devices", required=True, metavar="N", help="how many; of several kinds, h100=512,l40s=64 (as profiled)"
+        "--devices",
+        required=True,
+        metavar="N",
+        help="how many; of several kinds, h100=512,l40s=64, as profiled or known by their speed",
     )
     parser.add_argument("--per-node", type=int, default=1, metavar="N", help="roles take whole nodes of so many")
     parser.add_argument(
-        "--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes; left out: no limit"
+        "--memory-gb",
+        type=float,
+        metavar="GB",
+        help="memory of a device, 10^9 bytes; left out: as known of its kind, else no limit",
     )
     parser.add_argument("--items", type=int, metavar="N", help="items (prompts) of a step; as many as were profiled")
     parser.add_argument(
@@ -105,7 +112,8 @@ def _run(options: argparse.Namespace) -> None:
             raise PlanError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
     if options.staleness is not None and options.staleness < 0:
         raise PlanError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
-    memory = None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
+    known = {kind: own.memory for kind in devices if (own := KNOWN.get(kind)) is not None and own.memory is not None}
+    memory = known or None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
     flow = _flow(options.flow, profile) if options.rehearse > 0 else None
     try:
         chosen = choose(
@@ -119,6 +127,7 @@ def _run(options: argparse.Namespace) -> None:
             quantum=options.per_node,
             actors=_actors(options.actor),
             staleness=options.staleness,
+            hardware=KNOWN,
         )
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)
@@ -140,7 +149,8 @@ def _profile(path: str) -> Profile:
 
 def _devices(text: str, profile: Profile) -> dict[str, int]:
     """How many of each kind: a number where the profile knows one kind, else kind=number pairs."""
-    kinds = sorted({stage.kind for stage in profile.stages.values()} - {BESIDE}) or ["gpu"]
+    measured = {way.kind for stage in profile.stages.values() for way in stage.ways}
+    kinds = sorted(kind for kind in measured if kind != BESIDE and "+" not in kind) or ["gpu"]
     parts = [part.partition("=") for part in text.split(",")]
     if len(parts) == 1 and not parts[0][1]:
         if len(kinds) > 1:
@@ -154,8 +164,11 @@ def _devices(text: str, profile: Profile) -> dict[str, int]:
         if not number.strip().isdigit() or int(number) < 1:
             raise PlanError(f"--devices {text}: {number or kind!r} is no number of devices; write one of at least 1")
         found[kind.strip()] = int(number)
-    if unknown := [kind for kind in found if kind not in kinds]:
-        raise PlanError(f"--devices {text}: nothing was profiled on {unknown[0]!r}; there is: {', '.join(kinds)}")
+    if unknown := [kind for kind in found if kind not in kinds and kind not in KNOWN]:
+        raise PlanError(
+            f"--devices {text}: nothing was profiled on {unknown[0]!r}; there is: {', '.join(kinds)}; and known by "
+            f"their speed are {', '.join(KNOWN)}"
+        )
     return found
 
 

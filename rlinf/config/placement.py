@@ -40,7 +40,11 @@ class Placing:
     refused before anything starts; roles that do not fit side by side are parked while they are not at work."""
     node_groups: dict[str, Any] = field(default_factory=dict)
     """Names for parts of a cluster, `{big: {nodes: 0-3, hardware: h100}}`, for placements such as
-    `trainer: {node_group: big, placement: all}`."""
+    `trainer: {node_group: big, placement: all}`. Plans count every kind of hardware by itself."""
+    devices: dict[str, Any] = field(default_factory=dict)
+    """What a device of each kind of `hardware` holds and how fast it is: {l40s: {memory_gb: 43, tflops: 362, bandwidth:
+    864, link: 32}}, bandwidth and link in GB a second; relative speeds will do for plans from a profile. Cards such as
+    h100, a100 and l40s are known by their names. `gpu` is the kind of nodes that no group names."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from rlinf.job.roles.running import restore_own, save_own
 from rlinf.metrics.machine import machine
 from rlinf.placement.auto.auto import AutoPlacement
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Fleet
 from rlinf.placement.modes import spread
 from rlinf.placement.plan import Mode, Plan, RolePlan
 from rlinf.placement.plan_file import save as save_plan
@@ -48,6 +49,7 @@ class PlacementManager:
             placed.of_actors,
             prepared.items,
             count=placed.gpus,
+            kinds=placed.fleet.kinds,
             model=prepared.model,
             machine=machine(),
             flow=prepared.path,
@@ -58,9 +60,9 @@ class PlacementManager:
         if wanted.mode == "auto" and placed.devices > 1:
             self._auto = AutoPlacement(
                 prepared.flow,
-                placed.devices,
-                placed.memory,
-                explored=_explored(kinds, placed.devices),
+                placed.fleet,
+                placed.memory_by_kind,
+                explored=_explored(kinds, placed.fleet),
                 first=wanted.profile_steps,
                 replan_above=wanted.replan_above,
             )
@@ -109,9 +111,17 @@ class PlacementManager:
         return now
 
 
-def _explored(kinds: Sequence[RoleKind], devices: int) -> list[Plan]:
-    """What to measure besides all roles on all devices: roles on devices of their own, if there are enough."""
-    names = [kind.name for kind in kinds if kind.on_devices]
+def _explored(kinds: Sequence[RoleKind], fleet: Fleet) -> list[Plan]:
+    """What to measure besides all roles on all devices: roles on devices of their own, if there are enough. Of several
+    kinds of device, each role on each: as many placements as kinds, where generation has one and the others the next.
+    """
+    names, devices = [kind.name for kind in kinds if kind.on_devices], len(fleet.kinds)
+    alike = [fleet.of_kind(kind) for kind in fleet.counts]
+    if len(alike) > 1:
+        return [
+            Plan({name: RolePlan(alike[(turn + (at > 0)) % len(alike)]) for at, name in enumerate(names)})
+            for turn in range(len(alike))
+        ]
     modes: tuple[Mode, ...] = ("disaggregated", "hybrid")
     for mode in modes:
         try:

@@ -56,7 +56,7 @@ from rlinf.metrics.tracking import chosen, missing
 from rlinf.placement.auto.choose import Chosen, choose
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.profiling.profile import load
-from rlinf.placement.seats import KIND, Placed, RoleKind, place, placed_by, split_complaint
+from rlinf.placement.seats import Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.rewards.base import Reward, RewardSource
 from rlinf.runtime.gpu.own_device import own_device
 
@@ -270,12 +270,11 @@ def _planned(
         profile = load(Path(wanted.profile).expanduser())
         if problems := profile.mismatch(model, machine(), path):
             raise PlacementError(problems)
-        memory = None if placed.memory is None else {KIND: placed.memory}
         actors = {name: role.actor for name, role in own.items()}
         chosen = choose(
-            profile, {KIND: hosts}, memory, flow, items, extrapolate=wanted.extrapolate, actors=actors,
-            staleness=staleness,
-        )  # fmt: skip
+            profile, placed.fleet.counts, placed.memory_by_kind, flow, items, extrapolate=wanted.extrapolate,
+            actors=actors, staleness=staleness, hardware=placed.fleet.hardware,
+        ).numbered(placed.fleet)  # fmt: skip
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
         raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None

@@ -6,7 +6,6 @@ mistake. No process or device is touched, and torch is not imported.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +15,14 @@ from typing import Any
 
 from rlinf.config.placement import Placing
 from rlinf.placement.assignments import Assignment, assign
-from rlinf.placement.devices import Cluster, NodeGroup
-from rlinf.placement.grammar import PlacementError, parse
+from rlinf.placement.devices import Cluster
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import KIND, Fleet, cluster_of, fleet_of, least
 from rlinf.placement.modes import spread
 from rlinf.placement.plan import GB, Plan, RolePlan, complaints
 from rlinf.placement.plan_file import load as load_plan
 from rlinf.placement.shared_gpus import first_on_same, refused
 
-KIND = "gpu"
-"""Of devices that no node group names: to a plan, a process on a CPU is a device like any other."""
 _MISSING = re.compile(r"resource (\d+) does not exist")
 _ANY = 4096
 """Devices that are taken to exist while it is not known how many do: enough to read a placement string by."""
@@ -113,11 +111,30 @@ class Placed:
     turns: bool
     """Roles that share a device take turns on it; otherwise they compute side by side, as threads do."""
     memory: int | None = None
-    """Bytes of a device that may be filled; None: no limit."""
+    """Bytes of a device that may be filled, of the smallest where they differ; None: no limit."""
     plan: Plan = field(default_factory=lambda: Plan({}))
     """The same as a plan."""
     first: tuple[int, ...] = ()
     """Of each process the first one on the same GPU, if some share one; see `first_on_same`."""
+    fleet: Fleet = Fleet(())
+    """The kinds of the devices; empty: all are alike and nothing is known of them."""
+
+    def memory_on(self, device: int) -> int | None:
+        """Bytes of a device that may be filled; None: no limit."""
+        kinds = self.fleet.kinds
+        own = self.fleet.hardware.get(kinds[device]) if device < len(kinds) else None
+        return self.memory if own is None or own.memory is None else own.memory
+
+    @property
+    def memory_by_kind(self) -> dict[str, int] | None:
+        """Bytes that may be filled of a device of each kind that has a limit; None: none has."""
+        found = {kind: self.memory_on(self.fleet.of_kind(kind)[0]) for kind in self.fleet.counts}
+        return {kind: own for kind, own in found.items() if own is not None} or None
+
+    def room(self, role: str) -> int | None:
+        """Bytes that may be filled of the smallest device that a role has; None: no limit."""
+        numbers = frozenset[int]().union(*self.seats[role].devices)
+        return least([self.memory_on(number) for number in numbers or {*self.seats[role].hosts}])
 
     @cached_property
     def of_actors(self) -> dict[str, frozenset[int]]:
@@ -136,7 +153,8 @@ class Placed:
 
     def memory_of(self, hosts: int) -> dict[int, int] | None:
         """Bytes of each device of so many processes; None: no limit."""
-        return None if self.memory is None else dict.fromkeys(range(hosts), self.memory)
+        known = {number: self.memory_on(number) for number in range(hosts)}
+        return {number: own for number, own in known.items() if own is not None} or None
 
     def spawning(self, role: str, active_bytes: int = 0, parked_bytes: int = 0) -> dict[str, Any]:
         """What `system.spawn` takes to put a role where it belongs.
@@ -182,7 +200,9 @@ def place(
     cluster = cluster_of(wanted, hosts)
     by_hand = _by_hand(wanted, kinds, cluster if hosts > 1 else None)
     on_devices = [kind for kind in kinds if kind.on_devices]
-    memory = gpu_memory if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
+    fleet = fleet_of(wanted, hosts)
+    limit = gpu_memory if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
+    memory = least(fleet.memories(limit))
     chosen: dict[str, RolePlan] = {}
     plan = None
     if wanted.plan is not None:
@@ -199,14 +219,14 @@ def place(
     if problems := [*_doubled(seats, kinds), *refused(wanted, together, first, gpus)]:
         raise PlacementError(problems)
     turns = memory is not None or wanted.mode is not None or wanted.plan is not None
-    return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds), first)
+    return Placed(seats, hosts, turns, memory, plan or _as_plan(seats, kinds), first, fleet)
 
 
 def placed_by(plan: Plan, before: Placed, kinds: Sequence[RoleKind]) -> Placed:
     """The same roles where a plan wants them; those beside the devices stay."""
     chosen = by_role(plan)
     seats = {kind.name: _seat(kind, before.seats[kind.name], chosen.get(kind.name)) for kind in kinds}
-    return Placed(seats, before.devices, True, before.memory, plan, before.first)
+    return Placed(seats, before.devices, True, before.memory, plan, before.first, before.fleet)
 
 
 def by_role(plan: Plan) -> dict[str, RolePlan]:
@@ -220,41 +240,6 @@ def by_role(plan: Plan) -> dict[str, RolePlan]:
         for name, entry in plan.roles.items()
         for member in name.split("+")
     }
-
-
-def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Cluster:
-    """The devices of a job: one per process.
-
-    Args:
-        wanted: the section `placement`.
-        hosts: number of processes.
-        width: devices of a node; None: as many as torchrun started on this one.
-
-    Raises:
-        PlacementError: a node group that cannot be.
-    """
-    width = min(hosts, width or int(os.environ.get("LOCAL_WORLD_SIZE", hosts)))
-    count = -(-hosts // width)
-    complaints, groups = [], []
-    kinds = [KIND] * count
-    for label, given in wanted.node_groups.items():
-        try:
-            group = _group(label, given, count)
-        except (PlacementError, ValueError) as error:
-            complaints.append(str(error))
-            continue
-        groups.append(group)
-        if group.hardware is not None:
-            for node in group.nodes:
-                kinds[node] = group.hardware
-    if complaints:
-        raise PlacementError(complaints)
-    memory = None if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
-    nodes = [{kind: min(width, hosts - number * width)} for number, kind in enumerate(kinds)]
-    try:
-        return Cluster.declared(nodes, dict.fromkeys(kinds, memory), groups)
-    except ValueError as error:
-        raise PlacementError([f"placement.node_groups: {error}"]) from None
 
 
 def read_plan(path: str, roles: Sequence[str], cluster: Cluster, beside: Sequence[str] = ()) -> Plan:
@@ -389,11 +374,3 @@ def _doubled(seats: Mapping[str, Seat], kinds: Sequence[RoleKind]) -> Iterator[s
 def _as_plan(seats: Mapping[str, Seat], kinds: Sequence[RoleKind]) -> Plan:
     everywhere = {kind.name: frozenset[int]().union(*seats[kind.name].devices) for kind in kinds if kind.on_devices}
     return Plan({role: RolePlan(tuple(sorted(devices))) for role, devices in everywhere.items()})
-
-
-def _group(label: str, given: Any, nodes: int) -> NodeGroup:
-    key = f"placement.node_groups.{label}"
-    if not isinstance(given, Mapping) or "nodes" not in given or set(given) - {"nodes", "hardware"}:
-        raise PlacementError([f"{key}: write {{nodes: 0-3}}, and hardware: KIND if its devices differ from others'"])
-    numbers = tuple(rank for process in parse(str(given["nodes"]), nodes, key=f"{key}.nodes") for rank in process)
-    return NodeGroup(label, numbers, None if given.get("hardware") is None else str(given["hardware"]))

@@ -27,9 +27,9 @@ from rlinf.config.learning import BACK_ENDS, ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.routing.routers import Routed
 from rlinf.data.weights import Export
-from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
+from rlinf.models.language.parallel.arrangement import Sharding
 from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
@@ -232,6 +232,6 @@ def back_end_of(name: str) -> type[BackEnd]:
         found: type[BackEnd] = resolve(BACK_ENDS.get(name, name))
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"backend={name!r} is neither of {sorted(BACK_ENDS)} nor the dotted path of a class: {error}"
+            f"backend={name!r} is neither {' nor '.join(BACK_ENDS)} nor the dotted path of a class: {error}"
         ) from error
     return found

@@ -108,8 +108,10 @@ class Routers:
 
     def routed(self) -> Routed:
         """How the tokens `at` of the last pass were routed."""
-        seen = [one for one in self._seen if one is not None]
         assert self.at is not None
+        nothing = torch.zeros(self.experts, dtype=torch.float64, device=self.at.device)
+        none = _Seen(nothing, nothing, torch.zeros_like(self.at, dtype=torch.bool), None)  # of one not understood
+        seen = [none if one is None else one for one in self._seen]
         balances = [one.balance for one in seen if one.balance is not None]
         known = torch.zeros_like(self.at, dtype=torch.bool)
         if self._given is not None:

@@ -48,7 +48,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         placed: where the roles are.
         roles: that there are besides rollout, judge and trainer.
     """
-    kind, memory = device_kind(config.placement), placed.memory
+    kind, memory = device_kind(config.placement), placed.room("trainer")
     config, became = by_kind(config)
 
     def learns(changed: RunConfig) -> bool:
@@ -72,16 +72,20 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
     ]
     # what is refused is refused by the least; a lease of more than a device has would never be given
     held = {
-        role: (each.active_bytes if memory is None else min(each.active_bytes, memory), each.parked_bytes)
+        role: (
+            each.active_bytes if (room := placed.room(role)) is None else min(each.active_bytes, room),
+            each.parked_bytes,
+        )
         for role, each in found.items()
         if role in placed.seats
     }
-    warnings = (*_idle(config, placed), *_tight(found, memory))
+    warnings = (*_idle(config, placed), *_tight(found, placed))
     return Fitted(config, held, tuple(lines), warnings), problems
 
 
-def _tight(found: Mapping[str, Footprint], memory: int | None) -> Iterator[str]:
+def _tight(found: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:
     for role, each in found.items():
+        memory = placed.room(role) if role in placed.seats else placed.memory
         if memory is not None and each.spare and each.active_bytes > memory:
             key = "rollout.max_tokens" if role == "rollout" else "trainer.micro_batch_tokens"
             most = each.active_bytes / GB

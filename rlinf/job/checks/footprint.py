@@ -19,13 +19,14 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlinf.config.learning import RewardModelConfig
+from rlinf.config.learning import ParallelConfig, RewardModelConfig
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import by_kind, device_kind
 from rlinf.job.checks.transformer import ALLOWANCE, Shape, Training, logit_bytes, peak_bytes, saved_shape
 from rlinf.job.roles.named import kinds_of
-from rlinf.models.language.fsdp import Sharding, copies_of
-from rlinf.placement.seats import Placed, cluster_of, place
+from rlinf.models.language.parallel.arrangement import Sharding, arranged
+from rlinf.placement.hardware import cluster_of
+from rlinf.placement.seats import Placed, place
 from rlinf.weights.publish import publishing_bytes
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -241,14 +242,16 @@ def complaints(
     config, _ = by_kind(config)
     said: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for device, need in _needs(config, model_config, placed, roles, slices, least=True):
-        if sum(need.values()) > placed.memory:
+        memory = placed.memory_on(device)
+        if memory is not None and sum(need.values()) > memory:
             said.setdefault(tuple(need.items()), []).append(device)
     for needed, devices in said.items():
         parts = " and ".join(f"{taken / GB:.3g} GB for the {role}" for role, taken in needed)
         hosts_need = f"host {devices[0]} needs" if len(devices) == 1 else f"hosts {', '.join(map(str, devices))} need"
+        cures = "; or ".join(_cures(config, [role for role, _ in needed], placed.turns))
         yield (
             f"{hosts_need} at least {sum(taken for _, taken in needed) / GB:.3g} GB ({parts}) of "
-            f"{placed.memory / GB:.3g}; {'; or '.join(_cures(config, [role for role, _ in needed], placed.turns))}"
+            f"{(placed.memory_on(devices[0]) or 0) / GB:.3g}; {cures}"
         )
 
 
@@ -338,8 +341,10 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
     machines = {role: [machine[host] for host in placed.seats[role].hosts] for role in learning}
 
+    parallel = config.trainer.parallel if config.trainer.backend == "fsdp" else ParallelConfig()
+
     def slices(sharding: Sharding) -> dict[str, int]:
-        return {role: len(copies_of(sharding, where)[0]) for role, where in machines.items()}
+        return {role: len(arranged(sharding, where, parallel).copies[0]) for role, where in machines.items()}
 
     def fits(sharding: Sharding) -> bool:
         try:
@@ -353,7 +358,8 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     chosen: Sharding = next((one for one in order if fits(one)), "shard") if wanted == "auto" else wanted
     spread = slices(chosen)
     words = [f"{role} {_COPIES[chosen].format(count)}" for role, where in machines.items() if (count := len(where)) > 1]
-    limit = "no limit of memory" if placed.memory is None else f"{placed.memory / GB:.3g} GB of memory"
+    room = placed.room("trainer")
+    limit = "no limit of memory" if room is None else f"{room / GB:.3g} GB of memory"
     why = f", which auto chose by {limit}" if wanted == "auto" else ""
     return Spread(chosen, spread, f"sharding {chosen}{why}: {', '.join(words)}" if words else None)
 
@@ -369,6 +375,10 @@ def _learners_fit(
 ) -> bool:
     if placed.memory is None:
         return True
-    room = placed.memory * (1.0 if device_kind(config.placement) == "cuda" else _AUTO_FILLS)
+    fills = 1.0 if device_kind(config.placement) == "cuda" else _AUTO_FILLS
     needs = _needs(config, model_config, placed, roles, slices)
-    return all(sum(need.values()) <= room for _, need in needs if need.keys() & slices.keys())
+    return all(
+        sum(need.values()) <= fills * room
+        for device, need in needs
+        if need.keys() & slices.keys() and (room := placed.memory_on(device)) is not None
+    )

@@ -36,6 +36,7 @@ from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
 from rlinf.models.language.mixture.replay import Replay
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
@@ -70,6 +71,8 @@ class Build:
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
+    division: Division | None = None
+    """See `PolicyModel`."""
     router_replay: Replay | None = None
     """See `PolicyModel`."""
 
@@ -138,7 +141,7 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
 
 def _run(build: Build) -> dict[str, Any]:
     """How models of all kinds are run."""
-    names = ("gradient_checkpointing", "attention", "compiled")
+    names = ("gradient_checkpointing", "attention", "compiled", "division")
     return {name: getattr(build, name) for name in names}
 
 

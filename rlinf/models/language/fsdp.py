@@ -7,23 +7,18 @@ together: those of a copy's slices by FSDP2 in every backward pass, those of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import PolicyModel, blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be computed in; its weights and its optimizer are float32 whatever this is."""
-
-Sharding = Literal["shard", "replicate", "hybrid"]
-"""One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel); one copy per machine, in
-slices over its ranks (HSDP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +32,18 @@ class Layout:
     computes in another dtype than its weights', which is FSDP2's work too."""
     copies: DeviceMesh | None = None
     """Those that hold the same slices as this rank, one per copy; None for a single copy."""
+    division: Division | None = None
+    """Those that compute every micro-batch together with this rank; None where each has its own."""
 
     @property
     def first_copy(self) -> bool:
         """This rank's copy is the one that is saved and published."""
         return self.copies is None or self.copies.get_local_rank() == 0
 
-
-def copies_of(sharding: Sharding, machines: Sequence[Hashable]) -> list[list[int]]:
-    """The ranks of each copy of the model.
-
-    Args:
-        sharding: how it lies.
-        machines: of each rank, where it is.
-
-    Raises:
-        ValueError: there is no such sharding, or "hybrid" on machines with unequal numbers of ranks.
-    """
-    if sharding not in get_args(Sharding):
-        raise ValueError(f"sharding={sharding!r} is none of {list(get_args(Sharding))}")
-    if sharding == "shard":
-        return [[*range(len(machines))]]
-    if sharding == "replicate":
-        return [[rank] for rank in range(len(machines))]
-    found: dict[Hashable, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        found.setdefault(machine, []).append(rank)
-    counts = [len(ranks) for ranks in found.values()]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"sharding='hybrid' needs as many ranks on every machine, and there are {counts}: place them so, or take "
-            "'shard' or 'replicate'"
-        )
-    return [*found.values()]
+    @property
+    def counts(self) -> bool:
+        """What this rank finds of its data is not what another one tells, too."""
+        return self.division is None or self.division.lead
 
 
 def dtype_of(name: str) -> torch.dtype:

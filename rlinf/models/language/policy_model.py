@@ -27,6 +27,7 @@ from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, devic
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.mixture.replay import Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.parallel.tokens import Division, Share
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -56,6 +57,7 @@ class PolicyModel(nn.Module):
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
         router_replay: see `Mixture`.
+        division: ranks with which it computes every micro-batch together; None for none.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PolicyModel(nn.Module):
         compiled: Compile = False,
         compiler: str = "inductor",
         router_replay: Replay | None = None,
+        division: Division | None = None,
     ):
         super().__init__()
         self.model = model.eval()
@@ -79,6 +82,7 @@ class PolicyModel(nn.Module):
         """What its layers compute in; `shard` changes it."""
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
+        self._division = division
         self._chunk, self._attention = chunk, attention
         self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
         """Its experts, if it has any."""
@@ -104,35 +108,39 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
         """
-        return self.mixture.told(self._logprobs(batch, entropy_slope))
-
-    def _logprobs(self, batch: Packed, entropy_slope: bool) -> tuple[Tensor, Tensor]:
+        share = self._share(batch)
+        mine = batch if share is None else share.batch
         if not self.plain_head:
-            logits = self._kept(self.model, batch, "logits")
-            return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
-        head: Any = self.model.get_output_embeddings()
-        hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        bias = getattr(head, "bias", None)
-        return token_logprobs(
-            hidden,
-            head.weight,
-            bias,
-            batch.targets,
-            batch.temperature,
-            chunk=self._chunk,
-            entropy_slope=entropy_slope,
-            fused=self._fused,
-        )
+            logits = self._kept(self.model, batch, "logits", share)
+            found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
+        else:
+            head: Any = self.model.get_output_embeddings()
+            hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+            found = token_logprobs(
+                hidden,
+                head.weight,
+                getattr(head, "bias", None),
+                mine.targets,
+                mine.temperature,
+                chunk=self._chunk,
+                entropy_slope=entropy_slope,
+                fused=self._fused,
+            )
+        found = found if share is None else (share.whole(found[0]), share.whole(found[1]))
+        return self.mixture.told(found, batch, share)
 
-    def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
-        """What `part` of the model gives where learned tokens are predicted, [learned, ...]."""
+    def _share(self, batch: Packed) -> Share | None:
+        """This rank's part of a micro-batch; None for all of it."""
+        return None if self._division is None or not self.packs else self._division.share(batch)
+
+    def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
+        """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
         if batch.images:
             raise ValueError(
                 f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "
                 "data set, since their placeholders alone say nothing"
             )
         if self.packs:
-            self.mixture.begin(batch, batch.predicting())
             layout = Layout.of(
                 batch.lengths,
                 batch.ids.device,
@@ -140,18 +148,20 @@ class PolicyModel(nn.Module):
                 batch.places,
                 stands=batch.stands,
                 kernel=self.kernel,
+                pieces=None if share is None else share.pieces,
                 refusals=self._refusals,
             )
+            mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
+            self.mixture.begin(mine, mine.predicting())
             given = {
-                "input_ids": batch.ids[None],
-                "position_ids": batch.positions[None],
-                "attention_mask": torch.ones_like(
-                    batch.ids[None]
-                ),  # without it transformers looks for sequences itself
+                "input_ids": mine.ids[None],
+                "position_ids": positions[None],
+                # without it transformers looks for sequences itself
+                "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
-            return whole.index_select(0, batch.predicting())
+            return whole.index_select(0, mine.predicting())
         ids, places = _padded(batch)
         at = places.index_select(0, batch.kept)
         self.mixture.begin(batch, at, (places, ids.numel()))
@@ -194,7 +204,9 @@ class PolicyModel(nn.Module):
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
         if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
             refused.append(why)
-        if self._compile is True or (self._compile == "auto" and device.type == "cuda"):
+        if self._division is not None and self._compile is True:
+            raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
+        if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
             self._compile_it(probe, expected, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
@@ -260,6 +272,7 @@ class PolicyModel(nn.Module):
         if wanted != "flash" and device.type != "cpu" and self.computes_in in HALF:
             kernels = ["varlen", None] if wanted == "packed" else ["flash", "varlen", None]
         pads = wanted in ("padded", "any") or (wanted == "auto" and device.type == "cpu")
+        pads &= self._division is None  # whose tokens cannot be split
         heads = (True, False) if _head_is_plain(self.model) else (False,)
         for plain_head in heads:
             if wanted != "padded":
@@ -317,6 +330,9 @@ class PolicyModel(nn.Module):
         places = torch.arange(sum(probe.lengths), device=probe.ids.device) if probe.places is None else probe.places
         spoilt = torch.zeros_like(probe.ids, dtype=torch.bool)
         spoilt[places[start : start + probe.lengths[_SPOILT]]] = True
+        share = self._share(probe)
+        if share is not None:
+            spoilt = spoilt[share.tokens]
 
         def spoil(module: nn.Module, given: Any, found: Tensor) -> Tensor:
             return found.masked_fill(spoilt[None, :, None], torch.nan)

@@ -4,7 +4,8 @@ In: the seconds of every step, and what the stages of the flow were measured to 
 sentence of why. Who wakes whom: nobody; choosing computes in a thread while the run waits for it.
 
 How a role's time depends on its devices cannot be known from one size, so two placements are measured before the first
-plan: everybody on all devices, then each role on a share of them. What lies between the two is interpolated.
+plan: everybody on all devices, then each role on a share of them. What lies between the two is interpolated. Where
+devices differ, each role is measured on each kind of them instead.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 from rlinf.placement.auto.choose import Chosen, choose
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Fleet
 from rlinf.placement.plan import Plan
 from rlinf.placement.profiling.profile import Profile
-from rlinf.placement.seats import KIND, by_role
+from rlinf.placement.seats import by_role
 from rlinf.placement.simulator.simulate import Flow
 
 WINDOW = 5
@@ -43,8 +45,8 @@ class AutoPlacement:
 
     Args:
         flow: one step, to be rehearsed.
-        devices: of the job.
-        memory: bytes of each; None for no limit.
+        fleet: the devices of the job.
+        memory: bytes of each that may be filled, by kind; None for no limit.
         explored: placements to measure before the first plan, besides the one that the run begins with.
         first: steps that each of them is measured for.
         replan_above: plan anew when the median of the last few steps leaves what was expected by more than this share.
@@ -53,14 +55,14 @@ class AutoPlacement:
     def __init__(
         self,
         flow: Flow,
-        devices: int,
-        memory: int | None,
+        fleet: Fleet,
+        memory: Mapping[str, int] | None,
         *,
         explored: list[Plan],
         first: int,
         replan_above: float,
     ) -> None:
-        self._flow, self._devices, self._memory = flow, devices, memory
+        self._flow, self._fleet, self._memory = flow, fleet, memory
         self._first, self._replan_above = first, replan_above
         self._unexplored = list(explored)
         self._measured: list[tuple[Plan, float]] = []
@@ -94,11 +96,10 @@ class AutoPlacement:
         if expected is None and self._unexplored:
             goal = self._unexplored.pop(0)
             return Decision(goal, f"placement: {plan.mode} takes {typical:.2f} s a step; measuring {goal.mode}")
-        memory: Mapping[str, int] | None = None if self._memory is None else {KIND: self._memory}
         why = "" if expected is None else f" (steps take {typical:.2f} s where {expected:.2f} s were expected)"
         options = list(self._measured)
         try:
-            chosen = await asyncio.to_thread(self._choose, profile, memory)
+            chosen = await asyncio.to_thread(self._choose, profile)
             simulated = [row for row in chosen.best_of_modes if all(not _same(row.plan, one) for one, _ in options)]
             lag = _lag(chosen, plan, typical)
             options += [(row.plan, row.seconds + lag) for row in simulated]
@@ -112,12 +113,18 @@ class AutoPlacement:
         self._expected = seconds
         return Decision(goal, f"placement{why}: {goal.mode}, {seconds:.2f} s a step expected; {said}")
 
-    def _choose(self, profile: Profile, memory: Mapping[str, int] | None) -> Chosen:
-        devices = {KIND: self._devices}
+    def _choose(self, profile: Profile) -> Chosen:
+        def by(flow: Flow | None) -> Chosen:
+            fleet = self._fleet
+            found = choose(
+                profile, fleet.counts, self._memory, flow, extrapolate=True, hardware=fleet.hardware,
+            )  # fmt: skip
+            return found.numbered(fleet)
+
         try:
-            return choose(profile, devices, memory, self._flow, extrapolate=True)
+            return by(self._flow)
         except PlacementError:  # a flow of one's own may look into what a rehearsal cannot know: formulas have to do
-            return choose(profile, devices, memory, None, extrapolate=True)
+            return by(None)
 
     def _note(self, plan: Plan, seconds: float) -> None:
         """A placement was measured. If it was before and now takes longer, the others are taken to do so too."""

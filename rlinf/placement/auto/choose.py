@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from rlinf.data.step import works_ahead
 from rlinf.placement.asynchronous.handing_over import HandedOver, handed_over
@@ -20,6 +21,7 @@ from rlinf.placement.asynchronous.steady import load
 from rlinf.placement.auto.finalists import finalists, peaks
 from rlinf.placement.auto.risk import risk
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Fleet, Hardware
 from rlinf.placement.plan import Mode, Plan, Prediction
 from rlinf.placement.planner.plan_tree import leaves, to_plan
 from rlinf.placement.planner.search import Found
@@ -101,6 +103,10 @@ class Chosen:
         """The first plan of each mode."""
         return _firsts(self.rows)
 
+    def numbered(self, fleet: Fleet) -> Chosen:
+        """The same with devices by the numbers that a job gives them; see `Fleet.numbered`."""
+        return replace(self, rows=tuple(replace(row, plan=fleet.numbered(row.plan)) for row in self.rows))
+
 
 def choose(
     profile: Profile,
@@ -115,6 +121,7 @@ def choose(
     cost_error: float | None = None,
     actors: Mapping[str, type[Actor]] | None = None,
     staleness: int | None = None,
+    hardware: Mapping[str, Hardware] = MappingProxyType({}),
 ) -> Chosen:
     """Choose a plan for a profiled flow.
 
@@ -133,6 +140,10 @@ def choose(
         cost_error: see `choose_for`; None: what the profile's own error bars say.
         actors: see `simulate.rehearse`.
         staleness: versions by which weights that generate may be behind; None: as was profiled.
+        hardware: what is known of each kind, for stages that were not measured on all of them.
+
+    Returns:
+        Plans that count devices kind by kind, in the order of `devices`.
 
     Raises:
         PlacementError: it cannot be planned, or nothing fits.
@@ -145,13 +156,13 @@ def choose(
                 "brings: profile a synchronous run of the same model"
             ]
         )
-    workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate)
+    workload = workload_of(profile, devices, memory, items=items, extrapolate=extrapolate, hardware=hardware)
     if flow is not None and "session" in inspect.signature(flow).parameters:
         flow = None  # agents and their programs are not modelled
     cast = trial(flow, [stage.name for stage in workload.stages], actors=actors) if flow and per_mode else None
     workload, items = _coarse(workload, quantum), items or profile.items
     if cost_error is None:
-        cost_error = _mean_error(profile, workload, items, extrapolate=extrapolate)
+        cost_error = _mean_error(profile, workload, items, hardware, extrapolate=extrapolate)
     chosen = choose_for(workload, items, flow, per_mode=per_mode, cost_error=cost_error, cast=cast, staleness=staleness)
     if profile.staleness:
         return chosen
@@ -281,12 +292,16 @@ def _firsts(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(first.values())
 
 
-def _mean_error(profile: Profile, workload: Workload, items: int, *, extrapolate: bool) -> float:
+def _mean_error(
+    profile: Profile, workload: Workload, items: int, hardware: Mapping[str, Hardware], *, extrapolate: bool
+) -> float:
     """The mean relative error bar of the stages, each at the middle of its sizes."""
     bars = []
     for stage in workload.stages:
         middle = stage.options[len(stage.options) // 2]
-        seen = profile.time(stage.name, items, max(1, middle.devices), extrapolate=extrapolate)
+        there = profile.stages[stage.name].on(middle.kind, hardware)
+        assert there is not None  # of every kind that it has an option on
+        seen = there.time(items, max(1, middle.devices), extrapolate=extrapolate)
         bars.append(min(MOST_ERROR, seen.error / seen.seconds))
     return sum(bars) / len(bars)
 

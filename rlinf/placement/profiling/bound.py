@@ -6,10 +6,16 @@ waits here. Where the time above the bound went is `lost_time.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
+from .profile import BESIDE
 from .workload import Edge, Option, Stage, Workload
+
+_ROUNDS = 4
+"""Times that all pairs of three and more kinds are weighed against each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +23,8 @@ class Bound:
     """Seconds of one step below which it cannot get; each part is a bound of its own, and the largest is T_LB."""
 
     area: float
-    """B1: all device-seconds of work, each stage at its most efficient size, spread over all devices without a gap."""
+    """B1: all device-seconds of work, each stage at its most efficient size, spread over all devices without a gap;
+    of several kinds of device, each stage on the kind that suits it."""
     saturation: float
     """B2: the slowest stage at its fastest size; or stages in a row, where each needs all that the one before makes."""
     tail: float
@@ -112,21 +119,53 @@ def longest_row(seconds: Mapping[str, float], edges: Iterable[Edge]) -> float:
 
 
 def _area(workload: Workload, *, early: bool) -> float:
-    """Largest bound by device-seconds: of every kind for the stages that know no other, and of all devices together."""
-    total, everywhere = 0.0, sum(workload.devices.values())
-    by_kind = dict.fromkeys(workload.devices, 0.0)
+    """Device-seconds over devices. Of several kinds, each stage needs those of one, and which is left to the plan.
+
+    Let a second of a device of kind k cost w_k / N_k, with weights w that add up to 1. All devices cost T in a step of
+    T seconds, and a stage costs no less than at the cheapest of its sizes, so
+
+        T >= sum over stages of min over kinds of w_k a_k / N_k
+
+    whatever w is, with a_k the fewest device-seconds of the stage on kind k. The best w is found by dividing weight
+    between pairs of kinds: of two kinds exactly, of more nearly.
+    """
+    counts = {kind: count for kind, count in workload.devices.items() if count}
+    if not counts:
+        return 0.0
+    least = []
     for stage in workload.stages:
-        options = workload.usable(stage)
-        least = min(
-            option.devices * (quickest(workload, stage, option) - (option.longest if early else 0.0))
-            for option in options
-        )
-        total += least
-        kinds = {option.kind for option in options if option.devices}
-        if len(kinds) == 1 and least > 0:
-            by_kind[kinds.pop()] += least
-    parts = [seconds / workload.devices[kind] for kind, seconds in by_kind.items() if workload.devices[kind]]
-    return max([total / everywhere, *parts]) if everywhere else 0.0
+        own: dict[str, float] = {}
+        for option in workload.usable(stage):
+            seconds = quickest(workload, stage, option) - (option.longest if early else 0.0)
+            kind = option.kind if option.devices else BESIDE
+            own[kind] = min(own.get(kind, math.inf), option.devices * seconds)
+        if BESIDE not in own:  # what can run beside the devices takes none of them
+            least.append({kind: area / counts[kind] for kind, area in own.items()})
+
+    def value(weights: Mapping[str, float]) -> float:
+        return sum(min(weights[kind] * area for kind, area in own.items()) for own in least)
+
+    everywhere = sum(counts.values())
+    best = {kind: count / everywhere for kind, count in counts.items()}
+    for _ in range(_ROUNDS if len(counts) > 2 else len(counts) - 1):
+        for one, other in combinations(counts, 2):
+            best = max(best, _between(best, one, other, least, value), key=value)
+    return value(best)
+
+
+def _between(
+    weights: Mapping[str, float],
+    one: str,
+    other: str,
+    least: Sequence[Mapping[str, float]],
+    value: Callable[[Mapping[str, float]], float],
+) -> dict[str, float]:
+    """The weights with what two kinds have together divided best between them: all to one, or such that a stage costs
+    the same on both, since in between nothing bends."""
+    both = weights[one] + weights[other]
+    areas = [(own[one], own[other]) for own in least if one in own and other in own]
+    shares = [0.0, 1.0, *(theirs / (ours + theirs) for ours, theirs in areas if ours + theirs > 0)]
+    return max(({**weights, one: both * share, other: both * (1 - share)} for share in shares), key=value)
 
 
 def _after(workload: Workload, source: str) -> float:

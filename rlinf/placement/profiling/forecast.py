@@ -7,12 +7,14 @@ here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Hardware
 
 from .interpolation import OutOfRange
-from .profile import BESIDE, Profile
-from .workload import Edge, Sync, Workload, from_profile
+from .profile import BESIDE, Profile, StageProfile
+from .workload import Edge, Sync, Way, Workload, from_profile
 
 MOST_CHUNKS = 128
 """Beyond that many, a chunk's own cost outweighs what finer overlap brings."""
@@ -27,6 +29,7 @@ def workload(
     *,
     items: int | None = None,
     extrapolate: bool = False,
+    hardware: Mapping[str, Hardware] = MappingProxyType({}),
 ) -> Workload:
     """Return the workload of a profiled flow on some devices.
 
@@ -37,6 +40,7 @@ def workload(
         items: of one step; None: as many as were profiled.
         extrapolate: also use numbers of devices and items outside of what was measured; otherwise stages get those
             sizes only that lie within.
+        hardware: of each kind; by its speeds a stage is taken to be on kinds that it was not measured on.
 
     Raises:
         PlacementError: it cannot be planned; a message per stage that has no size.
@@ -47,20 +51,21 @@ def workload(
     if items < 1:
         raise PlacementError(["the profile does not say how many items a step has: name `items`"])
     problems: list[str] = []
-    counts: dict[str, Sequence[int]] = {}
+    ways: dict[str, list[Way]] = {}
     for name, stage in profile.stages.items():
-        if stage.kind != BESIDE and devices.get(stage.kind, 0) < 1:
-            there = ", ".join(kind for kind, count in devices.items() if count) or "no device"
-            problems.append(f"stage {name!r} was measured on {stage.kind!r}, there is: {there}; profile it there")
+        kinds = [stage.kind] if stage.kind == BESIDE else [kind for kind, count in devices.items() if count]
+        known = [own for kind in kinds if (own := stage.on(kind, hardware)) is not None]
+        if not known and stage.timings:
+            problems.append(_elsewhere(name, stage, kinds))
             continue
-        counts[name] = _sizes(profile, name, items, devices, extrapolate=extrapolate)
-        if not counts[name]:
-            problems.append(_unknown(profile, name, items, devices))
+        ways[name] = [(own, _sizes(own, items, devices, extrapolate=extrapolate)) for own in known]
+        if not any(sizes for _, sizes in ways[name]):
+            problems.append(_unknown(name, known or [stage], items, devices))
     if problems:
         raise PlacementError(problems)
     edges = [Edge(source, target, barrier) for source, target, barrier in profile.edges]
     return from_profile(
-        profile, edges, items, counts, devices, memory, chunks=chunk_choices(items), sync=_syncs(profile, devices),
+        profile, edges, items, ways, devices, memory, chunks=chunk_choices(items), sync=_syncs(profile, devices),
         extrapolate=extrapolate,
     )  # fmt: skip
 
@@ -73,9 +78,8 @@ def chunk_choices(items: int) -> tuple[int, ...]:
     return tuple(divisors[place] for place in sorted(picked))
 
 
-def _sizes(profile: Profile, name: str, items: int, devices: Mapping[str, int], *, extrapolate: bool) -> Sequence[int]:
+def _sizes(stage: StageProfile, items: int, devices: Mapping[str, int], *, extrapolate: bool) -> Sequence[int]:
     """Device counts whose time is known. With `extrapolate`, all: each item goes to one device at least."""
-    stage = profile.stages[name]
     if stage.kind == BESIDE:
         candidates: Sequence[int] = (1,)
     else:
@@ -85,26 +89,34 @@ def _sizes(profile: Profile, name: str, items: int, devices: Mapping[str, int], 
     measured = sorted({one.devices for one in stage.timings})
     if not measured:
         return ()
-    return [
-        count for count in candidates if measured[0] <= count <= measured[-1] and _known(profile, name, items, count)
-    ]
+    return [count for count in candidates if measured[0] <= count <= measured[-1] and _known(stage, items, count)]
 
 
-def _known(profile: Profile, name: str, items: int, count: int) -> bool:
+def _known(stage: StageProfile, items: int, count: int) -> bool:
     try:
-        profile.time(name, items, count)
+        stage.time(items, count)
     except OutOfRange:
         return False
     return True
 
 
-def _unknown(profile: Profile, name: str, items: int, devices: Mapping[str, int]) -> str:
+def _elsewhere(name: str, stage: StageProfile, kinds: Sequence[str]) -> str:
+    """Why nothing is known of a stage on the kinds there are."""
+    there = ", ".join(kinds) or "no device"
+    measured = [way.kind for way in stage.ways]
+    text = f"stage {name!r} was measured on {', '.join(map(repr, measured))}, there is: {there}; profile it there"
+    if any("+" in kind for kind in measured):
+        return f"{text}, on devices of one kind at a time"
+    return f"{text}, or say how fast both are (placement.devices)"
+
+
+def _unknown(name: str, ways: Sequence[StageProfile], items: int, devices: Mapping[str, int]) -> str:
     """Why a stage has no size: which numbers of items and devices were measured, and which are asked for."""
-    stage = profile.stages[name]
-    if not stage.timings:
+    timings = [one for way in ways for one in way.timings]
+    if not timings:
         return f"stage {name!r} was not measured: profile again"
-    counts, batches = {one.devices for one in stage.timings}, {one.batch for one in stage.timings}
-    there = 1 if stage.kind == BESIDE else devices[stage.kind]
+    counts, batches = {one.devices for one in timings}, {one.batch for one in timings}
+    there = max(1 if way.kind == BESIDE else devices[way.kind] for way in ways)
     return (
         f"stage {name!r} was measured with {_range(batches)} items on {_range(counts)} devices, asked for are {items} "
         f"on at most {there}: profile there, or allow extrapolation, whose error bars are wide"

@@ -31,7 +31,7 @@ from rlinf.runtime.system.observer import Lap
 
 from .bound import Bound, longest_row
 from .lost_time import Losses, split
-from .profile import Footprint, Profile, Release, StageProfile, Timing, save
+from .profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 from .step_costs import Seen, StageTime, observed, see
 
 PROFILE = "profile.json"
@@ -48,7 +48,7 @@ class Ledger:
         items: of a step.
         count: devices of the job, 0 to count - 1; those that no actor has count too.
         model, machine, flow: see `Profile`.
-        kind: of the devices.
+        kinds: of each device, by its number; "gpu" beyond.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
         known: what earlier runs measured.
         staleness: steps that work is begun early; above 0, a step's work is of several batches, so that no stage need
@@ -67,7 +67,7 @@ class Ledger:
         model: str,
         machine: str,
         flow: str,
-        kind: str = "gpu",
+        kinds: Sequence[str] = (),
         held: Mapping[str, tuple[int, int]] | None = None,
         known: Profile | None = None,
         staleness: int = 0,
@@ -76,7 +76,7 @@ class Ledger:
             raise ValueError("; ".join(problems))
         self.devices, self._items, self._count, self._known, self._held = devices, items, count, known, held
         self._about: dict[str, Any] = {
-            "model": model, "machine": machine, "flow": flow, "kind": kind, "staleness": staleness,
+            "model": model, "machine": machine, "flow": flow, "kinds": kinds, "staleness": staleness,
         }  # fmt: skip
         self._steps: deque[Profile] = deque(maxlen=WINDOW)
         self.last: Efficiency | None = None
@@ -139,8 +139,15 @@ def pooled(steps: Iterable[Profile]) -> Profile:
 
 
 def _pooled_stage(found: Sequence[StageProfile]) -> StageProfile:
-    kind = found[-1].kind
-    alike = [one for one in found if one.kind == kind]  # it may have moved from beside the devices onto some
+    """The kind that it was on last comes first; one beside the devices has no others, and may have moved onto some."""
+    kinds = dict.fromkeys(one.kind for one in reversed(found))
+    first, *rest = (_pooled_kind([one for one in found if one.kind == kind]) for kind in kinds)
+    release = _mean_release([one.release for one in found if one.release is not None])
+    others = tuple(one for one in rest if one.kind != BESIDE) if first.kind != BESIDE else ()
+    return replace(first, release=release, others=others)
+
+
+def _pooled_kind(alike: Sequence[StageProfile]) -> StageProfile:
     held: dict[int, list[Footprint]] = {}
     for footprint in itertools.chain.from_iterable(one.footprints for one in alike):
         held.setdefault(footprint.devices, []).append(footprint)
@@ -148,7 +155,7 @@ def _pooled_stage(found: Sequence[StageProfile]) -> StageProfile:
         _medians([timing for one in alike for timing in one.timings]),
         _mean_release([one.release for one in alike if one.release is not None]),
         tuple(_typical(held[devices]) for devices in sorted(held)),
-        kind,
+        alike[-1].kind,
     )
 
 
@@ -248,7 +255,7 @@ def efficiency(seen: Seen, profile: Profile, items: int) -> Efficiency | None:
 
 def _known(profile: Profile, name: str, items: int) -> Iterator[Timing]:
     if name in profile.stages:
-        yield from (one for one in profile.stages[name].timings if one.batch == items)
+        yield from (one for way in profile.stages[name].ways for one in way.timings if one.batch == items)
 
 
 def _work(stage: StageTime, known: list[Timing]) -> tuple[float, float]:

@@ -11,7 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
+
+from rlinf.placement.hardware import Hardware
 
 from .interpolation import Estimate, OutOfRange, Point, interpolate
 
@@ -52,6 +55,11 @@ class Timing:
             raise ValueError(f"seconds must be above 0 and spread at least 0, both finite: {self}")
         if self.busy is not None and not 0 <= self.busy <= self.seconds * (1 + 1e-9):
             raise ValueError(f"busy must lie between 0 and seconds: {self}")
+
+    def slowed(self, factor: float) -> Timing:
+        """The same where everything takes so many times as long."""
+        busy = None if self.busy is None else self.busy * factor
+        return replace(self, seconds=self.seconds * factor, spread=self.spread * factor, busy=busy)
 
     def merged(self, other: Timing) -> Timing:
         """Pool two sets of measurements of the same batch and devices (Chan et al. 1979, equation 2.1)."""
@@ -144,7 +152,31 @@ class StageProfile:
     footprints: tuple[Footprint, ...] = ()
     """One per number of devices."""
     kind: str = "gpu"
-    """Kind of device it was measured on; `BESIDE` for none."""
+    """Kind of device it was measured on; `BESIDE` for none; "h100+l40s" where it was on both at once."""
+    others: tuple[StageProfile, ...] = ()
+    """The same on other kinds, one each."""
+
+    @property
+    def ways(self) -> tuple[StageProfile, ...]:
+        """By kind of device."""
+        return (replace(self, others=()), *self.others)
+
+    def on(self, kind: str, hardware: Mapping[str, Hardware] = MappingProxyType({})) -> StageProfile | None:
+        """Return the stage on one kind of device, as it was measured there or by what is known of the kinds.
+
+        Generation goes with the memory's bandwidth, since every token reads all weights; all else with the products:
+        what caches and kernels make of a card is not in it. None: nothing tells.
+        """
+        measured = {way.kind: way for way in self.ways if way.timings}
+        if self.kind == BESIDE or kind in measured:
+            return measured.get(kind, replace(self, others=()))
+        for known, way in measured.items():
+            both = (hardware.get(known), hardware.get(kind))
+            speeds = [one and (one.bandwidth if self.release else one.tflops) for one in both]
+            if speeds[0] and speeds[1]:
+                timings = tuple(one.slowed(speeds[0] / speeds[1]) for one in way.timings)
+                return replace(way, timings=timings, kind=kind)
+        return None
 
     def time(self, batch: int, devices: int, *, extrapolate: bool = False) -> Estimate:
         """Estimate the seconds of a batch; see `interpolation.interpolate`.
@@ -196,13 +228,18 @@ class StageProfile:
         )
 
     def merged(self, other: StageProfile) -> StageProfile:
-        """Join the measurements of two runs."""
+        """Join the measurements of two runs, kind by kind."""
         release = self.release or other.release
         if self.release and other.release:
             release = self.release.merged(other.release)
+        first, *rest = _join((*self.ways, *other.ways), lambda way: way.kind, StageProfile._with)
+        return replace(first, release=release, others=tuple(rest))
+
+    def _with(self, other: StageProfile) -> StageProfile:
+        """Both of one kind."""
         timings = _join((*self.timings, *other.timings), lambda one: (one.batch, one.devices), Timing.merged)
         footprints = _join((*self.footprints, *other.footprints), lambda one: one.devices, Footprint.merged)
-        return StageProfile(timings, release, footprints, self.kind)
+        return replace(self, timings=timings, footprints=footprints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +295,16 @@ class Profile:
         """Join the profiles of two runs; the number of items of a step is the other's.
 
         Raises:
-            ValueError: they are of different models, machines, flows or kinds of device.
+            ValueError: they are of different models, machines or flows, or have a stage beside the devices and on some.
         """
         problems = list(other.mismatch(self.model, self.machine, self.flow))
         if other.staleness != self.staleness:
             problems.append(f"one is of staleness {self.staleness}, the other of {other.staleness}")
         both = self.stages.keys() & other.stages.keys()
         for name in sorted(both):
-            if self.stages[name].kind != other.stages[name].kind:
-                problems.append(
-                    f"stage {name!r} was measured on {self.stages[name].kind} and {other.stages[name].kind}"
-                )
+            ours, theirs = self.stages[name].kind, other.stages[name].kind
+            if (ours == BESIDE) != (theirs == BESIDE):
+                problems.append(f"stage {name!r} was measured on {ours} and {theirs}")
         if problems:
             raise ValueError("profiles cannot be merged: " + "; ".join(problems))
         stages = {**self.stages, **other.stages}
@@ -345,6 +381,7 @@ def _stage_in(name: str, entry: Mapping[str, Any]) -> StageProfile:
             None if release is None else Release(tuple(release["shares"]), release["count"]),
             tuple(Footprint(**one) for one in entry["footprints"]),
             entry["kind"],
+            tuple(_stage_in(name, other) for other in entry.get("others", ())),
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"stage {name!r}: {error}") from None
@@ -359,6 +396,4 @@ def _join(entries: Iterable[T], key: Callable[[T], Any], merge: Callable[[T, T],
 
 
 def _advice(error: OutOfRange) -> str:
-    if "asked for" not in str(error):
-        return ""
-    return "; measure there, or allow extrapolation, whose error bars are wide"
+    return "; measure there, or allow extrapolation, whose error bars are wide" if "asked for" in str(error) else ""

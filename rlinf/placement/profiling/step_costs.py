@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlinf.placement.hardware import KIND
 from rlinf.runtime.system.observer import Flow, Lap, Moved
 
 from .flow_graph import condense, loops
@@ -180,7 +181,7 @@ def observed(
     model: str,
     machine: str,
     flow: str,
-    kind: str = "gpu",
+    kinds: Sequence[str] = (),
     held: Mapping[str, tuple[int, int]] | None = None,
     staleness: int = 0,
 ) -> Profile:
@@ -192,7 +193,7 @@ def observed(
         seen: the step.
         items: of it.
         model, machine, flow: see `Profile`.
-        kind: of its devices.
+        kinds: of each device, by its number; "gpu" beyond.
         held: by role: bytes on each of its devices while it is loaded, and while it is parked.
         staleness: steps that work is begun early.
     """
@@ -209,12 +210,18 @@ def observed(
             (Timing(items, count, stage.seconds, busy=busy),),
             seen.release if name == seen.source else None,
             tuple(footprints),
-            kind if stage.devices else BESIDE,
+            _kind(stage.devices, kinds),
         )
     receivers = [len(seen.stages[target].devices) for _, target in seen.published if target in seen.stages]
     sync = (Timing(1, max(receivers, default=1) or 1, seen.sync),) if seen.sync > 0 else ()
     edges = tuple((edge.source, edge.target, edge.barrier) for edge in seen.edges)
     return Profile(model, machine, stages, {}, sync, flow, items, edges, seen.published, staleness)
+
+
+def _kind(devices: Iterable[int], kinds: Sequence[str]) -> str:
+    """Of some devices; of several kinds all their names."""
+    found = {kinds[number] if number < len(kinds) else KIND for number in devices}
+    return "+".join(sorted(found)) or BESIDE
 
 
 def _switches(lap: Lap, devices: Mapping[str, frozenset[int]], everywhere: Iterable[int]) -> dict[int, list[Spans]]:

@@ -181,11 +181,15 @@ class Workload:
         return f"its smallest size takes {option.devices} {option.kind}, there are {have}: add {option.devices - have}"
 
 
+Way = tuple[StageProfile, Sequence[int]]
+"""A stage on one kind of device, and how many of them it may have."""
+
+
 def from_profile(
     profile: Profile,
     edges: Sequence[Edge],
     items: int,
-    counts: Mapping[str, Sequence[int]],
+    ways: Mapping[str, Sequence[Way]],
     devices: Mapping[str, int],
     memory: Mapping[str, int] | None = None,
     *,
@@ -196,10 +200,10 @@ def from_profile(
     """Return the workload of a profiled flow.
 
     Args:
-        profile: costs of every stage in `counts`.
+        profile: costs of transfers.
         edges: of the flow's graph.
         items: of one step.
-        counts: per stage, the device counts it may run on.
+        ways: per stage, what it costs on each kind of device, and the device counts that it may run on there.
         devices: how many there are, by kind.
         memory: bytes of one, by kind.
         chunks: into how many a step may be cut; each must divide `items`.
@@ -214,17 +218,18 @@ def from_profile(
     if wrong := [count for count in chunks if count < 1 or items % count]:
         raise PlacementError([f"chunks: {items} items cannot be cut into {wrong[0]} equal ones"])
     stages = []
-    for name, sizes in counts.items():
-        stage = profile.stages[name]
-        longest = 0.0 if profile.staleness else stage.longest(items)
-        anywhere = next(iter(devices), "gpu")
+    anywhere = next(iter(devices), "gpu")
+    for name, kinds in ways.items():
         options = []
-        for size in sizes:
-            counted = 1 if stage.kind == BESIDE else size
-            seconds = profile.time(name, items, counted, extrapolate=extrapolate).seconds
-            made = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
-            options.append(replace(made, longest=min(longest, seconds)))
-        stages.append(Stage(name, tuple(options), None if profile.staleness else stage.release))
+        for stage, sizes in kinds:
+            longest = 0.0 if profile.staleness else stage.longest(items)
+            for size in sizes:
+                counted = 1 if stage.kind == BESIDE else size
+                seconds = stage.time(items, counted, extrapolate=extrapolate).seconds
+                made = _option(stage, counted, seconds, _chunk_seconds(stage, items, counted, chunks), anywhere)
+                options.append(replace(made, longest=min(longest, seconds)))
+        release = next((stage.release for stage, _ in kinds if stage.release is not None), None)
+        stages.append(Stage(name, tuple(options), None if profile.staleness else release))
     moved = [
         Edge(edge.source, edge.target, edge.barrier, profile.transfers.get((edge.source, edge.target), 0.0) * items)
         for edge in edges

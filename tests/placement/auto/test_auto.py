@@ -12,6 +12,7 @@ from rlinf.placement.auto import auto
 from rlinf.placement.auto.auto import WINDOW, AutoPlacement
 from rlinf.placement.auto.choose import Chosen, Row
 from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Fleet
 from rlinf.placement.plan import Plan, RolePlan
 from rlinf.placement.planner.search import Found
 from rlinf.placement.profiling.bound import Bound
@@ -37,7 +38,9 @@ def profile(rollout: float, trainer: float) -> Profile:
 
 
 def planner(first=3, explored=(APART,), replan_above=0.15):
-    return AutoPlacement(grpo, 2, None, explored=list(explored), first=first, replan_above=replan_above)
+    return AutoPlacement(
+        grpo, Fleet(("gpu",) * 2), None, explored=list(explored), first=first, replan_above=replan_above
+    )
 
 
 def simulate(monkeypatch, *rows):
@@ -68,7 +71,7 @@ async def test_it_goes_where_a_simulation_promises_more_than_anything_measured(m
     one = planner(explored=())
     steps(one, 2.0, 2.0, 2.0)
     decision = await one.decide(profile(1.0, 1.0), TOGETHER)
-    assert decision.plan is MIXED
+    assert decision.plan == MIXED
     assert "hybrid, 1.00 s a step expected" in decision.said
 
 
@@ -85,7 +88,7 @@ async def test_what_was_measured_counts_more_than_what_was_simulated_there(monke
     steps(one, 2.0, 2.0, 2.0)
     await one.decide(profile(1.0, 1.0), TOGETHER)
     steps(one, 1.5, 1.5, 1.5)
-    assert (await one.decide(profile(1.0, 1.0), APART)).plan is MIXED
+    assert (await one.decide(profile(1.0, 1.0), APART)).plan == MIXED
     assert steps(one, *[2.5] * (WINDOW + 1))[-1], "far from the promised 1.0"
     back = await one.decide(profile(1.0, 1.0), MIXED)
     assert back.plan is APART

@@ -225,12 +225,18 @@ def test_a_profile_becomes_a_workload():
     stage = StageProfile(timings, footprints=(Footprint(1, 10, 2, 0.5, 0.25),))
     profile = Profile("m", "2x", {"a": stage, "b": stage}, {("a", "b"): 0.5})
     workload = from_profile(
-        profile, [Edge("a", "b")], 64, {"a": [1, 2], "b": [1]}, {"gpu": 2}, {"gpu": 80}, chunks=(1, 16)
+        profile,
+        [Edge("a", "b")],
+        64,
+        {"a": [(stage, [1, 2])], "b": [(stage, [1])]},
+        {"gpu": 2},
+        {"gpu": 80},
+        chunks=(1, 16),
     )
     assert workload.stages[0].options[1] == Option(2, 32.0, "gpu", 10, 2, 0.5, 0.25, {1: 32.0, 16: 2.0})
     assert workload.edges == (Edge("a", "b", False, 32.0),)
     with pytest.raises(PlacementError, match="64 items cannot be cut into 5"):
-        from_profile(profile, [], 64, {"a": [1]}, {"gpu": 2}, chunks=(5,))
+        from_profile(profile, [], 64, {"a": [(stage, [1])]}, {"gpu": 2}, chunks=(5,))
 
 
 def _bar(stages, edges, count):

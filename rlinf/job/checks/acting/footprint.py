@@ -68,10 +68,11 @@ def unfit(config: EmbodiedConfig, placed: Placed, footprints: Mapping[str, Footp
         footprints: of the roles.
     """
     for role, footprint in footprints.items():
-        if placed.memory is None or footprint.active_bytes <= placed.memory:
+        memory = placed.room(role)
+        if memory is None or footprint.active_bytes <= memory:
             continue
         advice = (
-            f"{role} takes at least {footprint.active_bytes / GB:,.1f} GB of a device of {placed.memory / GB:,.1f} GB: "
+            f"{role} takes at least {footprint.active_bytes / GB:,.1f} GB of a device of {memory / GB:,.1f} GB: "
             + ", or ".join(_cures(config, role))
         )
         yield Problem(

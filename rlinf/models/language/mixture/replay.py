@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlinf.data.packing import Packed, Row
 from rlinf.data.routing.routers import Routed, watch
 from rlinf.data.routing.routes import load_of, unknown
+from rlinf.models.language.parallel.tokens import Share
 
 Replay = Literal["auto", True, False]
 """See `TrainerConfig.router_replay`."""
@@ -54,9 +56,20 @@ class Mixture:
                 routes = _padded(routes, batch, *rectangle)
             self.routers.begin(routes, at, batch.expert_load)
 
-    def told(self, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]:
-        """What the pass gave, and how its tokens were routed, where that is watched."""
-        return found if self.routers is None else (*found, self.routers.routed())
+    def told(
+        self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]:
+        """What the pass gave, and how its tokens were routed, where that is watched.
+
+        Args:
+            found: of all learned tokens.
+            batch: the whole micro-batch.
+            share: this rank's part of it, None for all: then ranks tell each other of theirs.
+        """
+        if self.routers is None:
+            return found
+        routed = self.routers.routed()
+        return (*found, routed if share is None else _whole(routed, share))
 
     def load_of(self, rows: Sequence[Row]) -> np.ndarray:
         """Which share of all choices each expert has in the rows of an optimizer step, float32 [layers, experts].
@@ -109,13 +122,22 @@ class Mixture:
         asked = self.replays
         self.replays = True
         try:
-            compute(probe.routed(made % routers.experts))
+            found = compute(probe.routed(made % routers.experts))[2]
         finally:
             self.replays = asked
-        if not routers.understood:
-            return False
         wanted = made.index_select(0, probe.predicting()) % routers.experts
-        return torch.equal(routers.taken().long().index_select(0, routers.at), wanted)
+        counts = torch.nn.functional.one_hot(wanted, routers.experts).sum((0, 2))
+        return routers.understood and torch.equal(found.counts, counts.double())
+
+
+def _whole(routed: Routed, share: Share) -> Routed:
+    """How all learned tokens were routed, from what each rank says of its own."""
+    counts, chances = (part.clone() for part in (routed.counts, routed.chances))
+    dist.all_reduce(counts, group=share.group)
+    dist.all_reduce(chances, group=share.group)
+    said = share.whole(torch.cat([routed.apart, routed.known[None]]).t().float()) > 0.5
+    balance = None if routed.balance is None else share.whole(routed.balance)
+    return Routed(counts, chances, said[:, :-1].t(), said[:, -1], balance)
 
 
 def _must(why: str) -> str:

@@ -1,0 +1,192 @@
+"""What the devices of a job are: their kinds by node group, what one of each kind holds, and how fast it is.
+
+In: the section `placement`, the size of the job. Out: a `Cluster`, which placement strings count through, and a
+`Fleet`, which the planner counts. No device is touched: what is not declared is not known, but for a few cards by name.
+
+A planner takes devices kind by kind; a job numbers them through its nodes. `Fleet.numbered` is the way back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from rlinf.config.placement import Placing
+from rlinf.placement.devices import Cluster, NodeGroup
+from rlinf.placement.grammar import PlacementError, parse
+from rlinf.placement.plan import GB, Plan
+
+KIND = "gpu"
+"""Of devices whose kind nobody names: to a plan, a process on a CPU is a device like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of device. Where only plans from a profile are made, its speeds may be relative ones."""
+
+    memory_gb: float | None = None
+    """GB (10^9 bytes) of it that roles may fill."""
+    tflops: float | None = None
+    """10^12 operations a second of dense bfloat16 products, by its maker."""
+    bandwidth: float | None = None
+    """GB a second from its own memory."""
+    link: float | None = None
+    """GB a second to other devices of its machine, one way."""
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that roles may fill; None: not known."""
+        return None if self.memory_gb is None else int(min(self.memory_gb, 1e9) * GB)
+
+
+KNOWN: Mapping[str, Hardware] = {
+    "b200": Hardware(176, 2250, 8000, 900),
+    "h200": Hardware(138, 989, 4800, 450),
+    "h100": Hardware(78, 989, 3350, 450),
+    "h800": Hardware(78, 989, 3350, 200),
+    "h20": Hardware(94, 148, 4000, 450),
+    "a100": Hardware(78, 312, 2039, 300),
+    "a800": Hardware(78, 312, 2039, 200),
+    "l40s": Hardware(43, 362, 864, 32),
+    "l20": Hardware(43, 119.5, 864, 32),
+    "rtx4090": Hardware(23, 165, 1008, 32),
+}
+"""By the names that `node_groups` use: their makers' figures without sparsity, and what is left of their memory by
+`torch.cuda` for roles (92 %)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The devices of a job by kind."""
+
+    kinds: tuple[str, ...]
+    """Of each device, in the order of their numbers."""
+    hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    """What is known of a kind."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many there are of each kind, in the order in which the kinds first come."""
+        return {kind: self.kinds.count(kind) for kind in dict.fromkeys(self.kinds)}
+
+    def of_kind(self, kind: str) -> tuple[int, ...]:
+        """Numbers of the devices of a kind."""
+        return tuple(number for number, own in enumerate(self.kinds) if own == kind)
+
+    def numbered(self, plan: Plan) -> Plan:
+        """A plan that counts devices kind by kind, as planners do, in the job's own numbers."""
+        numbers = [number for kind in self.counts for number in self.of_kind(kind)]
+        roles = {
+            name: replace(role, devices=tuple(sorted(numbers[device] for device in role.devices)))
+            for name, role in plan.roles.items()
+        }
+        return replace(plan, roles=roles)
+
+    def memories(self, limit: int | None) -> tuple[int | None, ...]:
+        """Bytes of each device that roles may fill.
+
+        Args:
+            limit: of every device whose kind says nothing; None: there is no limit.
+        """
+        known = {kind: own.memory for kind, own in self.hardware.items() if own.memory is not None}
+        return tuple(known.get(kind, limit) for kind in self.kinds)
+
+
+def fleet_of(wanted: Placing, hosts: int) -> Fleet:
+    """The devices of a job by kind.
+
+    Args:
+        wanted: the section `placement`. A limit of its own, `device_memory_gb`, holds for every kind.
+        hosts: number of processes.
+
+    Raises:
+        PlacementError: node groups or kinds that cannot be.
+    """
+    hardware = hardware_of(wanted)
+    if wanted.device_memory_gb is not None:
+        hardware = {kind: replace(own, memory_gb=wanted.device_memory_gb) for kind, own in hardware.items()}
+    return Fleet(tuple(device.kind for device in cluster_of(wanted, hosts).devices), hardware)
+
+
+def hardware_of(wanted: Placing) -> dict[str, Hardware]:
+    """What is known of the kinds that node groups name: what `placement.devices` says, or else a card's own figures.
+
+    Raises:
+        PlacementError: with every mistake; each begins with its key.
+    """
+    named = [KIND, *(given.get("hardware") for given in wanted.node_groups.values() if isinstance(given, Mapping))]
+    kinds = [str(kind) for kind in dict.fromkeys(named) if kind is not None]
+    found = {kind: KNOWN[kind] for kind in kinds if kind in KNOWN}
+    problems = []
+    names = [one.name for one in fields(Hardware)]
+    for kind, given in wanted.devices.items():
+        key = f"placement.devices.{kind}"
+        if kind not in kinds:
+            near = get_close_matches(kind, kinds, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(kinds)}"
+            problems.append(f"{key}: no node group has such hardware; {hint}")
+        elif not isinstance(given, Mapping) or not given or set(given) - {*names}:
+            problems.append(f"{key}: write any of {', '.join(names)}, as in {{memory_gb: 43, bandwidth: 864}}")
+        elif wrong := [name for name, value in given.items() if not _positive(value)]:
+            problems.append(f"{key}.{wrong[0]}: {given[wrong[0]]!r} is no number above 0")
+        else:
+            found[kind] = replace(found.get(kind, Hardware()), **given)
+    if problems:
+        raise PlacementError(problems)
+    return found
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def cluster_of(wanted: Placing, hosts: int, *, width: int | None = None) -> Cluster:
+    """The devices of a job: one per process.
+
+    Args:
+        wanted: the section `placement`.
+        hosts: number of processes.
+        width: devices of a node; None: as many as torchrun started on this one.
+
+    Raises:
+        PlacementError: a node group that cannot be.
+    """
+    width = min(hosts, width or int(os.environ.get("LOCAL_WORLD_SIZE", hosts)))
+    count = -(-hosts // width)
+    complaints, groups = [], []
+    kinds = [KIND] * count
+    for label, given in wanted.node_groups.items():
+        try:
+            group = _group(label, given, count)
+        except (PlacementError, ValueError) as error:
+            complaints.append(str(error))
+            continue
+        groups.append(group)
+        if group.hardware is not None:
+            for node in group.nodes:
+                kinds[node] = group.hardware
+    if complaints:
+        raise PlacementError(complaints)
+    memory = None if wanted.device_memory_gb is None else int(min(wanted.device_memory_gb, 1e9) * GB)
+    own = {kind: known.memory for kind, known in hardware_of(wanted).items()}
+    nodes = [{kind: min(width, hosts - number * width)} for number, kind in enumerate(kinds)]
+    try:
+        return Cluster.declared(nodes, {kind: memory or own.get(kind) for kind in kinds}, groups)
+    except ValueError as error:
+        raise PlacementError([f"placement.node_groups: {error}"]) from None
+
+
+def _group(label: str, given: Any, nodes: int) -> NodeGroup:
+    key = f"placement.node_groups.{label}"
+    if not isinstance(given, Mapping) or "nodes" not in given or set(given) - {"nodes", "hardware"}:
+        raise PlacementError([f"{key}: write {{nodes: 0-3}}, and hardware: KIND if its devices differ from others'"])
+    numbers = tuple(rank for process in parse(str(given["nodes"]), nodes, key=f"{key}.nodes") for rank in process)
+    return NodeGroup(label, numbers, None if given.get("hardware") is None else str(given["hardware"]))
+
+
+def least(memories: Sequence[int | None]) -> int | None:
+    """The fewest bytes of some devices; None: none of them has a limit."""
+    return min((own for own in memories if own is not None), default=None)

@@ -118,7 +118,7 @@ def told(batch: list[Group], seed: int = 5) -> list[Group]:
     return made
 
 
-def routed(batch: list[Group], layers: int = 2, experts: int = 4, top: int = 2) -> list[Group]:
+def routed(batch: list[Group], layers: int = 2, experts: int = 6, top: int = 2) -> list[Group]:
     """The same as an engine tells it that sent tokens to any experts, those of a prompt once for all its answers."""
     rng = np.random.default_rng(9)
 

@@ -113,6 +113,10 @@ class Several:
     told: Callable[[Tensor], Mapping[str, float]]
     """Metrics by their names, of the sums of the whole batch."""
 
+    def nothing(self) -> Several:
+        """What adds nothing."""
+        return Several(torch.zeros_like(self.sums), self.told)
+
     def __add__(self, other: Several) -> Several:
         return Several(self.sums + other.sums, self.told)
 

@@ -47,7 +47,7 @@ class Apprentice(Watched, Trainer):
         return {**super()._inspect(), "packs": self._back.module.packs}
 
 
-EXPERTS = toys.configuration("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+EXPERTS = toys.configuration("qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16)
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model": toys.configuration("qwen2")},
     "llama": {"model": toys.configuration("llama")},

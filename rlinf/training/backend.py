@@ -92,8 +92,9 @@ class Ranks(Protocol):
         """Of each rank, the machine that it is on."""
         ...
 
-    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
-        """A mesh of some ranks; each of them calls this, for a purpose that no other mesh of theirs has."""
+    async def mesh_of(self, ranks: Sequence[int], purpose: str, rows: int | None = None) -> DeviceMesh:
+        """A mesh of some ranks, in so many rows where it has two dimensions; each of them calls this, for a purpose
+        that no other mesh of theirs has."""
         ...
 
     def compute(self, fn: Callable[..., Any], /, *args: Any) -> Coroutine[Any, Any, Any]:

@@ -82,6 +82,8 @@ class FsdpBackEnd:
             model.compiled,
             layout.ranks,
             layout.division,
+            layout.matrices,
+            layout.experts,
             model.router_replay,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
@@ -194,6 +196,9 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
     async def some(members: Sequence[int], purpose: str) -> DeviceMesh | None:
         return await mesh(members, purpose) if len(members) > 1 else None
 
+    async def parts(count: int, purpose: str) -> DeviceMesh | None:
+        return await ranks.mesh_of(own, purpose, len(own) // count) if count > 1 else None
+
     share, part = divmod(together.index(me), split.tensor)
     division = None
     if len(together) > 1:
@@ -208,6 +213,8 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
         await mesh(own, "slices") if len(own) > 1 or mixed else None,
         await some(alike, "copies"),
         division,
+        await parts(split.tensor, "matrices"),
+        await parts(split.expert, "experts"),
     )
 
 

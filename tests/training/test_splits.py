@@ -6,18 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
 from rlinf.models.language.parallel.arrangement import arranged
 from rlinf.models.language.parallel.tokens import zigzag
+from rlinf.weights.hf_export import MODEL
 from tests.actors import toys
 from tests.actors.watched import in_double
-from tests.training.programs.splits import CASES, batch
+from tests.training.programs.splits import CASES, FROM, batch
 
 PROGRAM = Path(__file__).parent / "programs" / "splits.py"
-RUNS = {2: ("context", "context, windows")}
+RUNS = {
+    2: ("context", "context, windows", "tensor", "expert"),
+    4: ("tensor, context, expert", "tensor and slices", "tensor in copies"),
+}
 """By number of ranks, what is examined."""
 PATIENCE = 150.0
 """Seconds for a job; generous, since tests share their cores."""
@@ -26,16 +31,18 @@ LR, CLIP, DECAY = 0.01, 0.05, 0.1
 
 @pytest.fixture(scope="module")
 def results(zygotes, tmp_path_factory):
-    """What every split model answered, by its name."""
-    found = {}
+    """What every split model answered, by its name, and the checkpoint that it saved."""
+    found, saved = {}, "-"
     for world, names in RUNS.items():
         out = tmp_path_factory.mktemp("splits") / "out.pt"
-        ranks = zygotes.run(PROGRAM, world, out, *names)
+        ranks = zygotes.run(PROGRAM, world, out, saved, *names)
         try:
             assert ranks.codes(PATIENCE) == [0] * world, ranks.everything()
         finally:
             ranks.end()
-        found |= torch.load(out, weights_only=False)
+        saved = out.parent
+        answers = torch.load(out, weights_only=False)
+        found |= {name: {**answer, "saved": saved / name} for name, answer in answers.items()}
     return found
 
 
@@ -45,8 +52,8 @@ def plain(name):
     case = CASES[name]
     net = in_double(build_model(toys.configuration(case.kind, **case.more), load_tokenizer(toys.ALPHABET)).eval())
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
-    steps = []
-    for _ in range(2):
+    steps, weights = [], []
+    for _ in range(3):
         optimizer.zero_grad()
         loss, logprobs = by_itself(net)
         loss.backward()
@@ -54,7 +61,8 @@ def plain(name):
         norm = float(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP))
         optimizer.step()
         steps.append((float(loss.detach()), norm, gradients, logprobs))
-    return steps, {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        weights.append({name: parameter.detach().clone() for name, parameter in net.named_parameters()})
+    return steps, weights
 
 
 def by_itself(net):
@@ -88,15 +96,28 @@ class TestASplitModel:
         assert found.keys() == gradients.keys()
         largest = max(float(gradient.abs().max()) for gradient in gradients.values())
         assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6 * largest
-        for told, (loss, norm, *_) in zip(results[name]["steps"], steps, strict=True):
+        for told, (loss, norm, *_) in zip(results[name]["steps"], steps, strict=False):
             assert (told["loss"], told["grad_norm"]) == pytest.approx((loss, norm), rel=1e-6)
             assert told["weight"] == sum(len(row.response_ids) for row in batch())
 
     def test_learns_what_it_learns_and_publishes_it_whole(self, results, name):
         _, weights = plain(name)
         found, began = results[name]["exported"], results[name]["began"]
-        assert {key: tensor.shape for key, tensor in found.items()} == {k: t.shape for k, t in weights.items()}
-        assert toys.furthest(found, weights) < 1e-3 * toys.furthest(began, weights)
+        assert {key: tensor.shape for key, tensor in found.items()} == {k: t.shape for k, t in weights[1].items()}
+        assert toys.furthest(found, weights[1]) < 1e-3 * toys.furthest(began, weights[1])
+
+    def test_is_saved_for_everybody_else(self, results, name):
+        loaded = AutoModelForCausalLM.from_pretrained(results[name]["saved"] / MODEL, dtype=torch.float64)
+        found = {key: tensor.float() for key, tensor in results[name]["exported"].items()}
+        assert toys.furthest({key: each.float() for key, each in loaded.named_parameters()}, found) == 0.0
+
+    def test_goes_on_from_what_others_saved(self, results, name):
+        if name not in FROM:
+            assert "continued" not in results[name]
+            return
+        _, weights = plain(name)
+        moved = toys.furthest(weights[1], weights[2])
+        assert toys.furthest(results[name]["continued"], weights[2]) < 1e-3 * moved
 
 
 @pytest.mark.parametrize(("tokens", "shares", "parts"), [(64, 2, 1), (1, 2, 1), (50, 4, 2), (7, 3, 1)])

@@ -7,7 +7,10 @@ together: those of a copy's slices by FSDP2 in every backward pass, those of the
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +38,11 @@ class Layout:
     division: Division | None = None
     """Those that compute every micro-batch together with this rank; None where each has its own."""
 
+    matrices: DeviceMesh | None = None
+    """This rank's copy, over which each layer's matrices are split along the second dimension; None where not."""
+    experts: DeviceMesh | None = None
+    """The same for experts."""
+
     @property
     def first_copy(self) -> bool:
         """This rank's copy is the one that is saved and published."""
@@ -57,21 +65,48 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(
+    policy: PolicyModel,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    elsewhere: Mapping[nn.Parameter, DeviceMesh] | None = None,
+) -> None:
     """Spread a model over a mesh of one dimension, layer by layer.
 
     Args:
         policy: changed in place; may be on the meta device.
         mesh: from `system.collectives.mesh`; torch's own helpers would make groups that hang (see there).
         dtype: to compute in. Gradients are summed over ranks in float32.
+        elsewhere: parameters of which each rank has a part already, and the ranks that have the same part, over which
+            it is spread.
+
+    Raises:
+        ValueError: torch is too old to spread parameters of one layer over several meshes.
     """
     mixed = dtype != torch.float32
     precision = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
     policy.computes_in = dtype
+    placed = _placement(elsewhere) if elsewhere else None
     for block in blocks(policy.model):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
     sum_gradients(policy)
+
+
+def _placement(elsewhere: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parameter], Any]:
+    """Tells `fully_shard` over which mesh each parameter is spread."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise ValueError(
+            f"trainer.parallel: torch {torch.__version__} cannot spread the parameters of a layer over several meshes, "
+            "which tensor and expert need: install 2.13, or take context alone"
+        ) from None
+    # of ranks that are gathered along two dimensions torch warns once for each tensor that is published
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    about = {mesh: FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in dict.fromkeys(elsewhere.values())}
+    places = {parameter: ShardPlacementResult(None, about[mesh]) for parameter, mesh in elsewhere.items()}
+    return places.get
 
 
 def sum_gradients(module: nn.Module) -> None:

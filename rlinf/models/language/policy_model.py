@@ -20,21 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlinf.data.packing import Packed, Row, pack, sent
-from rlinf.data.routing.routers import Routed
 from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
-from rlinf.models.language.mixture.replay import Mixture, Replay
+from rlinf.models.language.mixture.replay import Found, Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.parallel.matrices import TensorRanks
 from rlinf.models.language.parallel.tokens import Division, Share
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
 Compile = Literal["auto", True, False]
 """See `ForwardConfig.compile`."""
-Found = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
-"""Log-probs and entropies, float32 [learned]; then how tokens were routed, where that is watched."""
 _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
@@ -83,6 +81,8 @@ class PolicyModel(nn.Module):
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
         self._division = division
+        self.tensor_ranks: TensorRanks | None = None
+        """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
         self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
         """Its experts, if it has any."""
@@ -294,6 +294,8 @@ class PolicyModel(nn.Module):
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.apart = packs
         self.model.set_attn_implementation(NAME if packs else self._padded_attention)
 
     def _tried(self, probe: Packed, refused: list[str]) -> Found | None:

@@ -44,10 +44,24 @@ class Case:
 
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16,
+    "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [1], "num_hidden_layers": 3,
+}  # fmt: skip
+CHECKPOINTED = {"gradient_checkpointing": True}
 CASES: dict[str, Case] = {
     "context": Case(parallel={"context": 2}),
     "context, windows": Case("qwen2", {"context": 2}, more=WINDOW),
+    "tensor": Case("qwen2", {"tensor": 2}, settings=CHECKPOINTED),
+    "expert": Case("qwen3_moe", {"expert": 2}, more=EXPERTS),
+    "tensor, context, expert": Case(
+        "qwen3_moe", {"tensor": 2, "context": 2, "expert": 4}, more=EXPERTS, settings=CHECKPOINTED
+    ),
+    "tensor and slices": Case(parallel={"tensor": 2}),
+    "tensor in copies": Case(parallel={"tensor": 2}, sharding="hybrid"),
 }
+FROM = {"tensor, context, expert": "expert", "tensor and slices": "context"}
+"""Of cases that go on from what others saved, with fewer ranks and split otherwise, which these are."""
 
 
 def batch() -> list[Row]:
@@ -85,36 +99,38 @@ class Split(JointActor):
         self._tokenizer = load_tokenizer(toys.ALPHABET)
 
     async def _made(self, case: Case, seed: int = 0) -> tuple[Any, Any]:
-        configuration = toys.configuration(case.kind, **case.more)
         model = ModelSettings(
-            configuration, seed=seed, sharding=case.sharding, parallel=ParallelConfig(**case.parallel), logprob_chunk=5,
+            toys.configuration(case.kind, **case.more),
+            seed=seed,
+            sharding=case.sharding,
+            parallel=ParallelConfig(**case.parallel),
+            logprob_chunk=5,
             **case.settings,
-        )  # fmt: skip
+        )
         back = await back_end_of("tests.actors.watched.Precise").make(self, model, self._tokenizer)
         optimization = back.optimization(lr=0.01, weight_decay=0.1, grad_clip=0.05)
         optimization.begin()
         return back, optimization
 
     @endpoint
-    async def examine(self, name: str, directory: Path) -> dict[str, Any]:
-        """One case: what it gives and learns, and where it is saved."""
+    async def examine(self, name: str, directory: Path, begun: Path | None) -> dict[str, Any]:
+        """One case: what it gives, what it learns and saves, and a step from what others saved."""
         back, optimization = await self._made(CASES[name])
         found = await self.compute(self._learned, back, optimization)
         copies = await self.compute(back.copies, optimization, 2, {}, self._tokenizer)
         await write_checkpoint(directory / name, copies, lead=self.rank == 0)
+        if begun is not None:
+            back, optimization = await self._made(CASES[name], seed=3)
+            found["continued"] = await self.compute(self._continued, back, optimization, begun)
         return found if self.rank == 0 else {}
 
-    @endpoint
-    async def resume(self, name: str, directory: Path) -> dict[str, Any]:
-        """A step from a checkpoint that others saved."""
-        back, optimization = await self._made(CASES[name], seed=3)
-        return await self.compute(self._resumed, back, optimization, directory)
-
-    def _resumed(self, back: Any, optimization: Any, directory: Path) -> dict[str, Any]:
+    def _continued(self, back: Any, optimization: Any, directory: Path) -> dict[str, torch.Tensor]:
         back.restore(optimization, directory / STATE)
         self._step(back, optimization)
-        exported = {name: tensor.clone() for name, tensor in gathered(back.export())}
-        return exported if self.rank == 0 else {}
+        return self._exported(back)
+
+    def _exported(self, back: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in gathered(back.export())}
 
     def _step(self, back: Any, optimization: Any) -> dict[str, float]:
         shares = max(back.data_ranks) + 1
@@ -132,7 +148,7 @@ class Split(JointActor):
                 gradients.setdefault(names[id(parameter)], whole(parameter.grad))
 
         handle = optimization.optimizer.register_step_pre_hook(look)
-        began = {name: tensor.clone() for name, tensor in gathered(back.export())}
+        began = self._exported(back)
         outputs = [each.clone() for each in back.outputs(pack(batch()))]
         steps = [self._step(back, optimization)]
         handle.remove()
@@ -142,18 +158,18 @@ class Split(JointActor):
             "outputs": outputs,
             "gradients": gradients,
             "steps": steps,
-            "exported": {name: tensor.clone() for name, tensor in gathered(back.export())},
+            "exported": self._exported(back),
             "shares": list(back.data_ranks),
         }
 
 
 async def main(system: rlinf.ActorSystem) -> None:
-    out, *names = sys.argv[1:]
-    group = await system.spawn(Split, name="split")
-    directory = Path(out).parent
+    out, saved, *names = sys.argv[1:]
     results: dict[str, Any] = {}
     for name in names:
-        results[name] = (await group.examine(name, directory))[0]
+        group = await system.spawn(Split, name=name)
+        begun = Path(saved) / FROM[name] if saved != "-" and name in FROM else None
+        results[name] = (await group.examine(name, Path(out).parent, begun))[0]
     torch.save(results, out)
 
 

@@ -23,6 +23,8 @@ from rlinf.models.language.parallel.tokens import Share
 
 Replay = Literal["auto", True, False]
 """See `TrainerConfig.router_replay`."""
+Found = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
+"""Two numbers of each learned token, [learned] each; then how tokens were routed, where that is watched."""
 
 
 class Mixture:
@@ -56,9 +58,7 @@ class Mixture:
                 routes = _padded(routes, batch, *rectangle)
             self.routers.begin(routes, at, batch.expert_load)
 
-    def told(
-        self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]:
+    def told(self, found: tuple[Tensor, Tensor], batch: Packed, share: Share | None) -> Found:
         """What the pass gave, and how its tokens were routed, where that is watched.
 
         Args:

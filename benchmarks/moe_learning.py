@@ -1,8 +1,9 @@
 """`python -m benchmarks.moe_learning`: does a tiny mixture of experts learn by GRPO? Three seeds.
 
-In: configs/moe/qwen3-moe-tiny.yaml. Out: a line per run, and by `--save` a file in benchmarks/results: accuracy on
-held-out problems before and after, rewards by step, and how its experts were used. A run learned if accuracy rose by
-`GAIN` and came to `GOAL`. Further keys are for all runs, such as `trainer.router_replay=false`.
+In: configs/moe/qwen3-moe-tiny.yaml. Out: a line per run, and by `--save` a file in benchmarks/results: rewards by step,
+accuracy on held-out problems before and after, and how its experts were used. A run learned if the mean reward of its
+sampled answers rose to `GOAL`, from less than half of that: greedy accuracy begins near 80 %, and tells less. Further
+keys are for all runs, such as `trainer.router_replay=false`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from statistics import fmean
 from benchmarks.contestants import ONE_THREAD, ROOT
 from benchmarks.runtime import machine
 
-GOAL, GAIN = 0.93, 0.05
-"""What is asked of the share of right answers to held-out problems, and of its rise: the warm-up leaves 70 to 85 %."""
+GOAL = 0.7
+"""What is asked of the mean reward of the last ten steps."""
 WATCHED = ("moe/load_max", "moe/dead_experts", "moe/aux_loss", "moe/route_drift", "mismatch/max")
 """Metrics of which the first and the last step's are kept."""
 
@@ -38,7 +39,7 @@ class Learned:
     minutes: float
     """From start to end, imports and evaluations included."""
     before: float
-    """Share of held-out problems answered right after the warm-up."""
+    """Share of held-out problems answered right, greedily, after the warm-up."""
     after: float
     """The same at the end."""
     rewards: list[float]
@@ -51,7 +52,7 @@ class Learned:
     @property
     def learned(self) -> bool:
         """It came to its bar."""
-        return self.after >= GOAL and self.after - self.before >= GAIN
+        return self.rewards[-1] >= GOAL > 2 * self.rewards[0]
 
 
 def run(seed: int, keys: Sequence[str]) -> Learned:
@@ -97,7 +98,8 @@ def main() -> int:
     for seed in map(int, options.seeds.split(",")):
         runs.append(run(seed, options.keys))
         one = runs[-1]
-        print(f"seed {seed}: {one.before:.1%} -> {one.after:.1%} in {one.minutes:.1f} min, {one.last}", flush=True)
+        told = f"reward {one.rewards[0]:.2f} -> {one.rewards[-1]:.2f}, greedily {one.before:.1%} -> {one.after:.1%}"
+        print(f"seed {seed}: {told} in {one.minutes:.1f} min, {one.last}", flush=True)
         if options.save:
             save(runs, options.keys)
     return 0 if all(each.learned for each in runs) else 1

@@ -116,6 +116,11 @@ class Trainer(TextTrainer):
         self._publishes = dtype_of(publishes)
         self._balance = settings.router_aux_loss
         mixture: Any = getattr(self._back, "mixture", None)
+        if settings.router_replay is True and mixture is None:
+            raise ValueError(
+                f"trainer.router_replay=true: trainer.backend={settings.backend} does not replay routes; auto trains "
+                "without"
+            )
         if self._balance and (mixture is None or not mixture.replays):
             raise ValueError(
                 f"algorithm.router_aux_loss={self._balance:g} balances experts by what the engine chose: it needs a "

@@ -22,6 +22,7 @@ from rlinf.models.language.build import Build, build_policy, build_scores, build
 from rlinf.models.language.fsdp import Layout, dtype_of
 from rlinf.models.language.load import own_dtype
 from rlinf.models.language.lora import POLICY, using
+from rlinf.models.language.mixture.replay import Mixture
 from rlinf.models.language.parallel.arrangement import Sharding, arranged
 from rlinf.models.language.parallel.mistakes import stages_refused
 from rlinf.models.language.parallel.tokens import Division
@@ -80,6 +81,7 @@ class FsdpBackEnd:
             layout.division,
             layout.matrices,
             layout.experts,
+            model.router_replay,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
@@ -94,12 +96,19 @@ class FsdpBackEnd:
         """The Hugging Face model."""
         return self.module.model
 
+    @property
+    def mixture(self) -> Mixture:
+        """The model's experts, as far as they are watched."""
+        return self.module.mixture
+
     def optimization(self, **settings: Any) -> Learner:
         return Learner(self.module, layout=self.layout, **settings)
 
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
+        if adapter != POLICY:  # another policy, which routes by itself
+            here = here.routed(None)
         with nullcontext() if adapter == POLICY else using(self.module, adapter):
             found: Outputs = self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old

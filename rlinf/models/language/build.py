@@ -36,6 +36,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model, pictures_of
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.mixture.replay import Replay
 from rlinf.models.language.parallel.expert_files import StackedExperts
 from rlinf.models.language.parallel.experts import split_experts
 from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_matrices
@@ -80,6 +81,8 @@ class Build:
     """Over which matrices are split, see `fsdp.Layout`."""
     experts: DeviceMesh | None = None
     """Over which experts are."""
+    router_replay: Replay | None = None
+    """See `PolicyModel`."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -161,7 +164,7 @@ def _policy(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> 
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, pictures=pictures, **_run(build))
+    return PolicyModel(model, chunk=build.chunk, router_replay=build.router_replay, pictures=pictures, **_run(build))
 
 
 def _run(build: Build) -> dict[str, Any]:

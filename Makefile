@@ -57,7 +57,8 @@ renderer:  ## install Mesa's software renderer, for pictures of simulators; need
 
 # One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
 # Several workers share out the files; what starts processes of its own, and what watches the clock, one of them runs alone.
-TEST_WORKERS ?= 2
+# One worker more than CI has cores: a third of a test's time it waits, for processes that start, end or fall silent.
+TEST_WORKERS ?= 3
 .PHONY: test
 test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses, PYTEST_ARGS="-n 0" runs them in one process
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
@@ -68,12 +69,13 @@ fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 .PHONY: fuzz-configs
-fuzz-configs: install  ## try WILD (20000) random configurations through --dry-run, from the seed WILD_SEED (0); `make test` tries 1,000
+fuzz-configs: install  ## try WILD (20000) random configurations through --dry-run, from the seed WILD_SEED (0); `make test` tries 300
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.cli.wild_configs $(or $(WILD),20000) $(or $(WILD_SEED),0)
 
 .PHONY: drills
-drills: install  ## kill -9 parts of runs at DRILLS (100) random moments: nothing is lost or repeated; FLOW=grpo_async, DRILL_ARGS="--staleness 2 --save"
+drills: install  ## kill -9 parts of runs at DRILLS (100) random moments: nothing is lost or repeated; FLOW=grpo_async, DRILL_ARGS="--staleness 2 --save"; and repeat on more seeds what `make test` tries on one
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.driver --points $(or $(DRILLS),100) --flow $(or $(FLOW),grpo_async) $(DRILL_ARGS)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m repeated
 
 .PHONY: package
 package: install  ## build sdist and wheel in dist/; `make test` builds them too, and tries the wheel in an environment of its own

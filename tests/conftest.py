@@ -1,6 +1,7 @@
 """What every test can rely on: the same examples and random numbers in every clone; real processes where needed."""
 
 import functools
+import math
 import random
 import re
 import zlib
@@ -37,18 +38,39 @@ settings.register_profile("fuzz", derandomize=False, print_blob=True, **_SHARED)
 settings.load_profile("suite")  # `--hypothesis-profile` replaces it
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out repetitions, but where `-m` names them."""
+    if "repeated" not in config.option.markexpr:
+        again = [item for item in items if item.get_closest_marker("repeated")]
+        config.hook.pytest_deselected(items=again)
+        items[:] = [item for item in items if item not in again]
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two workers, one runs what starts many processes or watches the clock, file after file; the rest is shared out
-    by file. (Groups by `xdist_group` say the same, and pytest-xdist 3.8 overlooks them with pytest 9.)"""
+    """One worker runs what starts many processes or watches the clock, file after file; the rest is shared out by file,
+    slow ones first, so that none is left over at the end. (Groups by `xdist_group` say the same, and pytest-xdist 3.8
+    overlooks them with pytest 9.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "alone" if _alone(config.rootpath / file) else file
+            return ALONE if _alone(config.rootpath / file) else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(max(self.workqueue, key=self._weight), last=False)
+            super()._assign_work_unit(node)
+
+        def _weight(self, scope: str) -> float:
+            """Which of two begins first; tests marked slow take as long as a hundred others."""
+            return math.inf if scope == ALONE else 100 * _slow(config.rootpath / scope) + len(self.workqueue[scope])
 
     return ByFile(config, log)
+
+
+ALONE = "alone"
+"""Stands for all files that must not run beside each other."""
 
 
 @functools.cache
@@ -56,6 +78,12 @@ def _alone(file: Path) -> bool:
     """Whether nothing else of the kind is to run beside a file's tests."""
     marked = re.search(r"^pytestmark = .*\btorchrun\b", file.read_text(encoding="utf-8"), re.MULTILINE)
     return bool(marked) or file.parent.name == "runtime" or file.name == "test_launch.py"
+
+
+@functools.cache
+def _slow(file: Path) -> int:
+    """How often a file's tests are marked slow."""
+    return file.read_text(encoding="utf-8").count("mark.slow")
 
 
 @pytest.fixture(autouse=True)

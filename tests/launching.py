@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -43,6 +43,31 @@ def start(*arguments: str, processes: int = 0, program: Path = ROOT / "launch.py
     They share the server's seed of hashes, and are no children of torchrun: what is about either is to use `command`.
     """
     return server().run(program, processes, *arguments, **{"PYTHONPATH": "", **more})
+
+
+class Forked:
+    """A Python program in a process forked off `server`, with the part of `subprocess.Popen` that waits for its end."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], stdout: BinaryIO, **_: Any) -> None:
+        """As Popen's, of `python -m module arguments`; what the process said is in `stdout` once it has ended."""
+        self.args, self._output = command, stdout
+        _, _, module, *arguments = command
+        program = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        self._ranks = server().run(program, 0, *arguments, **env)
+        (self.pid,) = self._ranks.pids
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit code."""
+        if self.returncode is None:
+            try:
+                until(self._ranks.ended, "its end", timeout)
+            except AssertionError:
+                raise subprocess.TimeoutExpired(self.args, timeout) from None
+            (self.returncode,) = self._ranks.codes()
+            self._output.write((self._ranks.printed(0) + self._ranks.complained(0)).encode())
+            self._output.flush()
+        return self.returncode
 
 
 def launch(*arguments: str, expect: int = 0, timeout: float = 110, **more: Any) -> subprocess.CompletedProcess[str]:

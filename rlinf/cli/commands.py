@@ -3,6 +3,7 @@
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too
     rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
+    rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
     rlinf plan | trace | report | config            around a run
@@ -42,7 +43,10 @@ _ELSEWHERE = {
     "train": ("rlinf.cli.main", "train by a configuration; --dry-run shows what would run, and what could not"),
     "plan": ("rlinf.cli.plan_command", "find the best placement of a profiled flow on any number of devices"),
     "record": ("rlinf.cli.demonstrations.record", "record demonstrations of a policy or of a script"),
-    "convert": ("rlinf.cli.demonstrations.convert", "bring demonstrations into another format; compute statistics"),
+    "convert": (
+        "rlinf.cli.convert_command",
+        "a configuration of verl's or RLinf's as ours; demonstrations in another format",
+    ),
     "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
     "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
 }

@@ -26,9 +26,9 @@ from rlinf.config.importing import resolve
 from rlinf.config.learning import BACK_ENDS, ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
-from rlinf.models.language.fsdp import Sharding
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
+from rlinf.models.language.parallel.arrangement import Sharding
 from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
 Outputs = tuple[Tensor, Tensor]
@@ -87,8 +87,9 @@ class Ranks(Protocol):
         """Of each rank, the machine that it is on."""
         ...
 
-    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
-        """A mesh of some ranks; each of them calls this, for a purpose that no other mesh of theirs has."""
+    async def mesh_of(self, ranks: Sequence[int], purpose: str, rows: int | None = None) -> DeviceMesh:
+        """A mesh of some ranks, in so many rows where it has two dimensions; each of them calls this, for a purpose
+        that no other mesh of theirs has."""
         ...
 
     def compute(self, fn: Callable[..., Any], /, *args: Any) -> Coroutine[Any, Any, Any]:
@@ -227,6 +228,6 @@ def back_end_of(name: str) -> type[BackEnd]:
         found: type[BackEnd] = resolve(BACK_ENDS.get(name, name))
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"backend={name!r} is neither of {sorted(BACK_ENDS)} nor the dotted path of a class: {error}"
+            f"backend={name!r} is neither {' nor '.join(BACK_ENDS)} nor the dotted path of a class: {error}"
         ) from error
     return found

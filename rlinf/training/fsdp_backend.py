@@ -19,9 +19,11 @@ from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed
 from rlinf.data.weights import Export
 from rlinf.models.language.build import Build, build_policy, build_scores, build_values, place
-from rlinf.models.language.fsdp import Layout, Sharding, copies_of, dtype_of
+from rlinf.models.language.fsdp import Layout, dtype_of
 from rlinf.models.language.load import own_dtype
 from rlinf.models.language.lora import POLICY, using
+from rlinf.models.language.parallel.arrangement import Sharding, arranged
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.value_model import HEAD
 from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
@@ -42,18 +44,19 @@ class FsdpBackEnd:
         self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
         self._base = model.source if isinstance(model.source, str) and model.lora is not None else None
         self._adapted = model.lora is not None
-        self.data_ranks: Sequence[int] = range(ranks.world_size)
-        self.copies_of_ranks = copies_of(model.sharding, ranks.machines)
+        where = arranged(model.sharding, ranks.machines, model.parallel)
+        self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        if model.parallel != ParallelConfig():
-            asked = {name: size for name, size in vars(model.parallel).items() if size > 1}
+        stages = {name: size for name in ("pipeline", "interleave") if (size := getattr(model.parallel, name)) > 1}
+        if stages:
             raise ValueError(
-                f"trainer.parallel: {asked} is not for backend 'fsdp', which spreads models by trainer.sharding"
+                f"trainer.parallel: backend 'fsdp' has no stages, and {stages} is asked for: take backend 'megatron', "
+                "or tensor and context in their place"
             )
-        layout = await laid_out(ranks, model.sharding, mixed=dtype_of(model.dtype) != torch.float32)
+        layout = await laid_out(ranks, model.sharding, model.parallel, mixed=dtype_of(model.dtype) != torch.float32)
         module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
         auto = model.saved_dtype == "auto"
         saved = await ranks.compute(own_dtype, model.source) if auto else dtype_of(model.saved_dtype)
@@ -77,6 +80,9 @@ class FsdpBackEnd:
             model.attention,
             model.compiled,
             layout.ranks,
+            layout.division,
+            layout.matrices,
+            layout.experts,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
@@ -158,29 +164,48 @@ class FsdpBackEnd:
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 
-async def laid_out(ranks: Ranks, sharding: Sharding, *, mixed: bool) -> Layout:
+async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, mixed: bool) -> Layout:
     """How a model lies on its ranks.
 
     Args:
         ranks: the ranks; each calls this.
         sharding: as it was configured.
+        parallel: how one copy is split; None for not.
         mixed: the model computes in another dtype than its weights': FSDP2's work, on a single rank too.
 
     Raises:
-        ValueError: see `copies_of`.
+        ValueError: see `arranged`.
     """
-    copies = copies_of(sharding, ranks.machines)
-    own = next(copy for copy in copies if ranks.rank in copy)
-    alike = [copy[own.index(ranks.rank)] for copy in copies]
+    split = parallel or ParallelConfig()
+    where, me = arranged(sharding, ranks.machines, split), ranks.rank
+    own, alike, together = where.copy_of(me), where.alike(me), where.together[where.shares[me]]
 
     async def mesh(members: Sequence[int], purpose: str) -> DeviceMesh:
         everybody = len(members) == ranks.world_size > 1 and ranks.mesh is not None
         return ranks.mesh if everybody else await ranks.mesh_of(members, purpose)  # type: ignore[return-value]
 
+    async def some(members: Sequence[int], purpose: str) -> DeviceMesh | None:
+        return await mesh(members, purpose) if len(members) > 1 else None
+
+    async def parts(count: int, purpose: str) -> DeviceMesh | None:
+        return await ranks.mesh_of(own, purpose, len(own) // count) if count > 1 else None
+
+    share, part = divmod(together.index(me), split.tensor)
+    division = None
+    if len(together) > 1:
+        all_of_it, first = await mesh(together, "together"), share * split.tensor
+        division = Division(
+            all_of_it,
+            all_of_it if split.tensor == 1 else await some(together[part :: split.tensor], "context"),
+            all_of_it if split.context == 1 else await some(together[first : first + split.tensor], "tensor"),
+        )
     return Layout(
         ranks.mesh,
         await mesh(own, "slices") if len(own) > 1 or mixed else None,
-        await mesh(alike, "copies") if len(alike) > 1 else None,
+        await some(alike, "copies"),
+        division,
+        await parts(split.tensor, "matrices"),
+        await parts(split.expert, "experts"),
     )
 
 

@@ -122,7 +122,7 @@ class Learner:
             sum_over_copies(self._parameters, layout.copies)
         try:
             gathered, norm = optimizer_step(
-                self._sum,
+                self._sum if layout.counts else self._sum.told_by_another(),
                 self._parameters,
                 self.optimizer,
                 ranks=layout.ranks,

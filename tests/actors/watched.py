@@ -35,6 +35,9 @@ def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def in_double(net: N) -> N:
     """The same in float64."""
+    for module in net.modules():
+        if hasattr(module, "num_experts") and hasattr(module, "config"):
+            module.config._experts_implementation = "eager"  # products of groups know no float64
     for norm in net.double().modules():
         if hasattr(norm, "variance_epsilon"):  # of Llama and Qwen, whose own forward goes through float32
             norm.forward = partial(_norm, norm)  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.gpu import harness
 from benchmarks.gpu.harness import BUDGET
 from benchmarks.gpu.measures import decode, training
 from benchmarks.gpu.measures.__main__ import MEASURES, measure
@@ -22,6 +24,7 @@ from benchmarks.gpu.measuring.bars import BARS, Bar, compared, judged, table
 from benchmarks.gpu.measuring.flops import Shape
 from benchmarks.gpu.scale import NotRun, Scale
 from rlinf.runtime.gpu import own_device
+from tests.launching import Forked
 
 TINY = Qwen2Config(
     hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -32,9 +35,13 @@ TINY = Qwen2Config(
 # The whole ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(400)
-def test_all_measures_run_in_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_measures_run_in_a_rehearsal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
     out = tmp_path / "out.json"
     common = ["--rehearse", "--out", str(out), "--work", str(tmp_path / "work")]
 

@@ -11,6 +11,7 @@ from benchmarks.gpu.settings import settings, table
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_table_of_settings_is_what_a_dry_run_says():
     assert table([*settings()]) in PAGE, "put what `python -m benchmarks.gpu.settings` prints into docs/gpu.md"

@@ -18,7 +18,7 @@ from rlinf.runtime.system.system import ActorSystem
 from tests.flows.recalling import LENGTH, remembering
 
 RECALL = {"simulator": "tests.flows.recalling.Recall", "workers": 0, "num_envs": 32}
-LEARNING = {"lr": 0.01, "epochs": 4, "minibatch": 128, "seed": 1, "fresh": False}
+LEARNING = {"lr": 0.005, "epochs": 4, "minibatch": 128, "seed": 1, "fresh": False}
 HORIZON = 6
 """Decisions of a step: episodes begin and end within it."""
 

@@ -2,9 +2,12 @@
 
 import statistics
 
+import pytest
+
 from tests.launching import launch, metrics_of
 
 
+@pytest.mark.slow
 def test_programs_that_pass_more_tests_are_learned(tmp_path):
     tiny = ("steps=30", "log_every=100", "trace=false", "metrics.samples=0", f"output_dir={tmp_path}")
     launch("--config", "configs/agents/code.yaml", *tiny)

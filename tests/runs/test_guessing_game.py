@@ -3,6 +3,8 @@
 import asyncio
 import statistics
 
+import pytest
+
 from examples import guessing_game
 from tests.launching import launch, metrics_of
 
@@ -11,6 +13,7 @@ def rewards(run):
     return [line["reward/mean"] for line in metrics_of(run)]
 
 
+@pytest.mark.slow
 def test_the_example_learns_to_use_what_it_is_told(tmp_path):
     asyncio.run(guessing_game.main(steps=30, run_dir=tmp_path / "game"))
     found = rewards(tmp_path / "game")

@@ -202,6 +202,7 @@ def test_buckets_go_through_shared_memory_without_a_copy():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize(("program", "processes"), [("remote.py", 2), ("relayed.py", 4), ("sharded.py", 3)])
 def test_over_processes_weights_arrive_whole_and_states_are_restored_on_any_number_of_them(

@@ -116,7 +116,7 @@ class OneRank:
     def __init__(self, device: torch.device):
         self.device = device
 
-    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
+    async def mesh_of(self, ranks: Sequence[int], purpose: str, rows: int | None = None) -> DeviceMesh:
         """A mesh of this rank alone."""
         if not dist.is_initialized():
             kind = "nccl" if self.device.type == "cuda" else "gloo"

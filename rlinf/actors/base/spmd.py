@@ -125,13 +125,20 @@ class JointActor(Actor):
         places = self._cell.host.places
         return [places[host].machine for host in self.group.hosts]
 
-    async def mesh_of(self, ranks: Sequence[int], purpose: str) -> DeviceMesh:
-        """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has."""
+    async def mesh_of(self, ranks: Sequence[int], purpose: str, rows: int | None = None) -> DeviceMesh:
+        """A device mesh of some ranks; each of them calls this, with a purpose that no other mesh of theirs has.
+
+        Args:
+            ranks: row by row.
+            purpose: part of its name.
+            rows: of a mesh of two dimensions; None for one dimension.
+        """
         name = "{}.{}.{}".format(self.group.names[0], *self.group[0]._actor)  # of this spawn, and no other
         name = f"{name}.{purpose}.{ranks[0]}"
         hosts = [self.group.hosts[rank] for rank in ranks]
         self._meshes.append(name)
-        mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type)
+        shape = {} if rows is None else {"shape": (rows, len(ranks) // rows), "dims": ("alike", "parts")}
+        mesh: DeviceMesh = await self.system.collectives.mesh(name, hosts, own_device().type, **shape)
         return mesh
 
     async def jointly(

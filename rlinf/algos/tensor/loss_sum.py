@@ -29,6 +29,10 @@ class Mean:
         weight = float(self.weight)
         return float(self.total) / weight if weight else 0.0
 
+    def nothing(self) -> Mean:
+        """What adds nothing."""
+        return Mean(torch.zeros_like(self.total), torch.zeros_like(self.weight))
+
     def __add__(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
@@ -45,6 +49,10 @@ class Max:
         """The maximum; 0.0 over nothing."""
         largest = float(self.largest)
         return largest if largest != float("-inf") else 0.0
+
+    def nothing(self) -> Max:
+        """What adds nothing."""
+        return Max(torch.full_like(self.largest, float("-inf")))
 
     def __add__(self, other: Max) -> Max:
         return Max(torch.maximum(self.largest, other.largest))
@@ -67,6 +75,10 @@ class Explained:
             return 0.0
         return float(1.0 - (error_square - error * error / count) / variance)
 
+    def nothing(self) -> Explained:
+        """What adds nothing."""
+        return Explained(torch.zeros_like(self.moments))
+
     def __add__(self, other: Explained) -> Explained:
         return Explained(self.moments + other.moments)
 
@@ -83,6 +95,10 @@ class EffectiveSize:
         """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
         count, total, square = self.moments.tolist()
         return float(total * total / (count * square)) if square else 1.0
+
+    def nothing(self) -> EffectiveSize:
+        """What adds nothing."""
+        return EffectiveSize(torch.zeros_like(self.moments))
 
     def __add__(self, other: EffectiveSize) -> EffectiveSize:
         return EffectiveSize(self.moments + other.moments)
@@ -141,6 +157,11 @@ class LossSum:
     def detach(self) -> LossSum:
         """The same sums without the graph that made them, to keep while further micro-batches come."""
         return LossSum(self.total.detach(), self.weight, self.metrics)
+
+    def told_by_another(self) -> LossSum:
+        """Sums of the same names that add nothing: of a rank that computed the same tokens as another."""
+        none = {name: metric.nothing() for name, metric in self.metrics.items()}
+        return LossSum(torch.zeros_like(self.total), torch.zeros_like(self.weight), none)
 
     def values(self) -> dict[str, float]:
         """Every metric as a number."""

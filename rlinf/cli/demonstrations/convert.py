@@ -48,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rlinf convert", description="Bring demonstrations into another format, or compute their statistics."
+        prog="rlinf convert",
+        description="Bring demonstrations into another format, or compute their statistics. "
+        "`rlinf convert THEIRS.yaml OURS.yaml` writes a configuration of verl's or RLinf's as one of ours.",
     )
     parser.add_argument("source", metavar="FROM", help="directory or file with demonstrations, in any format")
     parser.add_argument("target", metavar="TO", help="directory that is not there yet")

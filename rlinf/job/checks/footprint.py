@@ -25,7 +25,7 @@ from rlinf.job.checks.by_kind import by_kind, device_kind
 from rlinf.job.checks.modelled.layout import engine_split, gathered_of, part_of, splits_whole, tokens_of
 from rlinf.job.checks.transformer import ALLOWANCE, Shape, Training, logit_bytes, peak_bytes, saved_shape
 from rlinf.job.roles.named import kinds_of
-from rlinf.models.language.fsdp import Sharding, copies_of
+from rlinf.models.language.parallel.arrangement import Sharding, arranged
 from rlinf.placement.hardware import cluster_of
 from rlinf.placement.seats import Placed, place
 from rlinf.weights.publish import publishing_bytes
@@ -349,8 +349,10 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
     learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
     machines = {role: [machine[host] for host in placed.seats[role].hosts] for role in learning}
 
+    parallel = config.trainer.parallel if config.trainer.backend == "fsdp" else ParallelConfig()
+
     def slices(sharding: Sharding) -> dict[str, int]:
-        return {role: len(copies_of(sharding, where)[0]) for role, where in machines.items()}
+        return {role: len(arranged(sharding, where, parallel).copies[0]) for role, where in machines.items()}
 
     def fits(sharding: Sharding) -> bool:
         try:

@@ -24,7 +24,7 @@ from rlinf.data.step import works_ahead
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.named import own_roles
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Role
-from rlinf.models.language.fsdp import Sharding
+from rlinf.models.language.parallel.arrangement import Sharding
 from rlinf.rewards.base import OFFERED, Reward, RewardSource
 
 

@@ -35,6 +35,9 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.parallel.experts import split_experts
+from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_matrices
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
 
@@ -69,6 +72,12 @@ class Build:
     """See `PolicyModel`."""
     ranks: DeviceMesh | None = None
     """All that train it, who agree on how it is run; None for one."""
+    division: Division | None = None
+    """See `PolicyModel`."""
+    matrices: DeviceMesh | None = None
+    """Over which matrices are split, see `fsdp.Layout`."""
+    experts: DeviceMesh | None = None
+    """Over which experts are."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -110,19 +119,32 @@ def _built(
         empty = empty_model(str(build.source), files) if files else None
         made = build_model(build.source, tokenizer, seed=build.seed, kind=kind) if empty is None else empty
         module = wrap(made, build)
+        elsewhere = _split(module, build)
         if empty is None:
             _start(module, build)
             module.to(build.device)
         if build.mesh is not None:
             if isinstance(module, ValueModel):
                 module.shard_head(build.mesh)
-            shard(module, build.mesh, build.dtype)
+            shard(module, build.mesh, build.dtype, elsewhere)
         if empty is not None:
             module.to_empty(device=build.device)
             fill(module.model, files)
             _start(module, build)
         module.settle(build.ranks)
         return module
+
+
+def _split(module: PolicyModel, build: Build) -> dict[nn.Parameter, DeviceMesh]:
+    """Leave this rank its part of matrices and experts; what was split, with the ranks that have the same part."""
+    found: dict[nn.Parameter, DeviceMesh] = {}
+    if build.matrices is not None:
+        module.tensor_ranks = TensorRanks(build.matrices)
+        found |= dict.fromkeys(split_matrices(module.model, module.tensor_ranks), module.tensor_ranks.alike)
+    if build.experts is not None:
+        alike, parts = halves(build.experts)
+        found |= dict.fromkeys(split_experts(module.model, parts), alike)
+    return found
 
 
 def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
@@ -135,7 +157,7 @@ def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
 
 def _run(build: Build) -> dict[str, Any]:
     """How models of all kinds are run."""
-    names = ("gradient_checkpointing", "attention", "compiled")
+    names = ("gradient_checkpointing", "attention", "compiled", "division")
     return {name: getattr(build, name) for name in names}
 
 

@@ -7,23 +7,21 @@ together: those of a copy's slices by FSDP2 in every backward pass, those of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import PolicyModel, blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be computed in; its weights and its optimizer are float32 whatever this is."""
-
-Sharding = Literal["shard", "replicate", "hybrid"]
-"""One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel); one copy per machine, in
-slices over its ranks (HSDP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +35,23 @@ class Layout:
     computes in another dtype than its weights', which is FSDP2's work too."""
     copies: DeviceMesh | None = None
     """Those that hold the same slices as this rank, one per copy; None for a single copy."""
+    division: Division | None = None
+    """Those that compute every micro-batch together with this rank; None where each has its own."""
+
+    matrices: DeviceMesh | None = None
+    """This rank's copy, over which each layer's matrices are split along the second dimension; None where not."""
+    experts: DeviceMesh | None = None
+    """The same for experts."""
 
     @property
     def first_copy(self) -> bool:
         """This rank's copy is the one that is saved and published."""
         return self.copies is None or self.copies.get_local_rank() == 0
 
-
-def copies_of(sharding: Sharding, machines: Sequence[Hashable]) -> list[list[int]]:
-    """The ranks of each copy of the model.
-
-    Args:
-        sharding: how it lies.
-        machines: of each rank, where it is.
-
-    Raises:
-        ValueError: there is no such sharding, or "hybrid" on machines with unequal numbers of ranks.
-    """
-    if sharding not in get_args(Sharding):
-        raise ValueError(f"sharding={sharding!r} is none of {list(get_args(Sharding))}")
-    if sharding == "shard":
-        return [[*range(len(machines))]]
-    if sharding == "replicate":
-        return [[rank] for rank in range(len(machines))]
-    found: dict[Hashable, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        found.setdefault(machine, []).append(rank)
-    counts = [len(ranks) for ranks in found.values()]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"sharding='hybrid' needs as many ranks on every machine, and there are {counts}: place them so, or take "
-            "'shard' or 'replicate'"
-        )
-    return [*found.values()]
+    @property
+    def counts(self) -> bool:
+        """What this rank finds of its data is not what another one tells, too."""
+        return self.division is None or self.division.lead
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -83,21 +65,48 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(
+    policy: PolicyModel,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    elsewhere: Mapping[nn.Parameter, DeviceMesh] | None = None,
+) -> None:
     """Spread a model over a mesh of one dimension, layer by layer.
 
     Args:
         policy: changed in place; may be on the meta device.
         mesh: from `system.collectives.mesh`; torch's own helpers would make groups that hang (see there).
         dtype: to compute in. Gradients are summed over ranks in float32.
+        elsewhere: parameters of which each rank has a part already, and the ranks that have the same part, over which
+            it is spread.
+
+    Raises:
+        ValueError: torch is too old to spread parameters of one layer over several meshes.
     """
     mixed = dtype != torch.float32
     precision = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
     policy.computes_in = dtype
+    placed = _placement(elsewhere) if elsewhere else None
     for block in blocks(policy.model):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, shard_placement_fn=placed)
     sum_gradients(policy)
+
+
+def _placement(elsewhere: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parameter], Any]:
+    """Tells `fully_shard` over which mesh each parameter is spread."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise ValueError(
+            f"trainer.parallel: torch {torch.__version__} cannot spread the parameters of a layer over several meshes, "
+            "which tensor and expert need: install 2.13, or take context alone"
+        ) from None
+    # of ranks that are gathered along two dimensions torch warns once for each tensor that is published
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    about = {mesh: FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in dict.fromkeys(elsewhere.values())}
+    places = {parameter: ShardPlacementResult(None, about[mesh]) for parameter, mesh in elsewhere.items()}
+    return places.get
 
 
 def sum_gradients(module: nn.Module) -> None:

@@ -26,6 +26,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from rlinf.data.packing import sent
 from rlinf.models.language.kernels.varlen import HALF, Kernel, device_at_fault, kernel_of
+from rlinf.models.language.parallel.attention import all_keys, by_kernel, of_pieces
+from rlinf.models.language.parallel.tokens import Pieces
 
 NAME = "rlinf_packed"
 """Under which transformers knows it: `model.set_attn_implementation(NAME)`."""
@@ -140,6 +142,8 @@ class Layout:
     """`bounds` on the host, int64."""
     stands: np.ndarray | None
     """`places` on the host."""
+    pieces: Pieces | None = None
+    """What this rank computes, where others compute the rest; `places` and `restore` do not matter then."""
     refusals: list[str] | None = None
     """Where attention that cannot be computed leaves the reason, and gives zeros, so that ranks that try together all
     come to the end; None: it raises."""
@@ -163,6 +167,7 @@ class Layout:
         *,
         stands: np.ndarray | None = None,
         kernel: Kernel | Literal[False] | None = None,
+        pieces: Pieces | None = None,
         refusals: list[str] | None = None,
     ) -> Layout:
         """The layout of sequences.
@@ -174,7 +179,7 @@ class Layout:
             stands: the same on the host, int64; None reads `places`, for which a device must be waited.
             kernel: what computes attention where it can; False for rectangles; None takes torch's own kernel off the
                 CPU in half precision, and rectangles elsewhere.
-            refusals: see there.
+            pieces, refusals: see there.
         """
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if stands is None and places is not None:
@@ -185,7 +190,7 @@ class Layout:
         on_host = [torch.from_numpy(starts.astype(np.int32)), None if back is None else torch.from_numpy(back)]
         bounds, restore = sent(on_host, device)
         assert bounds is not None
-        return Layout(max(lengths), bounds, kernel or None, places, restore, starts, stands, refusals)
+        return Layout(max(lengths), bounds, kernel or None, places, restore, starts, stands, pieces, refusals)
 
 
 def _first_place(places: np.ndarray) -> np.ndarray:
@@ -278,6 +283,8 @@ def packed_attention(
         rule = _CAUSAL if sliding_window is None else Rule(sliding_window_causal_mask_function(sliding_window))
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout.pieces is not None:  # before anything may fail on one rank alone
+        key, value = all_keys(key, value, layout.pieces)
     try:
         attended = _attended(query, key, value, layout, _Scores(scale, softcap, s_aux), rule)
     except REFUSALS as error:
@@ -320,15 +327,19 @@ class _Scores:
         if self.sinks is not None:
             sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        return torch.softmax(scores, dim=-1)[..., :length].to(value.dtype) @ value
+        return torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: _Scores, rule: Rule) -> Tensor:
     kernel = layout.kernel
     if kernel is not None and scores.plain and key.shape == value.shape:
         left = rule.left(layout.longest)
+        if left is not None and layout.pieces is not None:
+            return by_kernel(kernel, query, key, value, layout.pieces, scores.scale, left)
         if left is not None:
             return _by_kernel(kernel, query, key, value, layout, scores.scale, left)
+    if layout.pieces is not None:
+        return of_pieces(query, key, value, layout.pieces, scores, rule)
     by_rectangles = _OPAQUE.get("by_rectangles", _by_rectangles) if torch.compiler.is_compiling() else _by_rectangles
     return by_rectangles(query, key, value, layout, scores, rule)
 
@@ -364,7 +375,9 @@ def _by_kernel(
 ) -> Tensor:
     if layout.places is not None:
         query, key, value = (part.index_select(0, layout.places) for part in (query, key, value))
-    attended = kernel.attend(query, key, value, layout.bounds, layout.longest, scale, left)
+    attended = kernel.attend(
+        query, key, value, (layout.bounds, layout.bounds), (layout.longest, layout.longest), scale, left
+    )
     return attended if layout.restore is None else attended.index_select(0, layout.restore)
 
 

@@ -25,6 +25,8 @@ from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
+from rlinf.models.language.parallel.matrices import TensorRanks
+from rlinf.models.language.parallel.tokens import Division, Share
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -51,6 +53,7 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
+        division: ranks with which it computes every micro-batch together; None for none.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        division: Division | None = None,
     ):
         super().__init__()
         self.model = model.eval()
@@ -73,6 +77,9 @@ class PolicyModel(nn.Module):
         """What its layers compute in; `shard` changes it."""
         self.kernel: Kernel | Literal[False] | None = None
         """What computes packed attention, see `Layout.of`; None until `settle`."""
+        self._division = division
+        self.tensor_ranks: TensorRanks | None = None
+        """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
@@ -96,25 +103,32 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs, differentiable, and entropies; nats, float32 [learned].
         """
+        share = self._share(batch)
+        mine = batch if share is None else share.batch
         if not self.plain_head:
-            logits = self._kept(self.model, batch, "logits")
-            return logprobs_of_logits(logits, batch.targets, batch.temperature, entropy_slope=entropy_slope)
-        head: Any = self.model.get_output_embeddings()
-        hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
-        bias = getattr(head, "bias", None)
-        return token_logprobs(
-            hidden,
-            head.weight,
-            bias,
-            batch.targets,
-            batch.temperature,
-            chunk=self._chunk,
-            entropy_slope=entropy_slope,
-            fused=self._fused,
-        )
+            logits = self._kept(self.model, batch, "logits", share)
+            found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
+        else:
+            head: Any = self.model.get_output_embeddings()
+            hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+            found = token_logprobs(
+                hidden,
+                head.weight,
+                getattr(head, "bias", None),
+                mine.targets,
+                mine.temperature,
+                chunk=self._chunk,
+                entropy_slope=entropy_slope,
+                fused=self._fused,
+            )
+        return found if share is None else (share.whole(found[0]), share.whole(found[1]))
 
-    def _kept(self, part: Any, batch: Packed, output: str) -> Tensor:
-        """What `part` of the model gives where learned tokens are predicted, [learned, ...]."""
+    def _share(self, batch: Packed) -> Share | None:
+        """This rank's part of a micro-batch; None for all of it."""
+        return None if self._division is None or not self.packs else self._division.share(batch)
+
+    def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
+        """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
         if batch.images:
             raise ValueError(
                 f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "
@@ -128,18 +142,19 @@ class PolicyModel(nn.Module):
                 batch.places,
                 stands=batch.stands,
                 kernel=self.kernel,
+                pieces=None if share is None else share.pieces,
                 refusals=self._refusals,
             )
+            mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
             given = {
-                "input_ids": batch.ids[None],
-                "position_ids": batch.positions[None],
-                "attention_mask": torch.ones_like(
-                    batch.ids[None]
-                ),  # without it transformers looks for sequences itself
+                "input_ids": mine.ids[None],
+                "position_ids": positions[None],
+                # without it transformers looks for sequences itself
+                "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
-            return whole.index_select(0, batch.predicting())
+            return whole.index_select(0, mine.predicting())
         ids, places = _padded(batch)
         whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
         return whole.index_select(0, places.index_select(0, batch.kept))
@@ -178,7 +193,9 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
-        if self._compile is True or (self._compile == "auto" and device.type == "cuda"):
+        if self._division is not None and self._compile is True:
+            raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
+        if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
             self._compile_it(probe, expected, ranks, refused)
         self.refused = tuple(dict.fromkeys(refused))
         reshard = getattr(self, "reshard", None)
@@ -246,6 +263,7 @@ class PolicyModel(nn.Module):
         if wanted != "flash" and device.type != "cpu" and self.computes_in in HALF:
             kernels = ["varlen", None] if wanted == "packed" else ["flash", "varlen", None]
         pads = wanted in ("padded", "any") or (wanted == "auto" and device.type == "cpu")
+        pads &= self._division is None  # whose tokens cannot be split
         heads = (True, False) if _head_is_plain(self.model) else (False,)
         for plain_head in heads:
             if wanted != "padded":
@@ -267,6 +285,8 @@ class PolicyModel(nn.Module):
 
     def _use(self, *, packs: bool, plain_head: bool) -> None:
         self.packs, self.plain_head = packs, plain_head
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.apart = packs
         self.model.set_attn_implementation(NAME if packs else self._padded_attention)
 
     def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
@@ -303,6 +323,9 @@ class PolicyModel(nn.Module):
         places = torch.arange(sum(probe.lengths), device=probe.ids.device) if probe.places is None else probe.places
         spoilt = torch.zeros_like(probe.ids, dtype=torch.bool)
         spoilt[places[start : start + probe.lengths[_SPOILT]]] = True
+        share = self._share(probe)
+        if share is not None:
+            spoilt = spoilt[share.tokens]
 
         def spoil(module: nn.Module, given: Any, found: Tensor) -> Tensor:
             return found.masked_fill(spoilt[None, :, None], torch.nan)

@@ -53,9 +53,10 @@ class ValueModel(PolicyModel):
             Values, float32 [learned], and the hidden states that they are read from, [learned, width];
             both differentiable.
         """
-        hidden = self._kept(self.model.base_model, batch, "last_hidden_state")
+        share = self._share(batch)
+        hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
         values = self.head(hidden.to(self.head.weight.dtype)).sum(-1)  # of one each: no view, of which FSDP would warn
-        return values, hidden
+        return (values, hidden) if share is None else (share.whole(values), share.whole(hidden))
 
     @torch.no_grad()
     def start_head(self) -> None:

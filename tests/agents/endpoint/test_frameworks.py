@@ -30,6 +30,7 @@ async def worker(task, llm):
     return str(second.final_output).count("7") / 4
 
 
+@pytest.mark.slow
 def test_an_agent_of_openais_framework_learns(tmp_path):
     more = {"algorithm.prompts_per_step": 8, "algorithm.group_size": 4, "evaluation.problems": 4, "lr": 3e-2}
     found = rlinf.train(small.MODEL, agent=worker, steps=8, run_dir=tmp_path / "run", trace=False, **more)

@@ -151,7 +151,12 @@ def test_whatever_happens_between_turns_answers_are_those_of_the_whole_text(step
     asyncio.run(program())
 
 
-async def three_turns(model):
+ROUNDED = 1e-3
+"""By how much log-probs may differ where a state was computed token by token and in chunks: weights three times as
+large as usual make more of rounding, by the CPU up to 5e-5. Those of another text differ by more than 0.1."""
+
+
+async def three_turns(model, within=1e-5):
     """Conversations of several lengths side by side, each turn held against the model reading the whole text; the
     engine, and how many tokens it would have read without keeping any."""
     engine = TransformersEngine(model)
@@ -164,7 +169,9 @@ async def three_turns(model):
         ]
         asked += sum(map(len, texts.values()))
         for number, one in enumerate(await asyncio.gather(*calls)):
-            np.testing.assert_allclose(one.logprobs, teacher_forced(model, texts[number], one.response_ids), atol=1e-5)
+            np.testing.assert_allclose(
+                one.logprobs, teacher_forced(model, texts[number], one.response_ids), atol=within
+            )
             texts[number] += [*one.response_ids.tolist(), *range(1 + number)]
     return engine, asked
 
@@ -187,7 +194,7 @@ async def test_windows_do_not_change_what_is_kept(kind):
 @pytest.mark.parametrize("kind", ["mamba", "lfm2_moe", "falcon_h1"])
 async def test_models_with_states_keep_nothing_and_read_every_turn_whole(kind):
     """A state of fixed size is that of the whole text: it cannot be cut to where the next turn begins to differ."""
-    engine, asked = await three_turns(family(kind))
+    engine, asked = await three_turns(family(kind), ROUNDED)
     assert not engine.keeps_conversations
     assert kept(engine) == {}
     assert engine.stats.read_tokens == asked

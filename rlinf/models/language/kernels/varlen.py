@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,22 @@ _FAULTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "can't allocat
 """In texts of plain `RuntimeError`s that torch raises when a device, and no argument, is at fault."""
 
 
+T = TypeVar("T")
+Pair = tuple[T, T]
+"""Of queries, and of keys."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """A kernel for sequences of several lengths."""
 
     words: str
     """What it is, for people."""
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
-    """Of query [tokens, heads, size], key and value [tokens, key heads, size], where each sequence begins and the end
-    of the last, int32 [sequences + 1], tokens of the longest sequence, the scale of the scores, and how many tokens
-    before itself a token sees at most (-1 for all): [tokens, heads, size]."""
+    attend: Callable[[Tensor, Tensor, Tensor, Pair[Tensor], Pair[int], float, int], Tensor]
+    """Of query [tokens, heads, size], key and value [seen tokens, key heads, size], where the queries of each sequence
+    begin and the end of the last, int32 [sequences + 1], and the same of its keys, the most queries and the most keys
+    of a sequence, the scale of the scores, and how many tokens before itself a token sees at most (-1 for all):
+    [tokens, heads, size]. A sequence with fewer queries than keys has its last tokens for queries."""
 
 
 def kernel_of(name: KernelName, device: torch.device) -> Kernel:
@@ -70,7 +76,7 @@ def _torch_kernel() -> Kernel:
     shares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, left: int
+        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, left: int
     ) -> Tensor:
         more: dict[str, Any] = {}
         if query.shape[1] != key.shape[1]:
@@ -82,10 +88,8 @@ def _torch_kernel() -> Kernel:
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            bounds,
-            bounds,
-            longest,
-            longest,
+            *bounds,
+            *longest,
             scale=scale,
             window_size=(left, 0),
             **more,
@@ -108,16 +112,16 @@ def _flash_kernel(hopper: bool) -> Kernel:
     function = found.flash_attn_varlen_func
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, left: int
+        query: Tensor, key: Tensor, value: Tensor, bounds: Pair[Tensor], longest: Pair[int], scale: float, left: int
     ) -> Tensor:
         out = function(
             query,
             key,
             value,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_k=bounds[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
             softmax_scale=scale,
             causal=True,
             window_size=(left, 0 if left >= 0 else -1),

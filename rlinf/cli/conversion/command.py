@@ -1,0 +1,73 @@
+"""Writes a configuration of verl's or RLinf's as one of ours.
+
+    rlinf convert THEIRS.yaml OURS.yaml
+    rlinf convert THEIRS.yaml OURS.yaml --table
+
+In: their file, with those that its `defaults` name where they lie beside it. Out: our file, which says at its top how
+it is started and which of their keys have no counterpart; on the terminal a line of counts, what our own checks say of
+it, and, with --table, what became of every key. Exit code 0, or 2 with a line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlinf.cli.conversion.convert import convert
+from rlinf.cli.conversion.reading import read
+from rlinf.cli.conversion.writing import as_table, as_yaml, summary
+from rlinf.config.loading import ConfigError, InputError
+from rlinf.job.validate import load_config, load_embodied
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a configuration; returns the exit code.
+
+    Args:
+        arguments: what follows `convert` on the command line.
+
+    Raises:
+        SystemExit: the arguments are none of the command's.
+    """
+    options = _parser().parse_args(arguments)
+    source, target = Path(options.source), Path(options.target)
+    try:
+        if target.exists():
+            raise InputError(f"{target} is there already; name another file")
+        if not target.absolute().parent.is_dir():
+            raise InputError(f"{target}: there is no directory {target.absolute().parent}")
+        found = convert(read(source))
+        target.write_text(as_yaml(found, source.name, options.target), encoding="utf-8")
+    except InputError as error:
+        sys.stderr.write(f"error: rlinf convert: {error}\n")
+        return 2
+    if options.table:
+        sys.stdout.write(as_table(found))
+    sys.stdout.write(f"{summary(found)}\n")
+    for key, why in found.absent.items():
+        sys.stdout.write(f"  {key}: {why}\n")
+    for name in found.missing:
+        sys.stdout.write(f"  not read, since it is not beside {source.name}: {name}\n")
+    sys.stdout.write(f"{target}\n{_checked(target, embodied=found.embodied)}")
+    return 0
+
+
+def _checked(target: Path, *, embodied: bool) -> str:
+    """What our own checks say of the file, such as of paths that are other people's."""
+    try:
+        (load_embodied if embodied else load_config)(str(target))
+    except ConfigError as error:
+        return f"before it can be run:\n{error}\n"
+    return "it can be tried: add --dry-run to the command at its top\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlinf convert", description="Write a configuration of verl's or RLinf's as one of ours."
+    )
+    parser.add_argument("source", metavar="THEIRS.yaml", help="a file of verl's or RLinf's")
+    parser.add_argument("target", metavar="OURS.yaml", help="a file that is not there yet")
+    parser.add_argument("--table", action="store_true", help="print what became of every key")
+    return parser

@@ -1,0 +1,106 @@
+"""A configuration of verl's or RLinf's as one of ours, with what became of each of their keys.
+
+In: what `reading.read` read. Out: our keys, and three lists: what is written, what ours does anyway, what has no
+counterpart. Nothing is left out in silence: a key without a rule has no counterpart.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlinf.cli.conversion.reading import Read
+from rlinf.cli.conversion.rules import Absent, Given, Same, Table, rule_of
+from rlinf.config.loading import InputError
+
+_TABLES = {"verl": "verl", "rlinf": "rlinf_text", "rlinf, embodied": "rlinf_embodied"}
+"""By what a configuration is: the module of its table, which has `TABLE` and `DEFAULTS`."""
+_IGNORED = "_target_"
+_NO_RULE = "no key of ours is known to mean this"
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What became of a configuration."""
+
+    origin: str
+    """Whose it is: a key of `_TABLES`."""
+    ours: dict[str, Any] = field(default_factory=dict)
+    """By our dotted key; `launch.*` are arguments of the command."""
+    written: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of their keys, those of ours that they became."""
+    same: dict[str, str] = field(default_factory=dict)
+    """Their keys for which ours does so anyway, and why."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Their keys without a counterpart, and what to do."""
+    missing: tuple[str, ...] = ()
+    """Files that it builds on and that are not at hand."""
+
+    @property
+    def embodied(self) -> bool:
+        """A policy acts."""
+        return self.origin.endswith("embodied")
+
+    @property
+    def keys(self) -> int:
+        """How many keys it has."""
+        return len(self.written) + len(self.same) + len(self.absent)
+
+    @property
+    def translated(self) -> float:
+        """Share of its keys that are written or done anyway."""
+        return 1 - len(self.absent) / self.keys if self.keys else 1.0
+
+
+def origin_of(values: Mapping[str, Any]) -> str:
+    """Whose configuration it is.
+
+    Raises:
+        InputError: it cannot be told.
+    """
+    sections = {key.partition(".")[0] for key in values}
+    if "actor_rollout_ref" in sections:
+        return "verl"
+    if "cluster" in sections or "runner" in sections:
+        return "rlinf, embodied" if values.get("runner.task_type") == "embodied" or "env" in sections else "rlinf"
+    raise InputError(
+        "neither verl's nor RLinf's: verl's have a section actor_rollout_ref, RLinf's have cluster and runner"
+    )
+
+
+def convert(read: Read) -> Conversion:
+    """Ours for theirs.
+
+    Raises:
+        InputError: it is of neither framework.
+    """
+    found = Conversion(origin_of(read.values), missing=read.missing)
+    module = importlib.import_module(f"rlinf.cli.conversion.tables.{_TABLES[found.origin]}")
+    table: Table = module.TABLE
+    given = Given(read.values)
+    merged: dict[str, Any] = dict(module.DEFAULTS)
+    for key, value in read.values.items():
+        if key.rpartition(".")[2] == _IGNORED:
+            found.same[key] = "a class of theirs"
+            continue
+        rule = rule_of(table, key)
+        outcome = Absent(_NO_RULE) if rule is None else _unresolved(value) or rule(key, value, given)
+        if isinstance(outcome, Absent):
+            found.absent[key] = outcome.why
+        elif isinstance(outcome, Same):
+            found.same[key] = outcome.why
+        else:
+            found.written[key] = tuple(outcome)
+            for ours, one in outcome.items():
+                joined = isinstance(one, list) and ours.endswith(".args") and ours in merged
+                merged[ours] = [*merged[ours], *one] if joined else one
+    found.ours = merged
+    return found
+
+
+def _unresolved(value: Any) -> Absent | None:
+    if isinstance(value, str) and "${" in value:
+        return Absent(f"its value {value} refers to what is not in this file")
+    return Absent("it is to be set by whoever runs it") if value == "???" else None

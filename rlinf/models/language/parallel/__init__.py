@@ -1,0 +1,1 @@
+"""One copy of a model split over ranks: tokens, layers' matrices, experts."""

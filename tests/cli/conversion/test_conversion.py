@@ -1,0 +1,187 @@
+"""Configurations of verl and RLinf as ours, held against what their authors publish."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.cli.commands import main
+from rlinf.cli.conversion.convert import convert
+from rlinf.cli.conversion.reading import read
+from rlinf.cli.conversion.writing import as_yaml
+from rlinf.config.loading import ConfigError
+from rlinf.config.schema import leaves
+from rlinf.config.text import RunConfig
+from rlinf.job.validate import load_config, load_embodied
+
+PUBLISHED = sorted((Path(__file__).parent / "published").glob("*/*.yaml"))
+"""Keys and values as their authors have them."""
+each = pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: f"{file.parent.name}-{file.stem}")
+
+
+def found(name):
+    return convert(read(next(file for file in PUBLISHED if file.stem == name)))
+
+
+def test_there_are_ten():
+    assert len(PUBLISHED) >= 10
+
+
+@each
+def test_nine_of_ten_keys_are_translated_and_the_rest_are_listed(file, tmp_path):
+    """Counted by our own reading of the file: every key of theirs is in one list, and in one alone."""
+    converted = convert(read(file))
+    theirs = _keys(yaml.safe_load(file.read_text()))
+    theirs -= {key for key in theirs if key.startswith("defaults")}
+    listed = [*converted.written, *converted.same, *converted.absent]
+    assert sorted(listed) == sorted(theirs)
+    assert converted.translated >= 0.9
+    text = as_yaml(converted, file.name, "ours.yaml")
+    assert all(f"#   {key}: " in text for key in converted.absent)
+
+
+def _keys(tree, prefix=""):
+    found = set()
+    for key, value in tree.items():
+        found |= _keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}"}
+    return found
+
+
+@each
+def test_what_is_written_is_a_configuration_but_for_paths_of_other_people(file, tmp_path):
+    converted = convert(read(file))
+    target = tmp_path / "ours.yaml"
+    target.write_text(as_yaml(converted, file.name, str(target)))
+    problems = []
+    try:
+        (load_embodied if converted.embodied else load_config)(str(target))
+    except ConfigError as error:
+        problems = str(error).splitlines()[1:]
+    assert all("there is no such" in line for line in problems), problems
+
+
+def test_verl_ppo_is_ours():
+    ours = found("ppo_trainer").ours
+    assert ours["algorithm.name"] == "ppo"
+    assert ours["algorithm.prompts_per_step"] == 1024
+    assert ours["algorithm.minibatches"] == 4  # of 256 prompts
+    assert ours["algorithm.group_size"] == 1
+    assert (ours["algorithm.advantage.gamma"], ours["algorithm.advantage.lam"]) == (1.0, 1.0)
+    assert (ours["critic.lr"], ours["critic.weight_decay"], ours["algorithm.critic.clip"]) == (1e-5, 0.01, 0.5)
+    assert (ours["optimizer.lr"], ours["optimizer.betas"]) == (1e-6, [0.9, 0.999])
+    assert (ours["rollout.max_new_tokens"], ours["data.max_prompt_tokens"]) == (512, 512)
+    assert ours["evaluation.temperature"] == 0.0
+    assert ours["metrics.wandb"] == "verl_examples"
+    assert (ours["launch.nodes"], ours["launch.devices"], ours["launch.resume"]) == (1, 8, "auto")
+    assert "algorithm.kl" not in ours
+
+
+def test_verl_grpo_with_a_kl_penalty_is_ours():
+    converted = found("gsm8k_function_rm_grpo")
+    assert converted.ours["algorithm.name"] == "grpo"
+    assert converted.ours["algorithm.kl"] == {"place": "loss", "kind": "k3", "beta": 0.001}
+    assert converted.ours["trainer.micro_batch_tokens"] == 4 * (512 + 512)
+    assert converted.missing == ("gsm8k_base",)
+
+
+def test_rlinf_grpo_on_megatron_is_ours():
+    ours = found("qwen3-30b-grpo-megatron").ours
+    assert ours["trainer.backend"] == "megatron"
+    sizes = {key: ours[f"trainer.parallel.{key}"] for key in ("tensor", "pipeline", "expert")}
+    assert sizes == {"tensor": 4, "pipeline": 4, "expert": 4}
+    assert ours["rollout.max_new_tokens"] == 28672 - 1024  # an interpolation with arithmetic
+    assert (ours["algorithm.minibatches"], ours["algorithm.group_size"]) == (4, 16)
+    assert ours["algorithm.loss.clip_low"] == ours["algorithm.loss.clip_high"] == 0.2
+    assert ours["optimizer.betas"] == [0.9, 0.95]
+    assert ours["rollout.engine"] == "sglang"
+    assert ours["rollout.engine_args.args"][:2] == ["--attention-backend", "triton"]
+    assert ours["placement.mode"] == "collocated"
+    assert ours["launch.nodes"] == 16
+
+
+def test_rlinf_on_a_robot_is_ours():
+    ours = found("maniskill_ppo_openvlaoft").ours
+    assert (ours["policy.type"], ours["policy.lora.r"]) == ("openvla-oft", 32)
+    assert (ours["placement.env"], ours["placement.policy"], ours["placement.trainer"]) == ("0-3", "4-7", "0-7")
+    assert (ours["algorithm.minibatch"], ours["algorithm.micro_batch"]) == (640, 40)
+    assert (ours["optimizer.critic_lr"], ours["optimizer.grad_clip"]) == (3e-3, 10.0)
+    grpo = found("libero_10_grpo_openvlaoft").ours
+    assert grpo["env.num_envs"] == 64
+    assert grpo["algorithm.filter_returns"] == [0.1, 0.9]
+    assert "optimizer.critic_lr" not in grpo
+
+
+def test_files_of_defaults_are_read_where_they_lie_beside_it(tmp_path):
+    (tmp_path / "base.yaml").write_text("actor_rollout_ref: {rollout: {n: 5, temperature: 0.7}}\n")
+    (tmp_path / "theirs.yaml").write_text("defaults: [base, _self_]\nactor_rollout_ref: {rollout: {n: 8}}\n")
+    converted = convert(read(tmp_path / "theirs.yaml"))
+    assert converted.missing == ()
+    assert (converted.ours["algorithm.group_size"], converted.ours["rollout.temperature"]) == (8, 0.7)
+
+
+@given(st.dictionaries(st.sampled_from(["lr", "n_x", "grad_clip", "strange"]), st.none() | st.floats(0, 1), max_size=4))
+def test_a_key_that_nobody_knows_is_listed_and_never_lost(keys):
+    values = {f"actor_rollout_ref.actor.odd.{key}": value for key, value in keys.items()}
+    values["actor_rollout_ref.actor.ppo_epochs"] = 2
+
+    class Theirs:
+        missing = ()
+
+    Theirs.values = values
+    converted = convert(Theirs)
+    assert set(converted.absent) == values.keys() - {"actor_rollout_ref.actor.ppo_epochs"}
+    assert converted.ours["algorithm.epochs"] == 2
+
+
+def test_rules_name_keys_that_there_are():
+    """Of every file: a key of ours is one of the schema, or lies in a mapping of it."""
+    known = {leaf.key: leaf for leaf in leaves(RunConfig)}
+    for file in PUBLISHED:
+        converted = convert(read(file))
+        if converted.embodied:
+            continue
+        for key in converted.ours:
+            parts = key.split(".")
+            above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+            assert key.startswith("launch.") or any(each in known for each in above), key
+
+
+class TestCommand:
+    def test_it_writes_a_file_that_says_how_it_is_started_and_what_is_missing(self, tmp_path, capsys):
+        source = next(file for file in PUBLISHED if file.stem == "qwen2.5-1.5b-grpo-megatron")
+        target = tmp_path / "ours.yaml"
+        assert main(["convert", str(source), str(target)]) == 0
+        told = capsys.readouterr().out
+        assert "194 keys of rlinf: " in told
+        assert "  runner.max_epochs: epochs: set steps\n" in told
+        assert "before it can be run:" in told
+        text = target.read_text()
+        assert "torchrun --nnodes 8 --nproc-per-node 8 launch.py --config" in text
+        assert "#   algorithm.early_stop_imp_ratio: " in text
+        assert main(["convert", str(source), str(target)]) == 2
+        assert "is there already" in capsys.readouterr().err
+
+    def test_the_table_has_a_row_for_every_key(self, tmp_path, capsys):
+        source = next(file for file in PUBLISHED if file.stem == "gsm8k_function_rm_grpo")
+        assert main(["convert", str(source), str(tmp_path / "ours.yaml"), "--table"]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if "  ->  " in line or "  ==  " in line]
+        assert len(rows) == 14
+        assert any(
+            row.startswith("algorithm.adv_estimator") and row.endswith("->  algorithm.name=grpo") for row in rows
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("trainer: {lr: 1}\n", "neither verl's nor RLinf's"),
+            ("- 1\n", "a mapping of keys is expected"),
+            ("a: [\n", "cannot be read as YAML"),
+        ],
+    )
+    def test_what_is_no_configuration_of_theirs_is_refused_in_words(self, text, said, tmp_path, capsys):
+        (tmp_path / "x.yaml").write_text(text)
+        assert main(["convert", str(tmp_path / "x.yaml"), str(tmp_path / "ours.yaml")]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "ours.yaml").exists()

@@ -91,10 +91,10 @@ def _with_judge(workload: Workload) -> Workload:
 
 def modelled() -> Iterator[Row]:
     for devices in PUBLISHED:
-        half, nodes = devices // 2, devices // 8
+        half = devices // 2
         where = [f"placement.rollout=0-{half - 1}:0-{half // 4 - 1}", f"placement.trainer={half}-{devices - 1}"]
         name = "qwen3-30b-a3b"
-        config, placed = _configured(name, devices, [*where, f"placement.node_groups.all.nodes=0-{nodes - 1}"])
+        config, placed = _configured(name, devices, where)
         workload, _ = workload_of(config, model(name), placed)
         items = config.algorithm.prompts_per_step
         took = rehearse(grpo, as_placed(placed, workload, items), workload, items=items).seconds

@@ -53,7 +53,7 @@ def workload_of(
     for kind in fleet.counts:
         known = fleet.hardware.get(kind)
         if known is None or known.tflops is None or known.bandwidth is None:
-            raise Unknown(f"how fast a {kind} is: name its hardware in placement.node_groups, or placement.devices")
+            raise Unknown(f"how fast a {kind} is: say it, as in placement.devices={{{kind}: h100}}")
     if strange := [role for role in placed.seats if role not in {"rollout", "judge", *_LEARN, *_SCORE}]:
         raise Unknown(f"what {strange[0]} takes: profile a run")
     shape, work = Shape.of(model_config), _work(config)

@@ -302,6 +302,9 @@ class MetricsConfig(TrackingConfig):
     """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
     mismatch_max: float | None = number(5.0, above=0)
     """Warn when those of any one token differ by more than this, nats; null never warns."""
+    route_drift: float | None = number(0.25, above=0, high=1)
+    """Warn when the trainer's gates would choose other experts than the engine did for a larger share of tokens and
+    layers than this; null never warns."""
 
 
 @dataclass

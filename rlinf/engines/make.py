@@ -54,6 +54,8 @@ class EngineSetup:
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
     kv: Kv | None = None
     """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
+    routes: bool = False
+    """Tell to which experts of a mixture tokens go, where the engine can."""
     directory: str | None = None
     """Of the run, where an engine may keep the output of its server; None keeps it in memory."""
     compute: Compute = field(default_factory=InThreads)

@@ -38,7 +38,7 @@ from rlinf.job.roles.agents import running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
-from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored, StalenessAlarm
+from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
@@ -90,6 +90,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             keeper, draw = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session), self.data.train.draw
             self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
+        self._routes_apart = RouteDriftAlarm(config.metrics.route_drift)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
         self._scoring = FailureAlarm()
         self._overlong_told = False
@@ -275,10 +276,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         yield from self._overlong()
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        if (warning := self._alarm.heard(self.done, metrics)) is not None:
-            self.report.line(warning)
-        if self.ahead and (warning := self._too_old.heard(self.done, metrics)) is not None:
-            self.report.line(warning)
+        for alarm in (self._alarm, self._routes_apart, *((self._too_old,) if self.ahead else ())):
+            if (warning := alarm.heard(self.done, metrics)) is not None:
+                self.report.line(warning)
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)

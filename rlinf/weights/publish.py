@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.clock import Clock, tell_bytes
+from rlinf.weights.parts import Scattered, scattered
 from rlinf.weights.state_tensors import reshard
 
 PIECE_BYTES = 32 << 20
@@ -131,13 +133,17 @@ def publishing_bytes(whole_bytes: int, *, on_device: bool, ranks: int = 1) -> in
     return pieces * PIECE_BYTES + (whole_bytes if on_device else 0)
 
 
-def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Export]]:
+def exported(
+    model: nn.Module, dtype: torch.dtype | None = None, ranks: DeviceMesh | None = None
+) -> Iterator[tuple[str, Export]]:
     """The model's tensors under their plain names, to be made and gathered one after the other.
 
     Args:
         model: whole or sharded, with or without adapters, which are merged; tied weights come once.
         dtype: of floating-point tensors; None: as they are. What the model's class keeps in float32 stays so, since
             engines keep it so.
+        ranks: of the model, in one dimension, for parameters that are split and in slices: they are sent rectangle by
+            rectangle.
     """
     from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
 
@@ -145,11 +151,24 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter, make in plain_parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
-        yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, make)
+        give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
+        yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
+
+
+def _split(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2
+
+
+def _rectangles(make: Callable[[], Tensor], ranks: DeviceMesh) -> Scattered:
+    made = make()
+    assert isinstance(made, DTensor)
+    return scattered(made, ranks)
 
 
 @torch.no_grad()
-def gather_into(place: Tensor | None, tensor: Tensor, dtype: torch.dtype, clock: Clock | None = None) -> None:
+def gather_into(
+    place: Tensor | None, tensor: Tensor | Scattered, dtype: torch.dtype, clock: Clock | None = None
+) -> None:
     """Write a tensor, whole or sharded, into its place. Every rank of its mesh calls it, in the same order.
 
     Shards are cast before they are sent, piece by piece. One collective at a time: under gloo several at once were seen
@@ -158,12 +177,14 @@ def gather_into(place: Tensor | None, tensor: Tensor, dtype: torch.dtype, clock:
 
     Args:
         place: flat [elements], of `dtype`; None on a rank that keeps nothing.
-        tensor: whole ones are only copied.
+        tensor: whole ones are only copied; of those that lie scattered the first rank alone gets anything.
         dtype: in which it is sent.
         clock: is told how long the phases took.
     """
     timed = clock or Clock()
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+    if isinstance(tensor, Scattered):
+        tensor.gather_into(place, dtype, PIECE_BYTES, timed)
+    elif not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         _copy(place, tensor.to_local() if isinstance(tensor, DTensor) else tensor, timed)
     elif len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard and tensor.placements[0].dim == 0:
         _gather_rows(place, tensor, dtype, timed)
@@ -219,13 +240,16 @@ def gathered(
     Every rank of the mesh must run it to its end.
 
     Args:
-        named: names and tensors; those that are not sharded are only cast.
+        named: names and tensors; those that are not sharded are only cast, and those that lie scattered have memory on
+            the first rank alone.
         dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are, or as
             an `Export` says.
     """
     for name, tensor in named:
         if isinstance(tensor, Export):
-            yield name, _whole(tensor.make(), dtype or tensor.dtype)
+            made = tensor.make()
+            wanted = dtype or tensor.dtype
+            yield name, made.whole(wanted, PIECE_BYTES) if isinstance(made, Scattered) else _whole(made, wanted)
         else:
             yield name, _whole(tensor.detach(), dtype)
 

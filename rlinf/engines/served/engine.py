@@ -84,7 +84,8 @@ class ServedEngine(Engine):
         Args:
             child: its process, then to be found under that name; made with `prepare` and `busy` of this engine.
         """
-        self.child, self.seeded = child, child.server.seeded
+        self.child = child
+        self.seeded, self.routes = child.server.seeded, child.server.routes
         self.reads_images = bool(self._banned) and child.server.reads_images
         await child.start()
 

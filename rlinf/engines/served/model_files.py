@@ -21,6 +21,21 @@ from rlinf.data.pictures.processor import FAMILIES, auto_class
 from rlinf.data.weights import Weights
 from rlinf.engines.make import EngineSetup
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys by which configurations tell how many experts a layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, as its configuration counts them."""
+
+    layers: int
+    """Of the model, those without experts among them."""
+    top_k: int
+    """Experts that each token goes to."""
+    count: int
+    """Experts of a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -36,6 +51,8 @@ class ModelFiles:
     """Tokens from 0 that it can read."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Of tensors that have another name in files than in memory, by the latter: servers know those of files."""
+    experts: Experts | None = None
+    """Of a mixture."""
 
     def as_saved(self, weights: Weights) -> Weights:
         """Weights by the names that their tensors have in files."""
@@ -60,7 +77,8 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         config = AutoConfig.from_pretrained(setup.model)
         with torch.device("meta"):
             empty = auto_class(config).from_config(config)
-        return ModelFiles(Path(setup.model).absolute(), False, _shapes(empty), _vocabulary(config), _names(empty))
+        directory = Path(setup.model).absolute()
+        return ModelFiles(directory, False, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
     directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))
     try:
         with setup.build_model() as model:
@@ -74,7 +92,7 @@ def model_files(setup: EngineSetup) -> ModelFiles:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return ModelFiles(directory, True, shapes, _vocabulary(config), names)
+    return ModelFiles(directory, True, shapes, _vocabulary(config), names, _experts(config))
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -94,3 +112,10 @@ def _names(model: PreTrainedModel) -> dict[str, str]:
 
 def _vocabulary(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
+
+
+def _experts(config: PretrainedConfig) -> Experts | None:
+    text = config.get_text_config()
+    count = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
+    top_k = getattr(text, "num_experts_per_tok", None)
+    return Experts(int(text.num_hidden_layers), int(top_k), int(count)) if count and top_k else None

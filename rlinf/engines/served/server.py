@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Sampling
@@ -27,6 +29,8 @@ class Chunk:
     """Those that have come since the last chunk."""
     logprobs: Sequence[float]
     """Of each, nats, under log-softmax(logits / temperature), or log-softmax(logits) where the temperature is 0."""
+    routes: np.ndarray | None = None
+    """Of the text from its beginning, with the last piece, where the server tells of experts; see `Sample.routes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Server(Protocol):
     """A seed decides an answer, whatever shares the batch and wherever it was interrupted, up to rounding."""
     reads_images: bool
     """It takes pictures with a prompt."""
+    routes: bool
+    """Chunks tell to which experts tokens went."""
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         """The command line of the child process."""

@@ -69,6 +69,10 @@ class BandedRows:
             ids, real, past = laid_out(rectangle, device)
             images = [records.requests[reader.slots[0]].images for reader in rectangle]
             logits, read = self._forward.read(ids, real, images, past)
+            if (routes := self._forward.routes()) is not None:
+                of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
+                for reader, of_text in zip(rectangle, of_texts, strict=True):
+                    records.routed(reader.slots, len(reader.text), of_text[-len(reader.text) :])
             which = np.array([slot for reader in rectangle for slot in reader.slots], dtype=np.int64)
             lengths = np.array([len(reader.text) for reader in rectangle for _ in reader.slots], dtype=np.int64)
             source = torch.tensor(
@@ -97,6 +101,8 @@ class BandedRows:
         for band in self.bands:
             band.reserve()
         logits = self._forward.step(view.ids, view.positions, self.bands)
+        if (routes := self._forward.routes()) is not None:
+            records.routed_step(view.slots, routes)
         for band in self.bands:
             band.advance()
         tokens, logprobs = choose(self._forward.allowed(logits), view.rules, view.answered)

@@ -55,6 +55,7 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 keep_tokens=keep_tokens,
                 graphs=graphs,
                 pictures=setup.pictures,
+                routes=setup.routes,
             )
 
     engine: TransformersEngine = await setup.compute(made)
@@ -80,6 +81,7 @@ class TransformersEngine(Engine):
             as much as `max_rows` of the longest answers may come to.
         graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
             does as if there were graphs on the CPU, to try that way out.
+        routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
         pictures: reads those of prompts; None if the model reads text alone.
 
@@ -103,6 +105,7 @@ class TransformersEngine(Engine):
         reread: bool = False,
         keep_tokens: int | None = None,
         graphs: Graphs = "auto",
+        routes: bool = False,
         version: int = 0,
         pictures: Pictures | None = None,
     ):
@@ -116,6 +119,7 @@ class TransformersEngine(Engine):
         self._compute = compute or InThreads()
         self._reread = reread
         self._forward = fastest(model.eval(), version, pictures)
+        self.routes = routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from rlinf.data.offload import Parking
 from rlinf.data.pictures.processor import GRID, Pictures
+from rlinf.data.routing.routers import Routers, watch
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.kv_cache import Band, BandCache, Layers, Place
@@ -66,6 +67,8 @@ class ModelForward:
         self._model = model
         self._parking = Parking(self._held)  # kept, with its host memory
         self._arrived: Weights | None = None
+        self._routers: Routers | None = None
+        self._routes: list[Tensor] = []  # of the passes since somebody asked
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
         self._like = _cache(model)
@@ -154,6 +157,21 @@ class ModelForward:
             return logits
         return logits.index_fill(1, torch.tensor(self._pictures.banned, device=logits.device), -torch.inf)
 
+    @torch.inference_mode()
+    def watch(self) -> bool:
+        """Have `routes` told from now on; False where the model has no experts, or chooses them in an unknown way."""
+        self._routers = watch(self._model)
+        if self._routers is not None:
+            self._whole(np.arange(2), 1)
+            self._routers = self._routers if self._routers.understood else None
+        return self._routers is not None
+
+    def routes(self) -> np.ndarray | None:
+        """Experts to which all tokens went that were computed since this was last asked, padding included, in order,
+        uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
+        told, self._routes = self._routes, []
+        return torch.cat(told).cpu().numpy() if told else None
+
     @property
     def vocabulary(self) -> int:
         """Tokens the model knows."""
@@ -215,6 +233,8 @@ class ModelForward:
             input_ids=ids, use_cache=True, **{name: each for name, each in given.items() if name in self._takes}
         )
         logits: Tensor = output.logits[:, -1]
+        if self._routers is not None:
+            self._routes.append(self._routers.taken())
         return logits
 
     def check(self, weights: Weights) -> None:

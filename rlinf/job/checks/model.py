@@ -33,6 +33,8 @@ from rlinf.models.language.build import freeze
 from rlinf.models.language.families import unsupported
 from rlinf.models.language.load import ONE_AT_A_TIME, new_config, pictures_of
 from rlinf.models.language.lora import POLICY, add_adapters
+from rlinf.models.language.parallel.arrangement import arranged
+from rlinf.models.language.parallel.mistakes import mistakes_in
 
 _META = torch.device("meta")
 
@@ -197,6 +199,42 @@ def _works(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> b
     except RAISED:  # another key is to blame, or this one too
         return False
     return True
+
+
+# A copy that is split ------------------------------------------------------------------------------------------------
+
+
+def split_mistakes(config: RunConfig, model_config: Any, processes: Mapping[str, int]) -> Iterator[Problem]:
+    """Why back end `fsdp` cannot split the model as `trainer.parallel` says, all at once.
+
+    Args:
+        config: of the run.
+        model_config: of its model, from transformers.
+        processes: of each role that learns.
+    """
+    trainer, parallel = config.trainer, config.trainer.parallel
+    split = {name: size for name, size in vars(parallel).items() if size > 1}
+    if trainer.backend != "fsdp" or not split:
+        return
+    wrong = []
+    for role, number in processes.items():
+        try:
+            arranged("shard", [role] * number, parallel)
+        except ValueError as error:
+            wrong.append(f"{role}: {error}")
+    with _quiet():
+        model = _empty(model_config)
+    wrong += mistakes_in(model, parallel, adapters=config.model.lora.settings is not None)
+    wrong += [
+        f"{key}={value}: a model whose copies are split over processes is {instead}"
+        for key, value, odd, instead in (
+            ("trainer.attention", trainer.attention, trainer.attention == "padded", "always packed"),
+            ("trainer.compile", "true", trainer.compile is True, "never compiled"),
+        )
+        if odd
+    ]
+    if wrong:
+        yield Problem("configuration", "trainer.parallel", split, "; ".join(wrong))
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model, pictures_of
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.mixture.replay import Replay
+from rlinf.models.language.parallel.expert_files import StackedExperts
 from rlinf.models.language.parallel.experts import split_experts
 from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_matrices
 from rlinf.models.language.parallel.tokens import Division
@@ -79,6 +81,8 @@ class Build:
     """Over which matrices are split, see `fsdp.Layout`."""
     experts: DeviceMesh | None = None
     """Over which experts are."""
+    router_replay: Replay | None = None
+    """See `PolicyModel`."""
     freeze: Sequence[str] = ()
     """Modules whose weights do not learn."""
 
@@ -182,7 +186,7 @@ def _policy(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> 
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, pictures=pictures, **_run(build))
+    return PolicyModel(model, chunk=build.chunk, router_replay=build.router_replay, pictures=pictures, **_run(build))
 
 
 def _run(build: Build) -> dict[str, Any]:
@@ -237,6 +241,8 @@ def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | 
         model.generation_config = GenerationConfig.from_pretrained(directory)
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     saved = {name: tuple(_shape(path, name)) for name, path in files.items() if name in wanted}
+    stacked = {name: StackedExperts.of(name, files) for name in wanted.keys() - saved.keys()}
+    saved |= {name: experts.shape for name, experts in stacked.items() if experts is not None}
     return model if wanted == saved and _remade_buffers(model) is not None else None
 
 
@@ -271,7 +277,11 @@ def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
         buffer.copy_(value)
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if plain_name(name) in files and not is_adapter(name):
+        if is_adapter(name):
+            continue
+        if (experts := StackedExperts.of(plain_name(name), files)) is not None:
+            place(parameter, experts)
+        elif plain_name(name) in files:
             by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
     for path, members in by_file.items():
         with safe_open(path, framework="pt") as file:

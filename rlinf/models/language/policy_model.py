@@ -9,7 +9,7 @@ are whole. Whether a model can be run like this is not guessed from its name: it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -24,10 +24,11 @@ from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_bloc
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.mixture.replay import Found, Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 from rlinf.models.language.parallel.matrices import TensorRanks
 from rlinf.models.language.parallel.tokens import Division, Share
-from rlinf.models.language.pictures.packed import in_rows, never, seen, with_blank, without
+from rlinf.models.language.pictures.packed import Seen, in_rows, never, seen, with_blank, without
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -54,6 +55,7 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
+        router_replay: see `Mixture`.
         division: ranks with which it computes every micro-batch together; None for none, as with pictures.
         pictures: reads those of prompts; None if the model reads text alone.
     """
@@ -67,6 +69,7 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        router_replay: Replay | None = None,
         division: Division | None = None,
         pictures: Pictures | None = None,
     ):
@@ -88,6 +91,8 @@ class PolicyModel(nn.Module):
         self.tensor_ranks: TensorRanks | None = None
         """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
+        self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
+        """Its experts, if it has any."""
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
@@ -100,7 +105,7 @@ class PolicyModel(nn.Module):
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
-    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> Found:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
@@ -108,14 +113,13 @@ class PolicyModel(nn.Module):
             entropy_slope: entropies are differentiable, too.
 
         Returns:
-            Log-probs, differentiable, and entropies; nats, float32 [learned].
+            Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
         """
         share = self._share(batch)
         mine = batch if share is None else share.batch
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits", share)
-            if (banned := never(self.pictures, logits)) is not None:
-                logits = logits + banned
+            logits = logits if (banned := never(self.pictures, logits)) is None else logits + banned
             found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
             head: Any = self.model.get_output_embeddings()
@@ -131,7 +135,8 @@ class PolicyModel(nn.Module):
                 entropy_slope=entropy_slope,
                 fused=self._fused,
             )
-        return found if share is None else (share.whole(found[0]), share.whole(found[1]))
+        found = found if share is None else (share.whole(found[0]), share.whole(found[1]))
+        return self.mixture.told(found, batch, share)
 
     def _share(self, batch: Packed) -> Share | None:
         """This rank's part of a micro-batch; None for all of it."""
@@ -155,27 +160,27 @@ class PolicyModel(nn.Module):
                 refusals=self._refusals,
             )
             mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
-            pixels: Mapping[str, Tensor] = {}
-            if self.pictures is not None:
-                shown = seen(batch, self.pictures, blank=blank)
-                pixels, positions = shown.tensors, shown.positions
+            shown = Seen({}, positions) if self.pictures is None else seen(batch, self.pictures, blank=blank)
+            self.mixture.begin(mine, mine.predicting())
             given = {
                 "input_ids": mine.ids[None],
-                "position_ids": positions.unsqueeze(-2),
+                "position_ids": shown.positions.unsqueeze(-2),
                 # without it transformers looks for sequences itself
                 "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
-                **pixels,
+                **shown.tensors,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
             return whole.index_select(0, mine.predicting())
         ids, places = padded(batch)
+        at = places.index_select(0, batch.kept)
+        self.mixture.begin(batch, at, (places, ids.numel()))
         given = {"input_ids": ids}
         if self.pictures is not None:
             shown = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
             given |= {"position_ids": shown.positions, **shown.tensors}
         whole = getattr(part(**given, use_cache=False), output).flatten(0, 1)
-        return whole.index_select(0, places.index_select(0, batch.kept))
+        return whole.index_select(0, at)
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -212,6 +217,8 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
+            refused.append(why)
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
         if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
@@ -221,9 +228,7 @@ class PolicyModel(nn.Module):
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
-    def _compile_it(
-        self, probe: Packed, expected: tuple[Tensor, Tensor], ranks: DeviceMesh | None, refused: list[str]
-    ) -> None:
+    def _compile_it(self, probe: Packed, expected: Found, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
         self._blocks = CompiledBlocks(self._layers, self._compiler, checkpointed=self._checkpointed)
@@ -310,7 +315,7 @@ class PolicyModel(nn.Module):
         # what reads pictures sees all of them at once, and keeps its own attention
         self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
-    def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
+    def _tried(self, probe: Packed, refused: list[str]) -> Found | None:
         """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
@@ -324,14 +329,14 @@ class PolicyModel(nn.Module):
         refused += refusals[:1]
         return None if refusals else found
 
-    def _agrees(self, probe: Packed, expected: tuple[Tensor, Tensor], refused: list[str]) -> bool:
+    def _agrees(self, probe: Packed, expected: Found, refused: list[str]) -> bool:
         found = self._tried(probe, refused)
         if found is None:
             return False
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
         same = all(
             bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
-            for one, other in zip(found, expected, strict=True)
+            for one, other in zip(found[:2], expected[:2], strict=True)
         )
         if not same:
             refused.append(f"{self.words}: other log-probs than by its own forward")

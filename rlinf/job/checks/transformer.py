@@ -6,8 +6,9 @@ device is touched. `tests/job/checks/test_peak.py` holds the peaks against what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ ALLOWANCE = 0.05
 slightly larger tensor does not fit into."""
 
 
+def _counted_once(count: Callable[[Any, Any], int]) -> Callable[..., int]:
+    """Keep what was counted: a search for settings asks for the same model at every try, and making one takes time."""
+    known: dict[tuple[Any, ...], int] = {}
+
+    @wraps(count)
+    def found(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
+        key = (type(model_config), model_config.to_json_string(), kind)
+        if key not in known:
+            known[key] = count(model_config, kind)
+        return known[key]
+
+    return found
+
+
+@_counted_once
 def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
     """Number of parameters of a model, counted on a model without storage.
 

@@ -16,7 +16,10 @@ RECIPES = (
     "grpo_icepop",
 )
 """Names of `algos.recipes`, which takes torch to import."""
-BACK_ENDS = {"fsdp": "rlinf.training.fsdp_backend.FsdpBackEnd"}
+BACK_ENDS = {
+    "fsdp": "rlinf.training.fsdp_backend.FsdpBackEnd",
+    "megatron": "rlinf.training.megatron.backend.MegatronBackEnd",
+}
 """What the short names of `trainer.backend` mean."""
 
 
@@ -259,7 +262,8 @@ class TrainerConfig(ForwardConfig):
     """How gradients are computed; nothing here changes what is learned."""
 
     backend: str = "fsdp"
-    """What trains: `fsdp`, or the dotted path of a class like `rlinf.training.backend.BackEnd`."""
+    """What trains: `fsdp`; `megatron`, which splits models as `parallel` says (extra `megatron`); or the dotted path of
+    a class like `rlinf.training.backend.BackEnd`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them

@@ -117,19 +117,8 @@ class Learner:
         """
         if self._sum is None:
             raise ValueError("there is nothing to learn from: no micro-batch came since the last step")
-        layout = self._layout
-        if layout.copies is not None:
-            sum_over_copies(self._parameters, layout.copies)
         try:
-            gathered, norm = optimizer_step(
-                self._sum if layout.counts else self._sum.told_by_another(),
-                self._parameters,
-                self.optimizer,
-                ranks=layout.ranks,
-                leads=layout.first_copy,
-                grad_clip=self._grad_clip,
-                named=self.module.named_parameters(),
-            )
+            gathered, norm = self._taken(self._sum)
         finally:
             self.begin()
         if float(gathered.weight) == 0:
@@ -138,3 +127,18 @@ class Learner:
         self.schedule.step()
         numbers = {"loss": float(gathered.mean()), "grad_norm": norm, "lr": lr}
         return gathered, {**numbers, **getattr(self.module, "numbers", {})}
+
+    def _taken(self, mine: LossSum) -> tuple[LossSum, float]:
+        """Gather gradients from all ranks and take the step; arguments and results as of `optimizer_step`."""
+        layout = self._layout
+        if layout.copies is not None:
+            sum_over_copies(self._parameters, layout.copies)
+        return optimizer_step(
+            mine if layout.counts else mine.told_by_another(),
+            self._parameters,
+            self.optimizer,
+            ranks=layout.ranks,
+            leads=lambda _: layout.first_copy,
+            grad_clip=self._grad_clip,
+            named=self.module.named_parameters(),
+        )

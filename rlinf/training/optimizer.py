@@ -69,7 +69,7 @@ def minimize(
     leads = sharded or mesh is None or mesh.get_local_rank() == 0
     whole = reduce(add, parts)
     try:
-        return optimizer_step(whole, parameters, optimizer, ranks=mesh, leads=leads, grad_clip=grad_clip)
+        return optimizer_step(whole, parameters, optimizer, ranks=mesh, leads=lambda _: leads, grad_clip=grad_clip)
     finally:
         forget_gradients(optimizer)
 
@@ -96,7 +96,8 @@ def optimizer_step(
     optimizer: Optimizer,
     *,
     ranks: DeviceMesh | None = None,
-    leads: bool = True,
+    parts: DeviceMesh | None = None,
+    leads: Callable[[Tensor], bool] = lambda _: True,
     grad_clip: float = math.inf,
     named: Iterable[tuple[str, Tensor]] | None = None,
 ) -> tuple[LossSum, float]:
@@ -107,8 +108,10 @@ def optimizer_step(
         parameters: whose `grad` has the un-normalised gradient, summed over ranks; they may be sharded.
         optimizer: what takes the step.
         ranks: all that share the batch, in one dimension; None for one.
-        leads: this rank's gradients count in the norm; of ranks with equal gradients, one leads. Beside sharded
-            parameters, those that every rank has whole count once all the same.
+        parts: those that have parts of one copy of the model and, but for them, the same of the batch; None for one,
+            and where `ranks` are all there are.
+        leads: whether this rank's gradient of a parameter counts in the norm; of ranks with equal gradients, one leads.
+            Beside sharded parameters, those that every rank has whole count once all the same.
         grad_clip: a gradient with a larger global norm is scaled down to it.
         named: everything that the loss depends on, for the error to name what is not finite; the same on every rank.
             Default: `parameters`, by number.
@@ -120,18 +123,18 @@ def optimizer_step(
     Raises:
         FloatingPointError: the loss or the gradient is not finite; the parameters have not changed.
     """
-    given = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    gradients = [shard_of(gradient) for gradient in given]
-    square = torch.zeros((), dtype=torch.float64)
-    if counted := _counted_here(given, ranks):
+    given = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    gradients = [shard_of(gradient) for gradient in given.values()]
+    square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
+    if counted := _counted_here([gradient for parameter, gradient in given.items() if leads(parameter)], ranks):
         square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
-    gathered, total = over_ranks(loss, square if leads else torch.zeros_like(square), ranks)
+    gathered, total = over_ranks(loss, sum_over_ranks(square, parts), ranks)
     count = float(gathered.weight)
     if count == 0:
         return gathered, 0.0
     norm, mean = math.sqrt(total) / count, gathered.average()
     if not (math.isfinite(mean) and math.isfinite(norm)):
-        cause = _cause_of_nan(_numbered(parameters) if named is None else dict(named), optimizer, ranks)
+        cause = _cause_of_nan(_numbered(parameters) if named is None else dict(named), optimizer, ranks, parts)
         raise FloatingPointError(
             f"loss {mean} and gradient norm {norm} are not both finite: the step was not taken. {cause}"
         )
@@ -149,11 +152,14 @@ def _counted_here(gradients: Sequence[Tensor], ranks: DeviceMesh | None) -> list
     return [*shards, *(whole if alone else ())]
 
 
-def _cause_of_nan(named: Mapping[str, Tensor], optimizer: Optimizer, ranks: DeviceMesh | None) -> str:
+def _cause_of_nan(
+    named: Mapping[str, Tensor], optimizer: Optimizer, ranks: DeviceMesh | None, parts: DeviceMesh | None
+) -> str:
     """What to look at after a loss or gradient that is not finite; a collective, to which all ranks come together."""
     steps = max((float(kept.get("step", 1)) for kept in optimizer.state.values() if kept), default=0.0)
     found = [(~shard_of(tensor.detach()).isfinite()).sum().double() for tensor in named.values()]
-    wrong = sum_over_ranks(torch.stack([*found, found[0].new_tensor(steps)]), ranks).tolist()
+    mine = torch.stack([*found, found[0].new_tensor(steps)])
+    wrong = sum_over_ranks(sum_over_ranks(mine, parts), ranks).tolist()
     broken = [name for name, count in zip(named, wrong, strict=False) if count]
     began = wrong[-1] == 0
     if broken:

@@ -112,7 +112,7 @@ def copy_model(
             if twin is None or (twin.dtype, twin.shape) != (wanted, tensor.shape):
                 twin = tensor.to("cpu", wanted, copy=True)
             tensors[name] = twin
-    return ModelCopy(_skeleton(model, dtype), tensors, tokenizer, shard_bytes) if lead else None
+    return ModelCopy(skeleton_of(model, dtype), tensors, tokenizer, shard_bytes) if lead else None
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -122,7 +122,7 @@ def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((plain_name(name), buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def _skeleton(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+def skeleton_of(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
     """The same model without tensors and adapters, of its own class, which FSDP2 had replaced by one derived of it."""
     bases = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
     cls = next(base for base in bases if not issubclass(base, FSDPModule))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.clock import Clock, tell_bytes
+from rlinf.weights.parts import Scattered
 from rlinf.weights.state_tensors import reshard
 
 PIECE_BYTES = 32 << 20
@@ -149,7 +150,9 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
 
 
 @torch.no_grad()
-def gather_into(place: Tensor | None, tensor: Tensor, dtype: torch.dtype, clock: Clock | None = None) -> None:
+def gather_into(
+    place: Tensor | None, tensor: Tensor | Scattered, dtype: torch.dtype, clock: Clock | None = None
+) -> None:
     """Write a tensor, whole or sharded, into its place. Every rank of its mesh calls it, in the same order.
 
     Shards are cast before they are sent, piece by piece. One collective at a time: under gloo several at once were seen
@@ -158,12 +161,14 @@ def gather_into(place: Tensor | None, tensor: Tensor, dtype: torch.dtype, clock:
 
     Args:
         place: flat [elements], of `dtype`; None on a rank that keeps nothing.
-        tensor: whole ones are only copied.
+        tensor: whole ones are only copied; of those that lie scattered the first rank alone gets anything.
         dtype: in which it is sent.
         clock: is told how long the phases took.
     """
     timed = clock or Clock()
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+    if isinstance(tensor, Scattered):
+        tensor.gather_into(place, dtype, PIECE_BYTES, timed)
+    elif not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         _copy(place, tensor.to_local() if isinstance(tensor, DTensor) else tensor, timed)
     elif len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard and tensor.placements[0].dim == 0:
         _gather_rows(place, tensor, dtype, timed)
@@ -219,13 +224,16 @@ def gathered(
     Every rank of the mesh must run it to its end.
 
     Args:
-        named: names and tensors; those that are not sharded are only cast.
+        named: names and tensors; those that are not sharded are only cast, and those that lie scattered have memory on
+            the first rank alone.
         dtype: floating-point tensors are cast before they are sent, so that fewer bytes are; None: as they are, or as
             an `Export` says.
     """
     for name, tensor in named:
         if isinstance(tensor, Export):
-            yield name, _whole(tensor.make(), dtype or tensor.dtype)
+            made = tensor.make()
+            wanted = dtype or tensor.dtype
+            yield name, made.whole(wanted, PIECE_BYTES) if isinstance(made, Scattered) else _whole(made, wanted)
         else:
             yield name, _whole(tensor.detach(), dtype)
 

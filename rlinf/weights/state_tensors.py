@@ -59,7 +59,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str
     """
     tensors = {}
     for name, parameter in _named(model, optimizer):
-        for key, value in _kept(optimizer, parameter).items():
+        for key, value in kept_by(optimizer, parameter).items():
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key} of {name} as {type(value).__name__}: only tensors can be "
@@ -85,11 +85,11 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer | None) -> dict[str,
         }
         for group in optimizer.param_groups
     ]
-    kept = (item for parameter in names for item in _kept(optimizer, parameter).items())
+    kept = (item for parameter in names for item in kept_by(optimizer, parameter).items())
     return {"groups": groups, "scalars": sorted({key for key, value in kept if value.dim() == 0})}
 
 
-def _kept(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Any]:
+def kept_by(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Any]:
     """What an optimizer keeps of a parameter; one whose own form is no tensors says how it is saved."""
     if hasattr(optimizer, "as_saved"):
         return optimizer.as_saved(parameter)  # type: ignore[no-any-return]

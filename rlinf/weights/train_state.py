@@ -153,14 +153,14 @@ def copy_state(
         mine = own_part(tensor, rank) if first_copy else None
         if mine is not None:
             local, offsets[key] = mine
-            shards[key] = copies[local.data_ptr()] = _host_copy(local)
+            shards[key] = copies[local.data_ptr()] = host_copy(local)
             if local.is_cuda:
                 devices.add(local.device)
     for key, state in generators(rank, model).items():
         shards[key], offsets[key] = state, (0,)
     about = None
     if rank == 0:
-        about = _to_json(
+        about = to_json(
             {
                 "format": FORMAT,
                 "version": version,
@@ -200,11 +200,11 @@ def load_state(
     """
     reshard(model)
     try:
-        state_at: Source = _Files(Path(source)) if isinstance(source, str | Path) else source
+        state_at: Source = StateFiles(Path(source)) if isinstance(source, str | Path) else source
         about, stored = state_at.about, state_at.stored
         targets = model_tensors(model)
         groups = optimizer_groups(model, optimizer)
-        _check(state_at.name, stored, targets, groups, about)
+        check_fits(state_at.name, stored, targets, groups, about)
         state = empty_state(model, optimizer, stored, about["optimizer"])
         kept = {f"optimizer.{name}.{key}": value for name, values in state.values() for key, value in values.items()}
         random = {key: value for key, value in generators(rank, model).items() if key in stored.state_dict_metadata}
@@ -240,7 +240,7 @@ def _read_about(directory: Path) -> dict[str, Any]:
     return about
 
 
-def _check(
+def check_fits(
     name: str,
     stored: Metadata,
     targets: Mapping[str, Tensor],
@@ -273,7 +273,7 @@ def _has_holes(kind: Any) -> bool:
     return sum(prod(chunk.sizes) for chunk in kind.chunks) != prod(kind.size)
 
 
-class _Files:
+class StateFiles:
     """A checkpoint's `state`; a `Source`."""
 
     def __init__(self, directory: Path) -> None:
@@ -299,14 +299,14 @@ def _file_name(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy in host memory; from a GPU it is only begun."""
     pinned = tensor.is_cuda
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=pinned)
 
 
-def _to_json(about: Mapping[str, Any]) -> str:
+def to_json(about: Mapping[str, Any]) -> str:
     try:
         return json.dumps(about, indent=1)
     except TypeError as error:

@@ -410,7 +410,7 @@ def test_copies_from_gpus_are_waited_for_on_those_gpus_whatever_the_threads_own_
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(1, dtype=torch.uint8))
-    monkeypatch.setattr(snapshot, "_host_copy", lambda tensor: tensor)
+    monkeypatch.setattr(snapshot, "host_copy", lambda tensor: tensor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = nn.ParameterDict({name: nn.Parameter(torch.empty(4, device="cuda:2")) for name in "ab"})
         copy_state(model, None, None, 1, rank=0, ranks=1)

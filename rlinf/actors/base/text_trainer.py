@@ -241,7 +241,7 @@ class TextTrainer(OwnPace):
 
     def _scored(self, command: Forward) -> list[Any]:
         mine = self._score(command)
-        return gathered(mine, command.tokens, self.mesh)
+        return gathered(mine, command.tokens, self.mesh, self._back.data_ranks)
 
     async def _told(self, groups: Groups, columns: tuple[str, ...], budget: int) -> AsyncGenerator[Group, None]:
         """Groups with what this actor says of their tokens; to be called in a gang device endpoint, on every rank.
@@ -254,7 +254,7 @@ class TextTrainer(OwnPace):
         Yields:
             On rank 0, each group as soon as it is complete, in the order of computing. On other ranks, none.
         """
-        passing = LogprobPass(self._shares if self._apart else self.world_size, budget, columns, self._side_by_side)
+        passing = LogprobPass(self._shares, budget, columns, self._side_by_side)
         commands = passing.commands(groups, self._in_order)
         work = asyncio.create_task(self._work_together(commands, self._learner), name="forward pass")
         work.add_done_callback(lambda _: passing.finished.put_nowait(_END))

@@ -17,6 +17,8 @@ from rlinf.job.checks.by_kind import by_kind, checkpointing, device_kind
 from rlinf.job.checks.footprint import GB, Footprint, complaints, footprints, learners_fit, spread_of
 from rlinf.models.language.generation import context_length
 from rlinf.placement.seats import Placed
+from rlinf.training.megatron.families import mistakes
+from rlinf.training.megatron.layout import misfits
 
 MOST_BYTES = 10_000 * GB
 """Bytes that no process takes: ten times the memory of the largest machines."""
@@ -65,7 +67,11 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
     if why:
         lines.append(f"trainer.gradient_checkpointing={str(config.trainer.gradient_checkpointing).lower()}: {why}")
     found = footprints(config, model_config, {role: seat.devices for role, seat in placed.seats.items()}, roles, slices)
-    problems = [*oversized(config, found), *too_long(config, model_config)]
+    problems = [
+        *oversized(config, found),
+        *too_long(config, model_config),
+        *unsplit(config, model_config, placed, roles),
+    ]
     problems += [
         Problem("configuration", "placement.device_memory_gb", config.placement.device_memory_gb, complaint)
         for complaint in complaints(config, model_config, placed, roles, slices)
@@ -108,6 +114,34 @@ def _idle(config: RunConfig, placed: Placed) -> Iterator[str]:
             f"{len(idle)} of {placed.devices} processes have no role ({shown}) and idle with their devices: start "
             "fewer, or give roles more in `placement`; placement.idle_processes=true says that it is meant"
         )
+
+
+def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> Iterator[Problem]:
+    """Why Megatron-core cannot split the model as `trainer.parallel` says, all at once; nothing under other back ends.
+
+    Args:
+        config: of the run.
+        model_config, placed, roles: see `fit`.
+    """
+    if config.trainer.backend != "megatron":
+        return
+    wrong = mistakes(model_config, config.trainer.parallel)
+    for role in ("trainer", "critic"):
+        if role == "trainer" or role in roles:
+            hosts = len(placed.seats[role].hosts)
+            wrong += [f"{role} on {hosts} processes: {each}" for each in misfits(config.trainer.parallel, hosts)]
+    split = {name: size for name, size in vars(config.trainer.parallel).items() if size > 1}
+    if wrong:
+        yield Problem("configuration", "trainer.parallel", split, "; ".join(wrong))
+    refused = {
+        "model.lora": (bool(config.model.lora.r or config.model.lora.path), "trains all weights, and has no adapters"),
+        "trainer.dtype": (config.trainer.dtype == "bfloat16", "computes in float32 so far"),
+        "trainer.compile": (config.trainer.compile is True, "compiles nothing"),
+        "trainer.attention": (config.trainer.attention not in ("auto", "packed"), "packs, by torch's attention"),
+    }
+    for key, (given, why) in refused.items():
+        if given:
+            yield Problem("configuration", key, True, f"trainer.backend=megatron {why}; leave it out, or take fsdp")
 
 
 def oversized(config: RunConfig, footprints: Mapping[str, Footprint]) -> Iterator[Problem]:

@@ -353,6 +353,11 @@ def spread_of(config: RunConfig, model_config: Any, placed: Placed, roles: Seque
             return False
         return _learners_fit(config, model_config, placed, roles, spread)
 
+    if config.trainer.backend == "megatron":
+        parallel = config.trainer.parallel
+        split = ", ".join(f"{name} {size}" for name, size in vars(parallel).items() if size > 1) or "whole copies"
+        parts = dict.fromkeys(learning, parallel.tensor * parallel.pipeline)
+        return Spread("replicate", parts, f"Megatron-core: {split}")
     wanted = config.trainer.sharding
     order: tuple[Sharding, ...] = ("replicate", "hybrid")
     chosen: Sharding = next((one for one in order if fits(one)), "shard") if wanted == "auto" else wanted

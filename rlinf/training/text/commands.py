@@ -89,9 +89,9 @@ class Forward:
     columns: tuple[str, ...]
     """What to compute: names in `Sample.per_token`."""
     tokens: tuple[int, ...]
-    """Learned tokens of each rank in this round."""
+    """Learned tokens of each share of this round."""
     told: Callable[[Sequence[np.ndarray]], None] | None = None
-    """On rank 0, takes what all ranks found, float32 [columns, its learned tokens] of each."""
+    """On rank 0, takes what was found of all shares, float32 [columns, its learned tokens] of each."""
 
     def packed(self) -> Packed:
         """The rows as tensors."""

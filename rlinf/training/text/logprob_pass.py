@@ -31,17 +31,17 @@ class LogprobPass:
     failed.
 
     Args:
-        ranks: how many share the work.
-        budget: tokens (prompts included) that a rank computes at once.
+        shares: among how many the work is dealt out: ranks, or copies of a model.
+        budget: tokens (prompts included) that a share computes at once.
         columns: names in `Sample.per_token` of what is computed.
         copies: see `Rounds`.
     """
 
-    def __init__(self, ranks: int, budget: int, columns: tuple[str, ...], copies: int = 1):
+    def __init__(self, shares: int, budget: int, columns: tuple[str, ...], copies: int = 1):
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         """Groups that carry the columns, in the order in which they came."""
         self._columns, self._budget = columns, budget
-        self._cutter = Rounds(ranks, budget, copies=copies)
+        self._cutter = Rounds(shares, budget, copies=copies)
         self.came = 0
         """Groups that were pushed."""
         self._waiting: deque[tuple[Group, list[Row | None]]] = deque()  # the groups and their rows, oldest first
@@ -101,21 +101,23 @@ class LogprobPass:
             self.finished.put_nowait(group)
 
 
-def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None) -> list[np.ndarray]:
-    """What every rank computed in a round: a collective.
+def gathered(mine: Tensor, tokens: Sequence[int], mesh: DeviceMesh | None, shares: Sequence[int]) -> list[np.ndarray]:
+    """What was computed in a round: a collective.
 
     Args:
         mine: of this rank, float32 [columns, learned tokens].
-        tokens: learned tokens of each rank.
+        tokens: learned tokens of each share of the round.
         mesh: the ranks; None for one.
+        shares: of each rank, which share it computed; those of equal shares found the same.
 
     Returns:
-        Of each rank, float32 [columns, its learned tokens].
+        Of each share, float32 [columns, its learned tokens].
     """
     if mesh is None or mesh.size() == 1:
         return [mine.float().cpu().numpy()]
     padded = torch.zeros(len(mine), max(1, *tokens), dtype=torch.float32, device=mine.device)
     padded[:, : mine.shape[1]] = mine
-    parts = [torch.empty_like(padded) for _ in tokens]
+    parts = [torch.empty_like(padded) for _ in shares]
     dist.all_gather(parts, padded, group=mesh.get_group())
-    return [part[:, :count].cpu().numpy() for part, count in zip(parts, tokens, strict=True)]
+    firsts = [parts[shares.index(share)] for share in range(len(tokens))]
+    return [part[:, :count].cpu().numpy() for part, count in zip(firsts, tokens, strict=True)]

@@ -6,7 +6,7 @@ Usage: contract.py OUT BEGUN CASE...
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import rlinf
 from rlinf import endpoint
 from rlinf.actors.base.spmd import JointActor
 from rlinf.algos.losses import supervised
+from rlinf.config.learning import ParallelConfig
 from rlinf.data.offload import Parking
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import POLICY
 from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.training.megatron.backend import MegatronBackEnd
 from rlinf.training.text.policy_loss import learn_policy
 from rlinf.weights.publish import gathered
 from rlinf.weights.train_state import STATE, StateCopy, write_checkpoint
@@ -41,13 +43,29 @@ class PrecisePlain(PlainBackEnd):
         return precisely(lambda: build(made, tokenizer))
 
 
-FSDP, PLAIN = (f"{kind.__module__}.{kind.__qualname__}" for kind in (Precise, PrecisePlain))
+class PreciseMegatron(MegatronBackEnd):
+    """Computes in float64."""
+
+    @classmethod
+    def build(cls, *given: Any) -> Any:
+        made = super().build(*given)
+        for stage in made.module.double():
+            stage.config.pipeline_dtype = torch.float64
+        return made
+
+
+FSDP, PLAIN, MEGATRON = (f"{kind.__module__}.{kind.__qualname__}" for kind in (Precise, PrecisePlain, PreciseMegatron))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"backend": PLAIN},
     "shard": {"backend": FSDP, "sharding": "shard"},
     "replicate": {"backend": FSDP, "sharding": "replicate"},
     "hybrid": {"backend": FSDP, "sharding": "hybrid"},
+    "megatron": {"backend": MEGATRON},
+    "tensor": {"backend": MEGATRON, "split": {"tensor": 2}},
+    "pipeline": {"backend": MEGATRON, "split": {"pipeline": 2}},
 }
+SPLIT = ("tensor", "pipeline")
+"""Cases in which the ranks are parts of one model."""
 
 
 def rows(seed: int = 0) -> list[Row]:
@@ -66,10 +84,11 @@ class Examined(JointActor):
     def machines(self) -> list[str]:
         return ["one" if 2 * rank < self.world_size else "other" for rank in range(self.world_size)]
 
-    async def setup(self, backend: str, sharding: str = "shard") -> None:
+    async def setup(self, backend: str, sharding: str = "shard", split: Mapping[str, int] | None = None) -> None:
         await self._open_mesh()
         self.device = torch.device("cpu")
         self._kind, self._sharding = back_end_of(backend), sharding
+        self._parallel = ParallelConfig(**(split or {}))
         self._tokenizer = load_tokenizer(toys.ALPHABET)
 
     @endpoint
@@ -93,7 +112,9 @@ class Examined(JointActor):
         for name, path in (("resumed", directory), ("taken over", begun)):
             if path is not None:
                 found |= await self.compute(self._resumed, *await self._made(seed=3), name, path)
-        found["frozen"] = await self.compute(self._with_adapters, *await self._made(lora=LORA))
+        found["frozen"] = {}
+        if self._kind is not PreciseMegatron:  # which refuses them
+            found["frozen"] = await self.compute(self._with_adapters, *await self._made(lora=LORA))
         found |= await self.compute(self._overwritten, (await self._made(seed=3))[0])
         return found if self.rank == 0 else {}
 
@@ -127,7 +148,9 @@ class Examined(JointActor):
         return {"shapes": back.shapes(), "taken": self._exported(back)}
 
     async def _made(self, **more: Any) -> tuple[Any, Any]:
-        model = ModelSettings(toys.configuration(), sharding=self._sharding, logprob_chunk=5, **more)
+        model = ModelSettings(
+            toys.configuration(), sharding=self._sharding, logprob_chunk=5, parallel=self._parallel, **more
+        )
         back = await self._kind.make(self, model, self._tokenizer)
         optimization = back.optimization(**OPTIMIZER)
         optimization.begin()

@@ -1,0 +1,251 @@
+"""The back end for models that Megatron-core splits: over tensors, stages, contexts and experts.
+
+In: a model's settings, and the ranks that train it. Out: a `BackEnd`. The ranks of a copy have the same share of the
+data; all names that leave here are those of transformers' model, as under FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlinf.data.packing import Packed
+from rlinf.data.rng import ONE_AT_A_TIME
+from rlinf.data.weights import Export
+from rlinf.models.language.build import saved_files
+from rlinf.models.language.fsdp import dtype_of
+from rlinf.models.language.kernels.blocks import checkpoint_blocks
+from rlinf.models.language.load import build_model, own_dtype
+from rlinf.models.language.lora import POLICY
+from rlinf.models.language.value_model import HEAD, without_head
+from rlinf.training.backend import HostCopy, ModelSettings, Optimization, Outputs, Ranks
+from rlinf.training.megatron import families
+from rlinf.training.megatron.layers import standins
+from rlinf.training.megatron.layers.stage import Stage, outputs_of
+from rlinf.training.megatron.layout import Grid, Groups, grouped
+from rlinf.training.megatron.learner import SplitLearner
+from rlinf.training.megatron.pieces import Files, Piece, fill, pieces_of, sharing
+from rlinf.training.megatron.schedule import Pipeline
+from rlinf.training.megatron.state import copy_split_state, load_split_state
+from rlinf.weights.hf_export import MODEL, SHARD_BYTES, ModelCopy, skeleton_of
+from rlinf.weights.parts import Held, Scattered
+from rlinf.weights.publish import gathered
+from rlinf.weights.state_tensors import held
+from rlinf.weights.train_state import STATE, Restored, Source, StateCopy
+
+
+class MegatronBackEnd:
+    """See `BackEnd`."""
+
+    def __init__(
+        self, stages: Sequence[Stage], whole: PreTrainedModel, groups: Groups, ranks: Ranks, model: ModelSettings
+    ):
+        self.module = nn.ModuleList(stages)
+        self._whole, self._groups, self._head = whole, groups, model.head
+        self._mesh, self._rank, self._ranks = ranks.mesh, ranks.rank, ranks.world_size
+        self._pipeline = Pipeline(stages, groups)
+        self._pieces = tuple(pieces_of(stages, whole.config, groups))
+        self._shapes = dict(whole.named_parameters())
+        grid = groups.grid
+        self.data_ranks: Sequence[int] = [grid.place(rank).data for rank in range(grid.ranks)]
+        self.copies_of_ranks: Sequence[Sequence[int]] = [range(grid.ranks)]  # experts may be spread over all of them
+        self._saved_dtype = dtype_of(model.saved_dtype) if model.saved_dtype != "auto" else own_dtype(model.source)
+        self._held: dict[str, list[Held]] = {}
+        self._told: dict[tuple[str, Held], Piece] = {}
+
+    @classmethod
+    async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
+        for setting, given in {"lora": model.lora, "adapters": model.adapters}.items():
+            if given:
+                raise ValueError(
+                    f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp for adapters"
+                )
+        if model.head == "scores":
+            raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
+        if model.dtype != "float32":
+            raise ValueError(
+                f"trainer.dtype={model.dtype}: trainer.backend=megatron computes in float32 so far; take fsdp"
+            )
+        grid = Grid(model.parallel, ranks.world_size)
+        await ranks.compute(standins.prepare)
+        groups = await grouped(grid, ranks.rank, ranks.mesh_of, ranks.mesh)
+        return await ranks.compute(partial(cls.build, ranks, model, tokenizer, groups))  # type: ignore[no-any-return]
+
+    @classmethod
+    def build(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase, groups: Groups) -> Self:
+        """All but the groups; blocking, and a collective."""
+        with ONE_AT_A_TIME:
+            files = saved_files(model.source)
+            drawn = None if files else build_model(model.source, tokenizer, seed=model.seed)
+            config = AutoConfig.from_pretrained(str(model.source)) if drawn is None else drawn.config
+            if wrong := families.mistakes(config, model.parallel):
+                raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
+            whole = _empty(config, model)
+            if drawn is not None:
+                whole.generation_config = drawn.generation_config
+            parts = range(model.parallel.interleave) if model.parallel.interleave > 1 else (None,)
+            inner = families.inner_config(config, model.parallel, torch.float32)
+            stages = [Stage(inner, config, groups, part, model.head, model.logprob_chunk) for part in parts]
+        for stage in stages:
+            if stage.last and model.head == "values":
+                for parameter in stage.score.parameters():
+                    nn.init.zeros_(parameter)  # until it has learned, a critic should not make advantages worse
+            _blank(stage)
+            if model.gradient_checkpointing:
+                checkpoint_blocks(list(stage.decoder.layers))
+        made = cls(stages, whole, groups, ranks, model)
+        named = None if drawn is None else dict(drawn.named_parameters())
+        fill(made._pieces, Files(files) if files else named or {})
+        made.module.to(ranks.device)
+        made._exchange()
+        return made
+
+    def _exchange(self) -> None:
+        """Tell all ranks who has what; once, since it does not change."""
+        mine = [(piece.name, piece.offset, piece.shape) for piece in self._pieces if piece.first]
+        told: list[Any] = [mine]
+        if self._mesh is not None:
+            told = [None] * self._ranks
+            dist.all_gather_object(told, mine, group=self._mesh.get_group())
+        for rank, theirs in enumerate(told):
+            for name, offset, shape in theirs:
+                self._held.setdefault(name, []).append(Held(rank, offset, shape))
+        owned = {(piece.name, piece.offset): piece for piece in self._pieces if piece.first}
+        for name, all_held in self._held.items():
+            for each in all_held:
+                if each.rank == self._rank:
+                    self._told[name, each] = owned[name, each.offset]
+
+    @property
+    def words(self) -> str:
+        """How the model is run, for people."""
+        split = {name: size for name, size in vars(self._groups.grid.parallel).items() if size > 1}
+        how = " x ".join(f"{name} {size}" for name, size in split.items()) or "whole"
+        return f"by Megatron-core, {how}, {self._groups.grid.shares} shares of the data"
+
+    def optimization(self, **settings: Any) -> SplitLearner:
+        tied = self._whole.config.tie_word_embeddings
+        shared = {
+            f"{number}.{name}": sharing(name, self._groups, tied)
+            for number, stage in enumerate(self._pipeline.stages)
+            for name, _ in stage.named_parameters()
+        }
+        return SplitLearner(self.module, self._pipeline, shared, self._groups, self._head, self._named, **settings)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank has of each tensor of the model, in its order."""
+        mine: dict[str, list[Tensor]] = {}
+        for piece in self._pieces:
+            mine.setdefault(piece.name, []).append(piece.of(piece.parameter.detach()).reshape(-1))
+        device = next(self.module.parameters()).device
+        for name in self._shapes:
+            yield name, torch.cat(mine[name]) if name in mine else torch.empty(0, device=device)
+
+    @torch.no_grad()
+    def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
+        if adapter != POLICY:
+            raise ValueError("trainer.backend=megatron has no adapters")
+        found: list[Tensor] = []
+        blank = [batch] * (self._pipeline.depth - 1) if self._pipeline.interleaved else []
+
+        def ended(_: int, output: Tensor) -> None:
+            found.append(output)
+
+        self._pipeline.run([batch, *blank], ended, learns=False)
+        line = self._groups.meshes["pipeline"]
+        if line is None:
+            return outputs_of(found[0], self._head)
+        # all ranks of a copy answer, as they do where each has the whole model
+        group, width = line.get_group(), 2 if self._head == "logprobs" else 1 + self._whole.config.hidden_size
+        whole = found[0].contiguous() if found else None
+        if whole is None:
+            parameter = next(self.module.parameters())
+            whole = torch.empty(len(batch.targets), width, dtype=parameter.dtype, device=parameter.device)
+        if len(whole):
+            dist.broadcast(whole, dist.get_global_rank(group, group.size() - 1), group=group)
+        return outputs_of(whole, self._head)
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
+        for name, shape in self._shapes.items():
+            wanted = dtype or next(self.module.parameters()).dtype
+            yield name, Export(tuple(shape.shape), wanted, partial(self._scattered, name))
+
+    def _scattered(self, name: str) -> Any:
+        def mine(held: Held) -> Tensor:
+            piece = self._told[name, held]
+            return piece.of(piece.parameter.detach())
+
+        return Scattered(tuple(self._shapes[name].shape), self._held[name], mine, self._mesh)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in self._shapes.items() if not name.startswith(HEAD)}
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        fill([piece for piece in self._pieces if not piece.name.startswith(HEAD)], named)
+
+    def copies(
+        self,
+        optimization: Optimization,
+        version: int,
+        extra: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Mapping[str, HostCopy]:
+        state = self.state(optimization, version, extra)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in gathered(self.export(self._saved_dtype)):
+            if self._rank == 0:
+                tensors[name] = tensor.to("cpu", copy=True)
+        if self._rank:
+            return {STATE: state}
+        skeleton = skeleton_of(self._whole, self._saved_dtype)
+        return {STATE: state, MODEL: ModelCopy(skeleton, tensors, tokenizer, SHARD_BYTES)}
+
+    def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
+        learner = _ours(optimization)
+        return copy_split_state(
+            self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, version, extra,
+            rank=self._rank, ranks=self._ranks,
+        )  # fmt: skip
+
+    def restore(self, optimization: Optimization, source: Path | Source) -> Restored:
+        learner = _ours(optimization)
+        found = load_split_state(
+            self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, source, rank=self._rank
+        )
+        learner.resumed()
+        return found
+
+    def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
+        return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
+
+
+def _empty(config: Any, model: ModelSettings) -> PreTrainedModel:
+    """The whole model without memory: its names, shapes and configuration."""
+    with torch.device("meta"):
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if model.head == "values":
+            without_head(whole)
+            whole.add_module("score", nn.Linear(config.hidden_size, 1))
+    if isinstance(model.source, str) and (Path(model.source) / "generation_config.json").exists():
+        whole.generation_config = GenerationConfig.from_pretrained(model.source)
+    return whole
+
+
+@torch.no_grad()
+def _blank(stage: Stage) -> None:
+    """Rows of a vocabulary beyond its end are 0, and stay so: they have no gradient."""
+    for tensor in (stage.embedding.weight if stage.first else None, getattr(stage, "head", None)):
+        if tensor is not None:
+            tensor[stage.own_rows :].zero_()
+
+
+def _ours(optimization: Optimization) -> SplitLearner:
+    assert isinstance(optimization, SplitLearner)
+    return optimization

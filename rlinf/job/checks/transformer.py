@@ -37,7 +37,7 @@ def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
     return _counted_by(model_config.to_json_string(), config, kind)
 
 
-@lru_cache(8)
+@lru_cache(64)  # a search for settings asks for the same models again and again
 def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
     with torch.device("meta"):
         made = config.from_dict(json.loads(text))

@@ -23,7 +23,7 @@ def test_auto_measures_a_slow_host_and_gives_it_less(tmp_path):
         role: {kind: stages[role].on(kind).timings[0].seconds for kind in ("quick", "slow")}
         for role in ("rollout", "trainer")
     }
-    assert all(own["slow"] > 2 * own["quick"] for own in took.values()), took
-    heaviest = max(took, key=lambda role: took[role]["quick"])
+    lost = {role: own["slow"] - own["quick"] for role, own in took.items()}
+    assert min(lost.values()) > 0, took
     roles = load_plan(run / "plan.yaml").roles
-    assert roles[heaviest].devices == (0,), (took, done.stdout)
+    assert roles[max(lost, key=lambda role: lost[role])].devices == (0,), (took, done.stdout)

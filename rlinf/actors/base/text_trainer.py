@@ -100,7 +100,8 @@ class TextTrainer(OwnPace):
         self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
         copies = self._back.copies_of_ranks if settings.order == "free" else ()
-        self._apart = copies if len(copies) > 1 else ()
+        alone = len({*self._back.data_ranks}) == self.world_size  # ranks of one share of the data keep step
+        self._apart = copies if len(copies) > 1 and alone else ()
 
     @property
     def _shares(self) -> int:

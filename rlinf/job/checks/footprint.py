@@ -196,9 +196,10 @@ def _with_spare(made: Footprint, most: float) -> Footprint:
 
 
 def _micro_batch(config: RunConfig) -> tuple[int, int]:
-    """Its tokens, and how many of them have logits at a time."""
-    tokens = config.trainer.micro_batch_tokens
-    assert tokens is not None  # `by_kind` sees to it
+    """Its tokens that a process computes, and how many of them have logits at a time."""
+    whole, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    assert whole is not None  # `by_kind` sees to it
+    tokens = -(-whole // (parallel.tensor * parallel.context))
     return tokens, min(config.trainer.logprob_chunk, tokens)
 
 

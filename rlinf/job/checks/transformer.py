@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlinf.data.pictures.processor import auto_class
+
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
 slightly larger tensor does not fit into."""
@@ -35,10 +37,11 @@ def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
     return _counted_by(model_config.to_json_string(), config, kind)
 
 
-@lru_cache(8)
+@lru_cache(64)  # a search for settings asks for the same models again and again
 def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
     with torch.device("meta"):
-        named = [*kind.from_config(config.from_dict(json.loads(text))).named_parameters()]
+        made = config.from_dict(json.loads(text))
+        named = [*auto_class(made, kind).from_config(made).named_parameters()]
     return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
 
 
@@ -70,6 +73,9 @@ class Shape:
         """Read off a transformers config; `kind` is the class of transformers that makes the model."""
         text = model_config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        tied = getattr(
+            text, "tie_word_embeddings", model_config.tie_word_embeddings
+        )  # the whole model's, of several parts
         shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         parameters, in_experts = _counted(model_config, kind)
         experts = (getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)) if in_experts else 1
@@ -80,7 +86,7 @@ class Shape:
             inner += getattr(text, "shared_expert_intermediate_size", None) or 0
         return Shape(
             parameters=parameters,
-            outside=text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2),
+            outside=text.vocab_size * text.hidden_size * (1 if tied else 2),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             inner=inner,

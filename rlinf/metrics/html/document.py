@@ -42,6 +42,7 @@ SECTIONS = (
     ),
     ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
     ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean", "staleness/max", "staleness/ess")),
+    ("Experts", ("moe/load_max", "moe/dead_experts", "moe/aux_loss", "moe/route_drift")),
     (
         "Speed",
         (

@@ -131,7 +131,7 @@ class MegatronBackEnd:
         return f"by Megatron-core, {how}, {self._groups.grid.shares} shares of the data"
 
     def optimization(self, **settings: Any) -> SplitLearner:
-        tied = self._whole.config.tie_word_embeddings
+        tied = self._whole.config.tie_word_embeddings and self._head == "logprobs"
         shared = {
             f"{number}.{name}": sharing(name, self._groups, tied)
             for number, stage in enumerate(self._pipeline.stages)

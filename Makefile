@@ -58,11 +58,12 @@ renderer:  ## install Mesa's software renderer, for pictures of simulators; need
 # One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
 # Several workers share out the files; what starts processes of its own, and what watches the clock, one of them runs alone.
 # One worker more than CI has cores: a third of a test's time it waits, for processes that start, end or fall silent.
+# Bytecode is kept, whatever the environment says: tests start many a Python, and each would compile rlinf anew.
 TEST_WORKERS ?= 3
 .PHONY: test
 test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses, PYTEST_ARGS="-n 0" runs them in one process
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=15 --durations-min=1 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=15 --durations-min=1 $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS (300); FUZZ_ARGS="tests/runtime" chooses

@@ -46,11 +46,11 @@ def start(*arguments: str, processes: int = 0, program: Path = ROOT / "launch.py
 
 
 class Forked:
-    """A Python program in a process forked off `server`, with the part of `subprocess.Popen` that waits for its end."""
+    """A Python program in a process forked off `server`, with the part of `subprocess.Popen` that runs of it need."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], stdout: BinaryIO, **_: Any) -> None:
         """As Popen's, of `python -m module arguments`; what the process said is in `stdout` once it has ended."""
-        self.args, self._output = command, stdout
+        self.args, self._output = command, Path(stdout.name)
         _, _, module, *arguments = command
         program = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         self._ranks = server().run(program, 0, *arguments, **env)
@@ -65,9 +65,12 @@ class Forked:
             except AssertionError:
                 raise subprocess.TimeoutExpired(self.args, timeout) from None
             (self.returncode,) = self._ranks.codes()
-            self._output.write((self._ranks.printed(0) + self._ranks.complained(0)).encode())
-            self._output.flush()
+            self._output.write_text(self._ranks.printed(0) + self._ranks.complained(0))
         return self.returncode
+
+    def kill(self) -> None:
+        """End it at once, and what is left of its children."""
+        self._ranks.end()
 
 
 def launch(*arguments: str, expect: int = 0, timeout: float = 110, **more: Any) -> subprocess.CompletedProcess[str]:

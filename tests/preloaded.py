@@ -2,10 +2,28 @@
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+import uvloop  # noqa: F401
 
-for room in ("actors", "cli", "flows", "job"):
-    for module in pkgutil.iter_modules(importlib.import_module(f"rlinf.{room}").__path__):
-        importlib.import_module(f"rlinf.{room}.{module.name}")
+ROOMS = ("actors", "algos", "cli", "flows", "job", "models.language", "models.policy", "weights")
+"""With all below them."""
+SINGLE = ("engines.transformers", "training", "training.embodied", "training.text", "rewards", "envs")
+"""Without what is below: it asks for packages that few runs need."""
+
+
+def modules() -> Iterator[str]:
+    """Their names."""
+    for room in ROOMS:
+        name = f"rlinf.{room}"
+        yield from (each.name for each in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."))
+    for room in SINGLE:
+        name = f"rlinf.{room}"
+        found = pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}.")
+        yield from (each.name for each in found if not each.ispkg)
+
+
+for module in modules():
+    importlib.import_module(module)

@@ -34,7 +34,7 @@ from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights, misfits
 from rlinf.models.language.fsdp import dtype_of
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
@@ -347,6 +347,7 @@ def _policy(
     with ONE_AT_A_TIME:
         made = build_model(model, tokenizer, seed=seed, dtype=dtype)
         ways: dict[str, Any] = {"attention": settings.attention, "compiled": settings.compile}
+        ways["pictures"] = pictures_of(model, tokenizer)
         policy = PolicyModel(made, chunk=settings.logprob_chunk, **ways)
         policy.computes_in = dtype
         policy.requires_grad_(False).to(device)

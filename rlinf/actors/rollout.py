@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.actors.base.in_flight import Generation, PartialGroup, one_by_one
+from rlinf.actors.base.in_flight import Generation, PartialGroup, groups_of, one_by_one
 from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.sample import Group, Prompt
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Kv, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
-from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model
+from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.gpu.own_device import own_device
@@ -60,6 +60,7 @@ class Rollout(Receiver, TailMigration):
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv: Kv | None = None,
         rescale: bool = False,
+        routes: Literal["auto", True, False] = False,
         directory: str | None = None,
     ) -> None:
         """Make the engine.
@@ -84,6 +85,8 @@ class Rollout(Receiver, TailMigration):
                 weights, or `reread` all with the new. None: the engine's own choice.
             rescale: when the last answers of a shared stream of prompts are few, gather them on fewer ranks, so that
                 the devices of the others are free earlier. The samples stay the same, up to rounding.
+            routes: have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where the
+                engine can and the model has experts.
             directory: of the run, where the output of an inference server goes.
 
         Raises:
@@ -108,12 +111,14 @@ class Rollout(Receiver, TailMigration):
             model=model,
             build_model=lambda: _model(model, self._tokenizer, seed, _DTYPES[dtype]),
             tokenizer=self._tokenizer,
+            pictures=await self.compute(pictures_of, model, self._tokenizer),
             seed=seed,
             dtype=_DTYPES[dtype],
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_length=said.length,
             kv=kv,
+            routes=routes is not False,
             directory=directory,
             compute=self.compute,
             on_device=_on_device,
@@ -122,6 +127,12 @@ class Rollout(Receiver, TailMigration):
         if rescale and not self._engine.hands_over:
             await self._engine.close()
             raise ValueError(f"rollout.rescale: {engine} does not hand over partial answers; set rollout.rescale=false")
+        if routes is True and not self._engine.routes:
+            await self._engine.close()
+            raise ValueError(
+                f"trainer.router_replay=true: {engine} does not tell to which experts of this model tokens go: auto "
+                "trains without it"
+            )
         self._single, self.through_host = SingleAnswers(self._engine), self._engine.through_host
         self._ids = itertools.count()  # of requests and groups, unique among calls that overlap
 
@@ -241,9 +252,8 @@ class Rollout(Receiver, TailMigration):
         if isinstance(prompt, str):
             raise ValueError("answer: the prompt is a str: give its token ids, as the tokenizer encodes it")
         ids, images = (prompt.token_ids, prompt.images) if isinstance(prompt, Prompt) else (np.asarray(prompt), ())
-        rules = _overridden(
-            "answer", self._sampling, temperature=temperature, max_new_tokens=max_new_tokens, **sampling
-        )
+        given = {"temperature": temperature, "max_new_tokens": max_new_tokens, **sampling}
+        rules = _overridden("answer", self._sampling, **given)
         request = Request(next(self._ids), ids, rules, seed, begun, images, conversation)
         return await self._single.answer(request, name)
 
@@ -259,7 +269,7 @@ class Rollout(Receiver, TailMigration):
         await self._engine.forget(conversations)
 
     async def _groups(self, answered: Sequence[PartialGroup]) -> list[Group]:
-        return await self.compute(_groups, answered, self._tokenizer) if answered else []
+        return await self.compute(groups_of, answered, self._tokenizer) if answered else []
 
     @endpoint
     async def in_flight(self) -> list[PartialGroup]:
@@ -350,38 +360,6 @@ def _overridden(call: str, own: Sampling, **changes: Any) -> Sampling:
     if "stop" in settings:
         settings["stop_texts"] = tuple(settings.pop("stop"))
     return replace(own, **settings)
-
-
-def _groups(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """The samples of each prompt, in order of their index; none where it was aborted before one began."""
-    return [
-        Group(
-            group.prompt,
-            tuple(
-                _sample(group.prompt, index, completion, group.temperature, tokenizer)
-                for index, completion in sorted(group.done.items())
-                if len(completion.response_ids)
-            ),
-        )
-        for group in answered
-    ]
-
-
-def _sample(
-    prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
-    kept = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
-    return Sample(
-        prompt=prompt,
-        index=index,
-        response_ids=completion.response_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
-        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
-        truncated=completion.finish in ("length", "abort"),
-        temperature=temperature,
-    )
 
 
 @contextlib.contextmanager

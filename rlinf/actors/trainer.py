@@ -107,12 +107,26 @@ class Trainer(TextTrainer):
             attention=settings.attention,
             compiled=settings.compile,
             logprob_chunk=settings.logprob_chunk,
+            router_replay=settings.router_replay,
         )
         await self._make(made, tokenizer=tokenizer, settings=settings)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir, self._staleness = rescue_dir, staleness
         self._publishes = dtype_of(publishes)
+        self._balance = settings.router_aux_loss
+        mixture: Any = getattr(self._back, "mixture", None)
+        if settings.router_replay is True and mixture is None:
+            raise ValueError(
+                f"trainer.router_replay=true: trainer.backend={settings.backend} does not replay routes; auto trains "
+                "without"
+            )
+        if self._balance and (mixture is None or not mixture.replays):
+            raise ValueError(
+                f"algorithm.router_aux_loss={self._balance:g} balances experts by what the engine chose: it needs a "
+                "mixture of experts, trainer.router_replay and a trainer.backend that replays routes; set it to 0"
+            )
+        self._load_of = mixture.load_of if self._balance else None
         self._batch: BatchSchedule | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
@@ -154,6 +168,7 @@ class Trainer(TextTrainer):
             own=own,
             whole_batch=self._spec.needs_whole_batch,
             copies=self._side_by_side,
+            load_of=self._load_of,
         )
 
         async def explain(error: FloatingPointError, met: int) -> FloatingPointError:
@@ -212,6 +227,7 @@ class Trainer(TextTrainer):
             compare=compare,
             kept=command.kept,
             oldest=self._staleness,
+            balance=self._balance,
         )
 
     def _score(self, command: Forward) -> Tensor:

@@ -177,7 +177,7 @@ class Conversation:
         text = str(self.chat.tokenizer.decode(kept, skip_special_tokens=False))
         reply = Reply(text, done.response_ids, done.logprobs, done.versions, done.finish)
         self._turns.append(_Turn(len(self._segments), reply.finish))
-        self._segments.append(Segment(reply.ids, reply.logprobs, reply.versions))
+        self._segments.append(Segment(reply.ids, reply.logprobs, reply.versions, done.routes))
         if begun is not None:  # it went on with an answer that a limit had cut, or that it was made to begin with
             self.messages[-1] = {**begun, "content": f"{begun['content']}{text}"}
         else:

@@ -206,9 +206,10 @@ class Trajectories:
         histories = [key for _, key in self.histories(messages, self.chat if chat is None else chat)]
         key = histories[-1] if histories else _NOTHING
         before = 0 if parent is None else parent.length
+        segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes)
         turn = Turn(
-            parent, key, tuple(messages), read, Segment(done.response_ids, done.logprobs, done.versions), done.finish,
-            temperature, conversation, before + len(read) + len(done.response_ids),
+            parent, key, tuple(messages), read, segment, done.finish, temperature, conversation,
+            before + len(read) + len(done.response_ids),
         )  # fmt: skip
         self.counts.calls += 1
         self.counts.joined += parent is not None
@@ -287,7 +288,8 @@ class Trajectories:
         segments = [line[first].said]
         rewards = [line[first].reward]
         for turn in line[first + 1 : last + 1]:
-            segments += [Segment(turn.read), turn.said if id(turn) in mine else Segment(turn.said.token_ids)]
+            answer = turn.said if id(turn) in mine else Segment(turn.said.token_ids, routes=turn.said.routes)
+            segments += [Segment(turn.read), answer]
             rewards += [None, turn.reward if id(turn) in mine else None]
         finish = line[last].finish
         ids = np.concatenate([part.token_ids for part in segments])

@@ -6,6 +6,7 @@
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
+    rlinf compare DIR DIR                           runs on one page: curves, speed, what is not the same
     rlinf plan | trace | report | config            around a run
 
 Each command imports no more than it needs.
@@ -51,7 +52,7 @@ _ELSEWHERE = {
     "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
 }
 """Commands with modules of their own, which read what follows: module, and what it does."""
-_HERE = ("evaluate", "report", "config")
+_HERE = ("evaluate", "report", "compare", "config")
 
 
 @quiet_when_unread
@@ -107,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="make the report.html of a run's directory again")
     report.add_argument("directory", metavar="DIR")
     report.set_defaults(run=_report)
+    compare = commands.add_parser("compare", help="several runs on one page: curves, speed, what is not the same")
+    compare.add_argument("directories", nargs="+", metavar="DIR", help="directories of runs, at least two")
+    compare.add_argument("--output", default="compare.html", metavar="FILE", help="the page; default: compare.html")
+    compare.set_defaults(run=_compare)
     return parser
 
 
@@ -177,9 +182,25 @@ def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    directory = Path(options.directory)
-    if not (directory / "metrics.jsonl").is_file():
-        raise InputError(f"{directory} is no run's directory: it has no metrics.jsonl")
+    directory = _run_directory(options.directory)
     from rlinf.metrics.html.report import write_report
 
     print(write_report(directory))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    directories, target = [_run_directory(each) for each in options.directories], Path(options.output)
+    if len(directories) < 2:
+        raise InputError(f"{directories[0]} alone has nothing to be compared with; name another run")
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"--output {target}: there is no directory {target.absolute().parent}")
+    from rlinf.metrics.html.compare import write_comparison
+
+    print(write_comparison(directories, target))
+
+
+def _run_directory(named: str) -> Path:
+    directory = Path(named)
+    if not (directory / "metrics.jsonl").is_file():
+        raise InputError(f"{directory} is no run's directory: it has no metrics.jsonl")
+    return directory

@@ -15,8 +15,8 @@ from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.data import look_at_data
 from rlinf.job.checks.embodied import without_path
-from rlinf.job.prepare import prepare
-from rlinf.placement.auto.choose import Chosen
+from rlinf.job.checks.modelled.step import modelled, plans
+from rlinf.job.prepare import Prepared, prepare
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
 
@@ -35,7 +35,7 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
         *(f"Warning: {line}" for line in prepared.warnings),
         *_to_be_named(config),
         *_memory(placed, prepared.held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
-        *_prediction(prepared.chosen, placed),
+        *_prediction(prepared, config),
     ]
     if isinstance(config, RunConfig):
         lines += [f"Data: {line}" for line in look_at_data(config, prepared)]
@@ -78,7 +78,11 @@ def _memory(placed: Placed, held: Mapping[str, tuple[int, int]], *, cuda: bool) 
         yield f"  which is more than the {machine / GB:.3g} GB of this machine: {most / GB:.3g} GB will not fit here"
 
 
-def _prediction(chosen: Chosen | None, placed: Placed) -> Iterator[str]:
+def _prediction(prepared: Prepared, config: RunConfig | EmbodiedConfig) -> Iterator[str]:
+    chosen, placed = prepared.chosen, prepared.placed
+    if chosen is None and isinstance(config, RunConfig) and prepared.algorithm is not None and placed.fleet.hardware:
+        yield from modelled(prepared.config, prepared.model_config, placed, prepared.flow, prepared.roles)
+        return
     if chosen is None:
         yield "Time: not known without a profile; every run leaves a profile.json, for placement.profile"
         return
@@ -88,10 +92,7 @@ def _prediction(chosen: Chosen | None, placed: Placed) -> Iterator[str]:
         f"Time, simulated from the profile: {predicted.step_seconds:.3g} s a step, {predicted.efficiency:.0%} of what "
         f"is possible ({predicted.bound_seconds:.3g} s, {chosen.bound.binding})"
     )
-    for row in chosen.best_of_modes:
-        sizes = ", ".join(f"{name} {len(role.devices)}" for name, role in row.plan.roles.items() if role.devices)
-        yield f"  {row.mode:<13} {row.seconds:.3g} s  ({sizes})"
-    yield f"  {chosen.reason}"
+    yield from plans(chosen)
 
 
 def _named_devices(config: RunConfig | EmbodiedConfig) -> int:

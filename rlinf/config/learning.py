@@ -68,6 +68,9 @@ class AlgorithmConfig:
     """Answers that the length limit cut are learned from, or give no gradient; null as in the recipe."""
     sampling: Any = field(default_factory=dict)
     """Draw more prompts in place of those whose answers are all equally good: {max_rounds: 10}; null for none."""
+    router_aux_loss: float = number(0.0, low=0)
+    """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/moe.md. 0: none, as
+    is usual in reinforcement learning."""
     critic: Any = field(default_factory=dict)
     """Changes the critic's loss where there is one: {clip: 0.2, error: huber}."""
 
@@ -238,10 +241,11 @@ class ForwardConfig:
 @dataclass
 class ParallelConfig:
     """How one copy of a model is split over processes, each way by so many; their product is the processes that one
-    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data."""
+    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data. See
+    docs/training.md."""
 
     tensor: int = number(1, low=1)
-    """Processes over which every layer's matrices are split."""
+    """Processes over which every layer's matrices are split, and between them the tokens."""
     pipeline: int = number(1, low=1)
     """Stages, each of which has some of the layers; micro-batches flow through them."""
     interleave: int = number(1, low=1)
@@ -259,7 +263,7 @@ class ParallelConfig:
 
 @dataclass
 class TrainerConfig(ForwardConfig):
-    """How gradients are computed; nothing here changes what is learned."""
+    """How gradients are computed; nothing here but `router_replay` changes what is learned."""
 
     backend: str = "fsdp"
     """What trains: `fsdp`; `megatron`, which splits models as `parallel` says (extra `megatron`); or the dotted path of
@@ -279,6 +283,9 @@ class TrainerConfig(ForwardConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
     """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
     and float32 on CPUs."""
+    router_replay: Literal["auto", True, False] = "auto"
+    """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
+    now: docs/moe.md. `auto` does where the engine tells them; true is an error where it does not."""
 
 
 @dataclass
@@ -301,6 +308,8 @@ class TrainerSettings(OptimizerConfig, TrainerConfig):
     minibatches: int = number(AlgorithmConfig.minibatches, low=1)
     """Optimizer steps in each pass, each on a part of the groups; with more than one, training begins when the whole
     batch has come."""
+    router_aux_loss: float = number(AlgorithmConfig.router_aux_loss, low=0)
+    """Weight of the auxiliary loss of a mixture of experts."""
     saved_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights in a checkpoint's hf/; auto: that in which the model was saved."""
     total_steps: int | None = number(None, low=1)

@@ -44,7 +44,7 @@ class Placing:
     devices: dict[str, Any] = field(default_factory=dict)
     """What a device of each kind of `hardware` holds and how fast it is: {l40s: {memory_gb: 43, tflops: 362, bandwidth:
     864, link: 32}}, bandwidth and link in GB a second; relative speeds will do for plans from a profile. Cards such as
-    h100, a100 and l40s are known by their names. `gpu` is the kind of nodes that no group names."""
+    h100, a100 and l40s are known by their names: {gpu: h100}, where `gpu` is the kind of nodes that no group names."""
 
 
 @dataclass

@@ -60,8 +60,9 @@ class ModelConfig:
     """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
     tokenizer."""
     tokenizer: str | None = None
-    """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each;
-    null takes the one in `model.path`, or a token per character of a generated task."""
+    """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each
+    (`characters+pictures:` for a new model that reads pictures); null takes the one in `model.path`, or a token per
+    character of a generated task."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig())
 
 
@@ -76,8 +77,8 @@ class DataConfig:
     """Which split of a data set that has several."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Where our columns are in yours, such as {prompt: question, answer: reward_model.ground_truth}; what is not named
-    here has our own name: `prompt`, `answer`, `response` for the warm-up, `choices` for multiple choice. Runs on given
-    texts have other ones, see docs/sft.md."""
+    here has our own name: `prompt`, `answer`, `response` for the warm-up, `choices` for multiple choice, `images` for
+    pictures (null: none). Runs on given texts have other ones, see docs/sft.md."""
     template: str | None = None
     """Makes the prompt's text from columns, such as "Question: {question}\\nAnswer:"; null takes the prompt column,
     text or chat messages."""
@@ -298,6 +299,9 @@ class MetricsConfig(TrackingConfig):
     """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
     mismatch_max: float | None = number(5.0, above=0)
     """Warn when those of any one token differ by more than this, nats; null never warns."""
+    route_drift: float | None = number(0.25, above=0, high=1)
+    """Warn when the trainer's gates would choose other experts than the engine did for a larger share of tokens and
+    layers than this; null never warns."""
 
 
 @dataclass

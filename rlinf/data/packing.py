@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.routing.routes import side_by_side
 from rlinf.data.sample import ImageRef, PrefixKey, Sample, prefix_key
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Row:
     nothing: of them there is no log-prob, no advantage and no column."""
     weight: float = 1.0
     """How many rows it counts as."""
+    routes: np.ndarray | None = None
+    """Experts to which its tokens went, see `Sample.routes`."""
 
     @staticmethod
     def of(sample: Sample, advantage: float | np.ndarray = 0.0, columns: Mapping[str, np.ndarray] | None = None) -> Row:
@@ -64,6 +67,7 @@ class Row:
             prompt.images,
             sample.loss_mask,
             sample.weight,
+            sample.routes,
         )
 
     @staticmethod
@@ -80,6 +84,11 @@ class Row:
     def places(self) -> np.ndarray:
         """Where in the response the learned tokens stand, int64 [learned]."""
         return np.arange(len(self.response_ids)) if self.loss_mask is None else np.flatnonzero(self.loss_mask)
+
+    @property
+    def learned_routes(self) -> np.ndarray | None:
+        """Experts of the tokens that predict the learned ones, [learned, layers, experts per token]."""
+        return None if self.routes is None else self.routes[len(self.prompt_ids) - 1 + self.places()]
 
     @property
     def learned(self) -> int:
@@ -120,6 +129,10 @@ class Packed:
     """How many tokens each learned token counts as, float32 [learned]; None if all count as one."""
     images: tuple[ImageRef, ...] = ()
     """Pictures to be read, in the order of their placeholders in `ids`."""
+    routes: Tensor | None = None
+    """Experts to which `ids` went, [tokens, layers, experts per token], see `data.routing.routes`; None: unknown."""
+    expert_load: Tensor | None = None
+    """Share of the whole batch's choices that each expert has, [layers, experts], where experts are balanced."""
     stands: np.ndarray | None = None
     """`places` on the host, wherever the rest is, so that nobody has to ask a device for them."""
 
@@ -132,6 +145,10 @@ class Packed:
         """Which of `ids` predicts each learned token, int64 [learned]; a prompt's last token predicts the first of
         every answer to it."""
         return self.kept if self.places is None else self.places.index_select(0, self.kept)
+
+    def routed(self, routes: Tensor | None) -> Packed:
+        """The same with other routes."""
+        return replace(self, routes=routes)
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device."""
@@ -195,6 +212,7 @@ def pack(rows: Sequence[Row]) -> Packed:
     ids = np.concatenate(parts).astype(np.int64)
     targets = [row.response_ids[places] for row, places in zip(rows, learned, strict=True)]
     chosen, stands, readers = _shared(rows, prompts, read, starts)
+    routes = side_by_side([row.routes for row in rows], lengths.tolist())
     old = [np.zeros(n) if row.old_logprobs is None else row.old_logprobs for n, row in zip(counts, rows, strict=True)]
     return Packed(
         ids=torch.from_numpy(ids if chosen is None else ids[chosen]),
@@ -213,7 +231,24 @@ def pack(rows: Sequence[Row]) -> Packed:
             name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns
         },
         images=tuple(image for row in readers for image in row.images),
+        routes=None if routes is None else torch.from_numpy(routes if chosen is None else routes[chosen]),
     )
+
+
+def padded(batch: Packed) -> tuple[Tensor, Tensor]:
+    """One rectangle, padded on the right: what is real never sees the padding behind it.
+
+    Returns:
+        Token ids [rows, longest], and where each place of the sequences laid end to end is in it, flattened, int64.
+    """
+    lengths = np.array(batch.lengths)
+    longest = max(batch.lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    (places,) = sent([torch.from_numpy(rows * longest + np.arange(len(rows)) - starts[rows])], batch.ids.device)
+    ids = batch.ids.new_zeros(len(lengths) * longest)
+    ids[places] = batch.ids if batch.places is None else batch.ids[batch.places]
+    return ids.view(len(lengths), longest), places
 
 
 def _unless_one(values: Sequence[float], counts: np.ndarray) -> Tensor | None:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from rlinf.data.routing import routes as routing
+
 Outcome = Literal["ok", "truncated", "timeout", "error"]
 """What became of judging a sample: it was scored; scored although the length limit cut it; the reward took too long; it
 raised, crashed or returned no number. The last two leave the sample without a reward: it counts as not drawn, never
@@ -35,9 +37,11 @@ class ImageRef:
     """A picture in a prompt, by reference: its pixels stay where they are until a model reads them."""
 
     digest: str
-    """Of the picture's content, such as the SHA-256 of its file in hex: equal digests mean equal pixels."""
+    """SHA-256 of its image file, in hex: equal digests mean equal pixels."""
     source: str = field(default="", compare=False)
-    """Where the content is: a path, a URL, or a key of a store."""
+    """Path of that file, which every machine of the run can read; "" where `content` has it."""
+    content: bytes = field(default=b"", compare=False, repr=False)
+    """The file itself, of a picture that lies in no file of its own."""
 
 
 def prefix_key(token_ids: np.ndarray, images: Sequence[ImageRef] = ()) -> PrefixKey:
@@ -87,6 +91,8 @@ class Example:
     """The answer with its end token, int64 [response]."""
     loss_mask: np.ndarray | None = None
     """Which response tokens are learned, bool [response]; None for all."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures of the prompt, in the order of their placeholders."""
 
     def __post_init__(self) -> None:
         _check_mask("an example", self.loss_mask, self.response_ids)
@@ -104,6 +110,8 @@ class Segment:
     not learned."""
     versions: np.ndarray | None = None
     """Version of the weights that generated each token, int32 [segment]; None where `logprobs` is None."""
+    routes: np.ndarray | None = None
+    """Of all that was read for it, from the beginning of the conversation; see `Sample.routes`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +162,9 @@ class Sample:
     """Which of the attempts at its task it came of, where one may leave several samples; None: the one of its index."""
     too_old: int = 0
     """How many generated tokens `loss_mask` hides because they are older than the bound: read, and not learned."""
+    routes: np.ndarray | None = None
+    """Of a mixture of experts, to which of them each token went that was read, the prompt's too, uint8 or int16
+    [prompt + response - 1, layers, experts per token], see `data.routing.routes`; None: nobody told."""
 
     def __post_init__(self) -> None:
         if self.loss_mask is None and self.weight == 1.0:
@@ -176,7 +187,7 @@ class Sample:
         Raises:
             ValueError: a segment has a log-prob or a version for some of its tokens only.
         """
-        arrays: list[tuple[np.ndarray, ...]] = [(np.empty(0),) * 4]
+        said: list[tuple[np.ndarray, ...]] = [(np.empty(0),) * 4]
         for part in segments:
             length = len(part.token_ids)
             unsaid = np.full(length, np.nan), np.full(length, -1)
@@ -187,17 +198,12 @@ class Sample:
                     f"prompt {prompt.id}, sample {index}: a segment of {length} tokens needs as many log-probs and "
                     "versions or, where the model did not generate it, neither"
                 )
-            arrays.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
-        ids, logprobs, versions, mask = map(np.concatenate, zip(*arrays, strict=True))
-        return Sample(
-            prompt,
-            index,
-            ids.astype(np.int64),
-            logprobs.astype(np.float32),
-            versions.astype(np.int32),
-            loss_mask=mask.astype(bool),
-            **more,
-        )
+            said.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
+        ids, logprobs, versions, mask = map(np.concatenate, zip(*said, strict=True))
+        arrays = ids.astype(np.int64), logprobs.astype(np.float32), versions.astype(np.int32)
+        read = len(prompt.token_ids) + len(ids) - 1
+        routes = routing.joined(read, [part.routes for part in segments])
+        return Sample(prompt, index, *arrays, loss_mask=mask.astype(bool), routes=routes, **more)
 
     @property
     def group(self) -> int:
@@ -260,7 +266,7 @@ class Sample:
         return Sample(
             self.prompt, self.index, self.response_ids, self.logprobs, self.versions, self.text, self.truncated,
             self.temperature, reward, outcome, scores, extracted, remark, self.per_token, self.loss_mask, self.weight,
-            self.agent, self.attempt, self.too_old,
+            self.agent, self.attempt, self.too_old, self.routes,
         )  # fmt: skip
 
 
@@ -353,7 +359,7 @@ class Group:
 
 _REST = (
     *("index", "text", "truncated", "temperature", "reward", "outcome", "scores", "extracted", "remark"),
-    *("loss_mask", "weight", "agent", "attempt", "too_old"),
+    *("loss_mask", "weight", "agent", "attempt", "too_old", "routes"),
 )
 """Fields of a sample besides its prompt and the arrays that every sample has."""
 

@@ -14,43 +14,54 @@ from rlinf.config.importing import looks_local
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 TokenizerSource = str | Mapping[str, Any]
-"""A Hugging Face directory (or hub name), or `{"characters": "0123456789>"}`; as text, `characters:0123456789>`."""
+"""A Hugging Face directory (or hub name), or `{"characters": "0123456789>"}`; as text, `characters:0123456789>`, or
+`characters+pictures:0123456789>` for a model that reads pictures."""
 CHARACTERS = "characters:"
 """What the source of a tokenizer of single characters begins with, as text."""
+PICTURED = "characters+pictures:"
+"""The same for one that has `IMAGE_TOKENS` besides."""
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""Tokens before, in place of and behind a picture, as in Qwen's models."""
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(characters: str, *, pictures: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, that saves and loads like any other.
 
     Args:
         characters: the alphabet, each character once; ids follow their order, after those of `<pad>`, `<eos>` and
             `<unk>`.
+        pictures: it has `IMAGE_TOKENS` behind the alphabet.
 
     Raises:
         ValueError: a character stands twice, or there is none.
     """
     if not characters or len(set(characters)) != len(characters):
         raise ValueError(f"characters={characters!r} must be a text in which every character stands once")
-    vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNK, *characters])}
+    more = IMAGE_TOKENS if pictures else ()
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNK, *characters, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, padding_side="left"
-    )
+    special: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK}
+    if more:
+        special["additional_special_tokens"] = list(more)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     """Make or read a tokenizer.
 
     Args:
-        source: a Hugging Face directory (or hub name), `{"characters": alphabet}`, or `characters:alphabet`.
+        source: a Hugging Face directory (or hub name), `{"characters": alphabet}`, `characters:alphabet`, or
+            `characters+pictures:alphabet`.
 
     Raises:
         ValueError: there is no tokenizer, or a mapping that says anything else.
     """
     if isinstance(source, str) and source.startswith(CHARACTERS):
         return character_tokenizer(source.removeprefix(CHARACTERS))
+    if isinstance(source, str) and source.startswith(PICTURED):
+        return character_tokenizer(source.removeprefix(PICTURED), pictures=True)
     if isinstance(source, str):
         if looks_local(source) and not Path(source).is_dir():
             raise ValueError(f"tokenizer: there is no directory {source}, looked for from {Path.cwd()}")

@@ -74,6 +74,8 @@ class PartialAnswer:
     """float32 [begun]"""
     versions: np.ndarray
     """int32 [begun]"""
+    routes: np.ndarray | None = None
+    """[prompt + begun - 1, layers, experts per token]"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +118,8 @@ class Request:
     def ended(self, finish: Finish) -> Completion:
         """Its completion as it came, without a further token."""
         partial = self.partial or PartialAnswer(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32))
-        return Completion(self.id, partial.response_ids, partial.logprobs, partial.versions, finish)
+        arrays = partial.response_ids, partial.logprobs, partial.versions
+        return Completion(self.id, *arrays, finish, partial.routes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +140,8 @@ class Completion:
     """Of the weights that made each token, int32 [response]."""
     finish: Finish
     """Why it ended."""
+    routes: np.ndarray | None = None
+    """Experts to which each token went, see `Sample.routes`; None unless the engine has `routes`."""
 
     @property
     def truncated(self) -> bool:
@@ -198,6 +203,8 @@ class Engine(ABC):
     """It keeps what it has read of a `Request.conversation` for the next turn; others read everything again."""
     reads_text: bool = False
     """It can decode answers, to find stop texts in them."""
+    routes: bool = False
+    """It tells to which experts of its model tokens went."""
     reads_images: bool = False
     """Its model reads the pictures of a prompt."""
     stats: StepStats = StepStats()

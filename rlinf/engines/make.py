@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.config.importing import resolve
+from rlinf.data.pictures.processor import Pictures
 from rlinf.engines import ENGINES
 from rlinf.engines.base import Engine, Kv
 from rlinf.runtime.base.tasks import InThreads
@@ -39,6 +40,8 @@ class EngineSetup:
     open, no other model is made in this process: try the model out inside of it."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Decodes answers, for stop texts."""
+    pictures: Pictures | None = None
+    """Reads those of prompts; None if the model reads text alone."""
     seed: int = 0
     """Of a new model's weights."""
     dtype: torch.dtype = torch.float32
@@ -51,6 +54,8 @@ class EngineSetup:
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
     kv: Kv | None = None
     """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
+    routes: bool = False
+    """Tell to which experts of a mixture tokens go, where the engine can."""
     directory: str | None = None
     """Of the run, where an engine may keep the output of its server; None keeps it in memory."""
     compute: Compute = field(default_factory=InThreads)

@@ -22,6 +22,7 @@ from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight
 from rlinf.data.in_flight.kept_files import read_kept, write_kept
 from rlinf.data.step import AnyStep
+from rlinf.job.changes import Changes
 from rlinf.job.ending.preemption import Leaving
 from rlinf.job.kind import E, RunKind
 from rlinf.job.placement_manager import PlacementManager
@@ -30,6 +31,7 @@ from rlinf.job.roles.running import Roles, restore_roles
 from rlinf.metrics.best import Best
 from rlinf.metrics.checkpoints import Checkpoints
 from rlinf.metrics.console.report import Report, tracking_of
+from rlinf.metrics.explain.explainer import Explainer, in_short
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
@@ -152,6 +154,7 @@ class TrainingLoop(RunKind[E]):
             self.system.hosts,
             self.placement.ledger,
             about={"data": list(self.notes), "steps": self.steps},
+            explainer=Explainer(self._changes(), self.prepared.staleness),
         )
         async with self.report, recorder as self.recorder:
             try:
@@ -173,7 +176,12 @@ class TrainingLoop(RunKind[E]):
             return
         change = self.compared(self.before, self.after) if self.before and self.after else ()
         best = () if self.best is None else self.best.in_words()
-        self.report.ends([*change, *best, *self.remarks()], await self.system.device_memory())
+        said = [*change, *best, *self.remarks()]
+        self.report.ends(said, await self.system.device_memory(), why=in_short(self.recorder.explained))
+
+    def _changes(self) -> Changes:
+        placement = self.placement
+        return Changes(self.config, lambda: placement.ledger.profile, lambda: placement.placed, self.prepared.staleness)
 
     def step_begins(self) -> None:
         """What follows, until `step_ended`, is one step."""

@@ -37,7 +37,7 @@ from rlinf.job.algorithm import (
 from rlinf.job.callbacks import Callbacks
 from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.fits import Fitted, fit
-from rlinf.job.checks.model import other_models, policy_model
+from rlinf.job.checks.model import other_models, policy_model, split_mistakes
 from rlinf.job.checks.naming import RAISED, naming, problem
 from rlinf.job.checks.whole import check_parts
 from rlinf.job.roles.agents import configured_agent
@@ -363,6 +363,9 @@ def _fitted(
     """The transformers config of the model, what follows from the devices' memory, and what is wrong with either."""
     model_config, problems = policy_model(config)
     problems += [*other_models(config, roles), *found_so_far]
+    if not problems:
+        learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
+        problems += split_mistakes(config, model_config, {role: len(placed.seats[role].hosts) for role in learning})
     if problems:
         return model_config, Fitted(config), problems
     with naming("model", config.model.path or config.model.config, "estimating its memory"):

@@ -38,10 +38,11 @@ from rlinf.job.roles.agents import running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start, scores_alone
 from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
-from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, Scored, StalenessAlarm
+from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
 from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
@@ -86,10 +87,10 @@ class TextLoop(TrainingLoop[Evaluation]):
                 partial=rollout.groups == "partial",
                 sampling=prepared.algorithm.sampling,
             )
-            keeper = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session)
-            draw = self.data.train.draw
+            keeper, draw = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session), self.data.train.draw
             self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
+        self._routes_apart = RouteDriftAlarm(config.metrics.route_drift)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
         self._scoring = FailureAlarm()
         self._overlong_told = False
@@ -275,8 +276,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         yield from self._overlong()
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        if (warning := self._alarm.heard(self.done, metrics)) is not None:
-            self.report.line(warning)
+        for alarm in (self._alarm, self._routes_apart):
+            if (warning := alarm.heard(self.done, metrics)) is not None:
+                self.report.line(warning)
         if self.ahead and (warning := self._too_old.heard(self.done, metrics)) is not None:
             self.report.line(warning)
 
@@ -328,6 +330,7 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
             evaluation_split=evaluation.split,
             evaluation_columns=evaluation.columns,
             problems=evaluation.problems,
+            pictures=lambda tokenizer: pictures_of(config.model.path or config.model.config, tokenizer),
             **options,
         )
     except DataError as error:

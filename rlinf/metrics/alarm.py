@@ -1,5 +1,5 @@
-"""What a run warns of: engine and trainer that disagree on log-probs, tokens that are too old, and answers that cannot
-be scored.
+"""What a run warns of: engine and trainer that disagree on log-probs or experts, tokens that are too old, and answers
+that cannot be scored.
 
 In: a step's metrics, and what a judge's ranks counted since they were last asked. Out: a line in the step in which a
 limit is passed or answers first fail, and again when that changes; and for failures one for the end of the run, and the
@@ -47,6 +47,33 @@ class MismatchAlarm:
             f"step {step}: engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as "
             "much. Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
             "(algorithm.correction.cap=2)"
+        )
+
+
+class RouteDriftAlarm:
+    """Watches `moe/route_drift`: of a mixture of experts, the share of tokens and layers in which the trainer's gates
+    would have chosen other experts than the engine did, with the same weights.
+
+    Args:
+        limit: of that share; None for none.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._passed = False
+
+    def heard(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """What to tell people about this step; None if nothing is new."""
+        found = metrics.get("moe/route_drift", 0.0)
+        before, self._passed = self._passed, self._limit is not None and not found <= self._limit
+        if before or not self._passed:
+            return None
+        return (
+            f"step {step}: engine and trainer send {percent(found)} of tokens to other experts with the same weights "
+            f"(limit metrics.route_drift = {self._limit:g}). trainer.router_replay computes on the engine's; but so "
+            "many say that the two compute differently: let both have the same precision (rollout.dtype, "
+            "trainer.dtype), and see whether mismatch/mean is as large at step 1, where the engine's copy of the "
+            "weights may be at fault"
         )
 
 

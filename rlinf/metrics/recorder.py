@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rlinf.metrics.files import MetricsFile, SamplesFile, read_lines
+from rlinf.metrics.explain.explainer import Explained, Explainer
+from rlinf.metrics.files import JsonLines, MetricsFile, SamplesFile, read_lines
 from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.tracking import Tracking
+from rlinf.placement.profiling.ledger import Ledger
 from rlinf.runtime.system.observer import Lap, Watch
 
-METRICS, SAMPLES, ENVIRONMENT = "metrics.jsonl", "samples.jsonl", "environment.json"
+METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"
 """File names in a run directory."""
-
-
-class Ledger(Protocol):
-    """Keeps account of what steps cost: `rlinf.placement.profiling.ledger.Ledger`, which stands above this package."""
-
-    def step(self, lap: Lap) -> Mapping[str, float]:
-        """Take a step; its metrics."""
-
-    def save(self, directory: Path) -> None:
-        """Write what was learned of all steps into the run's directory."""
 
 
 class Recorder:
@@ -42,6 +35,7 @@ class Recorder:
         hosts: processes of the job.
         ledger: says of every step how far it was from the possible, and is saved at the end; None says nothing.
         about: what environment.json says besides the machine.
+        explainer: says what each step waited for; it needs the ledger.
 
     Use it as `async with Recorder(...) as recorder:`.
     """
@@ -54,7 +48,11 @@ class Recorder:
         hosts: int,
         ledger: Ledger | None = None,
         about: Mapping[str, Any] | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
+        self._explainer, self._said = explainer, JsonLines(directory / EXPLAINED)
+        self.explained: list[Explained] = []
+        """Of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
@@ -83,12 +81,21 @@ class Recorder:
             metrics |= timing(lap) | parts(lap)
             if self._ledger is not None:
                 metrics |= self._ledger.step(lap)
+                self._explain(step, lap, metrics)
         for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):
             if counted in metrics:
                 metrics[speed] = metrics[counted] / max(metrics["timing/step"], 1e-9)
         if "approx_kl" in metrics and "kl" not in metrics:
             metrics["kl"] = metrics.pop("approx_kl")
         return metrics
+
+    def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float]) -> None:
+        if self._explainer is None or self._ledger is None or self._ledger.seen is None:
+            return
+        found = self._explainer.step(lap, self._ledger.devices, self._ledger.seen, metrics)
+        if found is not None:
+            self.explained.append(found)
+            self._said.add([{"step": step, **asdict(found)}])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write down a step; step 0 is what was known before the first one."""
@@ -108,8 +115,8 @@ class Recorder:
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._ledger is not None:
             self._ledger.save(self._directory)
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._said):
+            file.close()
         await self._tracking.__aexit__(kind, error, trace)
 
 

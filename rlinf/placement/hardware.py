@@ -128,8 +128,12 @@ def hardware_of(wanted: Placing) -> dict[str, Hardware]:
             near = get_close_matches(kind, kinds, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(kinds)}"
             problems.append(f"{key}: no node group has such hardware; {hint}")
+        elif isinstance(given, str) and given in KNOWN:
+            found[kind] = KNOWN[given]
         elif not isinstance(given, Mapping) or not given or set(given) - {*names}:
-            problems.append(f"{key}: write any of {', '.join(names)}, as in {{memory_gb: 43, bandwidth: 864}}")
+            problems.append(
+                f"{key}: write any of {', '.join(names)}, as in {{memory_gb: 43}}, or a card: {', '.join(KNOWN)}"
+            )
         elif wrong := [name for name, value in given.items() if not _positive(value)]:
             problems.append(f"{key}.{wrong[0]}: {given[wrong[0]]!r} is no number above 0")
         else:

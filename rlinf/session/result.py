@@ -81,11 +81,13 @@ class Result:
         Args:
             how: arguments of transformers' `from_pretrained`, such as dtype.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        made = AutoConfig.from_pretrained(self.model_dir).architectures or [""]
-        scores = made[0].endswith("ForSequenceClassification")
-        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        from rlinf.data.pictures.processor import auto_class
+
+        found = AutoConfig.from_pretrained(self.model_dir)
+        scores = (found.architectures or [""])[0].endswith("ForSequenceClassification")
+        kind = AutoModelForSequenceClassification if scores else auto_class(found)
         return kind.from_pretrained(self.model_dir, **how)
 
     def tokenizer(self) -> Any:

@@ -25,15 +25,17 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.importing import resolve
 from rlinf.config.learning import BACK_ENDS, ParallelConfig
 from rlinf.data.packing import Packed
+from rlinf.data.routing.routers import Routed
 from rlinf.data.weights import Export
 from rlinf.models.language.load import ModelSource
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.parallel.arrangement import Sharding
 from rlinf.weights.train_state import HostCopy, Restored, Source, StateCopy
 
-Outputs = tuple[Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routed]
 """Of each learned token, float32: log-prob and entropy [learned]; or, of a value model, the value before it [learned]
-and the hidden state that it is read from [learned, width]; a reward model has scores for values."""
+and the hidden state that it is read from [learned, width]; a reward model has scores for values. Of
+a mixture of experts with `router_replay` a third: how tokens were routed."""
 Loss = Callable[[Packed, Outputs], LossSum]
 """The un-normalised loss of a micro-batch, given the outputs for it; both are on the model's device."""
 
@@ -66,6 +68,9 @@ class ModelSettings:
     """Response tokens whose logits exist at a time."""
     attention: Literal["auto", "packed", "padded", "flash"] = "auto"
     """How sequences are laid out for it, see `ForwardConfig.attention`."""
+    router_replay: Literal["auto", True, False] | None = None
+    """Tell how tokens are routed in a mixture of experts, see `TrainerConfig.router_replay`; None: no. A back end that
+    cannot replay routes refuses True."""
     compiled: Literal["auto", True, False] = False
     """Compile its blocks, see `ForwardConfig.compile`."""
 

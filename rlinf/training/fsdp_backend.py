@@ -22,7 +22,9 @@ from rlinf.models.language.build import Build, build_policy, build_scores, build
 from rlinf.models.language.fsdp import Layout, dtype_of
 from rlinf.models.language.load import own_dtype
 from rlinf.models.language.lora import POLICY, using
+from rlinf.models.language.mixture.replay import Mixture
 from rlinf.models.language.parallel.arrangement import Sharding, arranged
+from rlinf.models.language.parallel.mistakes import stages_refused
 from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.value_model import HEAD
@@ -50,12 +52,8 @@ class FsdpBackEnd:
 
     @classmethod
     async def make(cls, ranks: Ranks, model: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Self:
-        stages = {name: size for name in ("pipeline", "interleave") if (size := getattr(model.parallel, name)) > 1}
-        if stages:
-            raise ValueError(
-                f"trainer.parallel: backend 'fsdp' has no stages, and {stages} is asked for: take backend 'megatron', "
-                "or tensor and context in their place"
-            )
+        if refused := "; ".join(stages_refused(model.parallel)):
+            raise ValueError(refused)
         layout = await laid_out(ranks, model.sharding, model.parallel, mixed=dtype_of(model.dtype) != torch.float32)
         module = await ranks.compute(cls.build, model, layout, ranks.device, tokenizer)
         auto = model.saved_dtype == "auto"
@@ -83,6 +81,7 @@ class FsdpBackEnd:
             layout.division,
             layout.matrices,
             layout.experts,
+            model.router_replay,
         )
         makes = {"logprobs": build_policy, "values": build_values, "scores": build_scores}
         return makes[model.head](made, tokenizer)
@@ -97,19 +96,26 @@ class FsdpBackEnd:
         """The Hugging Face model."""
         return self.module.model
 
+    @property
+    def mixture(self) -> Mixture:
+        """The model's experts, as far as they are watched."""
+        return self.module.mixture
+
     def optimization(self, **settings: Any) -> Learner:
         return Learner(self.module, layout=self.layout, **settings)
 
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         here = batch.to(next(self.module.parameters()).device)
+        if adapter != POLICY:  # another policy, which routes by itself
+            here = here.routed(None)
         with nullcontext() if adapter == POLICY else using(self.module, adapter):
             found: Outputs = self.module(here)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return found
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        return exported(self.model, dtype) if self.layout.first_copy else iter(())
+        return exported(self.model, dtype, self.layout.slices) if self.layout.first_copy else iter(())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}
@@ -134,7 +140,8 @@ class FsdpBackEnd:
         at_hand = state.copies if lead else None
         whole = alone = None
         if first:
-            whole = copy_model(self.model, tokenizer, lead=lead, dtype=self._saved_dtype, at_hand=at_hand)
+            how: dict[str, Any] = {"dtype": self._saved_dtype, "at_hand": at_hand, "pictures": self.module.pictures}
+            whole = copy_model(self.model, tokenizer, lead=lead, **how)
         if first and self._adapted:
             alone = copy_adapter(self.model, self._base, lead=lead)
         parts = {STATE: state, MODEL: whole, ADAPTER: alone}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlinf.algos.tensor.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric
+from rlinf.algos.tensor.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, Several
 from rlinf.data.offload import shard_of
 
 _BUCKET_BYTES = 1 << 26
@@ -264,8 +264,10 @@ def over_ranks(mine: LossSum, square: Tensor, ranks: DeviceMesh | None) -> tuple
     pieces, highs = iter(sums[3:].split([part.numel() for part in added])), iter(largest)
     metrics: dict[str, Metric] = {}
     for name in names:
-        kind = type(mine.metrics[name])
-        if kind is Max:
+        kind, own = type(mine.metrics[name]), mine.metrics[name]
+        if isinstance(own, Several):
+            metrics[name] = Several(next(pieces).view(own.sums.shape), own.told)
+        elif kind is Max:
             metrics[name] = Max(next(highs))
         elif kind is Mean:
             metrics[name] = Mean(next(pieces)[0], next(pieces)[0])
@@ -278,4 +280,6 @@ def _addends(metric: Metric) -> tuple[Tensor, ...]:
     """What of a metric is added over ranks."""
     if isinstance(metric, Mean):
         return metric.total, metric.weight
+    if isinstance(metric, Several):
+        return (metric.sums,)
     return () if isinstance(metric, Max) else (metric.moments,)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from rlinf.data.pictures.processor import Pictures
 from rlinf.data.safetensors_io import explained, make_room, sync_directory, write_tensors, write_text
 from rlinf.models.language.lora import merged_named_parameters, plain_name
 from rlinf.weights.publish import gathered
@@ -48,6 +49,8 @@ class ModelCopy:
     """Parameters and saved buffers in host memory, by their names in the plain model; tied ones once."""
     tokenizer: PreTrainedTokenizerBase | None
     """Written beside the model."""
+    pictures: Pictures | None
+    """Whose preprocessor is written beside them; None of a model that reads text alone."""
     shard_bytes: int
     """Bound on a weights file."""
 
@@ -71,6 +74,8 @@ class ModelCopy:
                 custom_object_save(self.skeleton, directory, config=cast(Any, self.skeleton.config))
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(directory)
+            if self.pictures is not None:
+                self.pictures.save(directory)
         tensors: dict[str, Tensor] = revert_weight_conversion(self.skeleton, dict(self.tensors))
         split = split_torch_state_dict_into_shards(
             tensors, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=self.shard_bytes
@@ -91,6 +96,7 @@ def copy_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     at_hand: Mapping[int, Tensor] | None = None,
+    pictures: Pictures | None = None,
 ) -> ModelCopy | None:
     """Copy a model to host memory. Blocking; every rank calls it, and the lead gets the copy.
 
@@ -101,6 +107,7 @@ def copy_model(
         dtype: what floating-point tensors are written as, such as bfloat16; None: as they are.
         shard_bytes: bound on a weights file.
         at_hand: copies that exist already, by the address of the original's memory.
+        pictures: reads those of prompts, whose preprocessor is to be written beside it, too.
     """
     reshard(model)
     known = at_hand or {}
@@ -112,7 +119,7 @@ def copy_model(
             if twin is None or (twin.dtype, twin.shape) != (wanted, tensor.shape):
                 twin = tensor.to("cpu", wanted, copy=True)
             tensors[name] = twin
-    return ModelCopy(skeleton_of(model, dtype), tensors, tokenizer, shard_bytes) if lead else None
+    return ModelCopy(skeleton_of(model, dtype), tensors, tokenizer, pictures, shard_bytes) if lead else None
 
 
 def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

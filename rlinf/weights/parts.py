@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rlinf.weights.clock import Clock
 
@@ -138,3 +139,27 @@ class Scattered:
         found = torch.empty(self.shape, dtype=dtype, device=self.device if leads else "meta")
         self.gather_into(found.view(-1) if leads else None, dtype, piece_bytes, Clock())
         return found
+
+
+def scattered(tensor: DTensor, ranks: DeviceMesh) -> Scattered:
+    """A tensor that is split over the second dimension of a mesh, and each part by rows over the first.
+
+    Args:
+        tensor: of FSDP2, such as one that `fully_shard` found split already.
+        ranks: those of its mesh in one dimension, row by row.
+    """
+    rows, parts = tensor.device_mesh.shape
+    split: int = tensor.placements[1].dim  # type: ignore[attr-defined]
+    held = []
+    for rank in range(rows * parts):
+        row, part = divmod(rank, parts)
+        shape, offset = [*tensor.shape], [0] * tensor.dim()
+        shape[split] //= parts
+        offset[split] = part * shape[split]
+        slice_rows = -(-shape[0] // rows)
+        begun = min(row * slice_rows, shape[0])
+        shape[0] = min(slice_rows, shape[0] - begun)
+        offset[0] += begun
+        if prod(shape):
+            held.append(Held(rank, tuple(offset), tuple(shape)))
+    return Scattered(tuple(tensor.shape), held, lambda _: tensor.to_local(), ranks)

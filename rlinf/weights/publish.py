@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.data.weights import BUCKET_BYTES, Allocator, Export, Packer, Weights
 from rlinf.runtime.actor.actor import Actor
 from rlinf.weights.clock import Clock, tell_bytes
-from rlinf.weights.parts import Scattered
+from rlinf.weights.parts import Scattered, scattered
 from rlinf.weights.state_tensors import reshard
 
 PIECE_BYTES = 32 << 20
@@ -132,13 +133,17 @@ def publishing_bytes(whole_bytes: int, *, on_device: bool, ranks: int = 1) -> in
     return pieces * PIECE_BYTES + (whole_bytes if on_device else 0)
 
 
-def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Export]]:
+def exported(
+    model: nn.Module, dtype: torch.dtype | None = None, ranks: DeviceMesh | None = None
+) -> Iterator[tuple[str, Export]]:
     """The model's tensors under their plain names, to be made and gathered one after the other.
 
     Args:
         model: whole or sharded, with or without adapters, which are merged; tied weights come once.
         dtype: of floating-point tensors; None: as they are. What the model's class keeps in float32 stays so, since
             engines keep it so.
+        ranks: of the model, in one dimension, for parameters that are split and in slices: they are sent rectangle by
+            rectangle.
     """
     from rlinf.models.language.lora import plain_parameters  # takes seconds to import, and policies do not need it
 
@@ -146,7 +151,18 @@ def exported(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tup
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter, make in plain_parameters(model):
         casts = dtype is not None and parameter.is_floating_point() and not any(part in name for part in kept)
-        yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, make)
+        give: Callable[[], Any] = partial(_rectangles, make, ranks) if ranks is not None and _split(parameter) else make
+        yield name, Export(tuple(parameter.shape), dtype if dtype is not None and casts else parameter.dtype, give)
+
+
+def _split(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2
+
+
+def _rectangles(make: Callable[[], Tensor], ranks: DeviceMesh) -> Scattered:
+    made = make()
+    assert isinstance(made, DTensor)
+    return scattered(made, ranks)
 
 
 @torch.no_grad()

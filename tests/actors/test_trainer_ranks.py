@@ -64,7 +64,8 @@ def test_gradients_are_those_of_one_process_that_goes_sample_by_sample(results, 
 @pytest.mark.parametrize("name", [name for name in NAMES if "bfloat16" not in name])
 def test_every_number_of_ranks_learns_the_same_and_says_the_same(results, world, name):
     one, many = results[1][name], results[world][name]
-    bound = 1e-3 if name == "padded" else PRECISELY  # transformers' own attention goes through float32
+    rounds = name == "padded" or "experts" in name  # transformers' own attention and gates go through float32
+    bound = 1e-3 if rounds else PRECISELY
     assert many["metrics"] == pytest.approx(one["metrics"], rel=bound, abs=bound)
     assert many["samples"] == one["samples"]
     assert many["version"] == one["version"] == 1

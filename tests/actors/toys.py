@@ -118,6 +118,28 @@ def told(batch: list[Group], seed: int = 5) -> list[Group]:
     return made
 
 
+def routed(batch: list[Group], layers: int = 2, experts: int = 6, top: int = 2) -> list[Group]:
+    """The same as an engine tells it that sent tokens to any experts, those of a prompt once for all its answers."""
+    rng = np.random.default_rng(9)
+
+    def drawn(tokens: int) -> np.ndarray:
+        return rng.random((tokens, layers, experts)).argsort(-1)[..., :top].astype(np.uint8)
+
+    made = []
+    for judged in batch:
+        read = drawn(len(judged.prompt.token_ids))
+        made.append(
+            Group(
+                judged.prompt,
+                tuple(
+                    replace(sample, routes=np.concatenate([read, drawn(len(sample.response_ids) - 1)]))
+                    for sample in judged.samples
+                ),
+            )
+        )
+    return made
+
+
 def conversations(batch: list[Group], seed: int = 8) -> list[Group]:
     """The same with tokens that nobody learns somewhere in most answers, of which nothing is known: log-probs and all
     else are NaN there, versions from another age. One answer in eight learns nothing at all."""

@@ -26,6 +26,7 @@ from benchmarks.gpu.checks import (
     memory,
     parts,
     publishing,
+    ranks,
     runs,
     sends,
     simulators,
@@ -38,6 +39,7 @@ from benchmarks.gpu.scale import NotRun, Outcome, Scale
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.data.offload import Parking
+from tests.launching import Forked
 
 pytestmark = pytest.mark.torchrun  # some start processes
 
@@ -61,6 +63,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
 }
 ALONE = ("out-of-memory",)
 """Takes the memory of its process away: by the harness, in a process of its own."""
+FORKED = ("sends", "publish")
+"""Their ranks are forked off a process that has imported most of it; those of "two-ranks" are started as on a card."""
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +103,10 @@ def test_every_check_has_bounds_and_all_fit_into_the_time() -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_check_passes_in_rehearsal_and_says_what_it_left_out(
-    check: Check, scale: Scale, outcomes: dict[str, Outcome], tmp_path: Path
+    check: Check, scale: Scale, outcomes: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if check.name in FORKED:
+        monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
     if check.name in ALONE:
         out = tmp_path / "out.json"
         code = main("checks", "benchmarks.gpu.checks", [check], ["--rehearse", "--out", str(out)])

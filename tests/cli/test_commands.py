@@ -17,7 +17,7 @@ def test_help_lists_every_command(given, capsys):
         assert command in told
 
 
-@pytest.mark.parametrize("command", ["evaluate", "plan", "trace", "report", "config"])
+@pytest.mark.parametrize("command", ["evaluate", "plan", "trace", "report", "compare", "config"])
 def test_every_command_has_help_of_its_own(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

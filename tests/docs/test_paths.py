@@ -88,7 +88,7 @@ def test_the_command_of_a_configuration_starts_as_many_processes_as_it_uses(path
         else [kind for kind in TEXT if kind.name in config.placement.__dict__]
     )
     placed = place(config.placement, kinds, hosts)
-    used = {host for seat in placed.seats.values() for host in seat.hosts}
+    used = {host for seat in placed.seats.values() for host in (*seat.hosts, *frozenset().union(*seat.devices))}
     assert used == set(range(hosts))
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.drills.driver import Drill, drilled, summary
 
+POINTS = 2
+"""Of a run; `make drills` tries 100."""
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
 
 
@@ -17,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
     ids=["asynchronous", "synchronous"],
 )
 def test_nothing_is_lost_or_repeated(drill, seed, tmp_path):
-    found = drilled(drill, 3, seed, tmp_path, torchrun=False)
+    found = drilled(drill, POINTS, seed, tmp_path, torchrun=False)
     assert found.well, json.dumps(summary(found), indent=1)
-    assert len(found.points) == 3
+    assert len(found.points) == POINTS
     assert found.again <= 0.01 * found.held

@@ -2,7 +2,7 @@
 
 import math
 
-from rlinf.metrics.alarm import MismatchAlarm, StalenessAlarm
+from rlinf.metrics.alarm import MismatchAlarm, RouteDriftAlarm, StalenessAlarm
 
 
 def mismatch(mean, largest):
@@ -42,3 +42,13 @@ def test_tokens_older_than_the_bound_ring_and_once_more_when_older_still():
     assert [each is not None for each in told] == [False, False, True, False, False, True]
     assert told[2].startswith("step 2: learned from tokens that are 3 versions old (limit staleness.max = 2)")
     assert alarm.heard(7, {}) is None
+
+
+def test_gates_that_disagree_ring_once_until_they_agree_again():
+    alarm = RouteDriftAlarm(0.25)
+    told = [alarm.heard(step, {"moe/route_drift": share}) for step, share in enumerate([0.2, 0.3, 0.4, 0.1, 0.3])]
+    assert [each is not None for each in told] == [False, True, False, False, True]
+    assert told[1].startswith("step 1: engine and trainer send 30% of tokens to other experts with the same weights")
+    assert "limit metrics.route_drift = 0.25" in told[1]
+    assert alarm.heard(6, {}) is None
+    assert RouteDriftAlarm(None).heard(1, {"moe/route_drift": 1.0}) is None

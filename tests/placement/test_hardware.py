@@ -58,6 +58,10 @@ def test_a_fleet_knows_each_device_by_its_node_group_and_cards_by_their_names(mo
     assert set(limited.memories(int(30e9))) == {30e9}
 
 
+def test_a_card_may_be_named_for_all_devices_that_no_group_names():
+    assert fleet_of(PlacementConfig(devices={"gpu": "h200"}), 2).memories(None) == (138e9, 138e9)
+
+
 def test_a_plan_by_kinds_is_put_onto_the_devices_that_the_job_numbers(monkeypatch):
     """The planner has h100s 0-3 and l40s 4-5; in the job, the old ones are in the middle."""
     fleet = fleet_of(mixed(monkeypatch), 6)

@@ -12,15 +12,16 @@ from rlinf.config.learning import ParallelConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
 from rlinf.models.language.parallel.arrangement import arranged
+from rlinf.models.language.parallel.mistakes import mistakes_in
 from rlinf.models.language.parallel.tokens import zigzag
 from rlinf.weights.hf_export import MODEL
 from tests.actors import toys
 from tests.actors.watched import in_double
-from tests.training.programs.splits import CASES, FROM, batch
+from tests.training.programs.splits import CASES, EXPERTS, FROM, batch
 
 PROGRAM = Path(__file__).parent / "programs" / "splits.py"
 RUNS = {
-    2: ("context", "context, windows", "tensor", "expert"),
+    2: ("context", "context, windows", "tensor", "expert", "expert, Mixtral"),
     4: ("tensor, context, expert", "tensor and slices", "tensor in copies"),
 }
 """By number of ranks, what is examined."""
@@ -94,8 +95,8 @@ class TestASplitModel:
         loss, norm, gradients, _ = steps[0]
         found = {key: gradient / min(1.0, CLIP / norm) for key, gradient in results[name]["gradients"].items()}
         assert found.keys() == gradients.keys()
-        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-        assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6 * largest
+        # routers of mixtures make their weights in float32, whose rounding is 6e-8
+        assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6
         for told, (loss, norm, *_) in zip(results[name]["steps"], steps, strict=False):
             assert (told["loss"], told["grad_norm"]) == pytest.approx((loss, norm), rel=1e-6)
             assert told["weight"] == sum(len(row.response_ids) for row in batch())
@@ -119,6 +120,13 @@ class TestASplitModel:
         moved = toys.furthest(weights[1], weights[2])
         assert toys.furthest(results[name]["continued"], weights[2]) < 1e-3 * moved
 
+    def test_is_read_from_files_without_ever_being_whole(self, results, name):
+        if name not in FROM:
+            assert "read" not in results[name]
+            return
+        saved = {key: tensor.float() for key, tensor in results[FROM[name]]["exported"].items()}
+        assert toys.furthest({key: each.float() for key, each in results[name]["read"].items()}, saved) == 0.0
+
 
 @pytest.mark.parametrize(("tokens", "shares", "parts"), [(64, 2, 1), (1, 2, 1), (50, 4, 2), (7, 3, 1)])
 def test_shares_have_all_tokens_and_equal_work(tokens, shares, parts):
@@ -141,8 +149,24 @@ def test_ranks_that_compute_together_are_neighbours_of_one_copy():
 
 def test_so_many_processes_as_cannot_be_arranged_are_told():
     parallel = ParallelConfig(tensor=2, context=2, expert=8)
-    words = "tensor 2 x context 2 processes, and its experts over 8, so their number must be a multiple of 8, and"
-    with pytest.raises(ValueError, match=f"{words} there are 4 processes"):
+    words = "tensor 2 x context 2 processes, its experts over 8, so the number of processes must be a multiple of 8"
+    with pytest.raises(ValueError, match=f"{words}, and there are 4 processes"):
         arranged("shard", ["a"] * 4, parallel)
     with pytest.raises(ValueError, match="there are 6 processes per machine"):
         arranged("hybrid", ["a"] * 6 + ["b"] * 6, ParallelConfig(tensor=4))
+
+
+def test_all_that_keeps_a_model_from_being_split_is_told_at_once():
+    model = toys.model("qwen2")
+    told = "; ".join(mistakes_in(model, ParallelConfig(tensor=3, pipeline=2, expert=2), adapters=True))
+    for words in (
+        "no stages",
+        "num_attention_heads 4, num_key_value_heads 2, q_proj of 32",
+        "no experts",
+        "model.lora",
+    ):
+        assert words in told
+    assert not [*mistakes_in(model, ParallelConfig(tensor=2, context=4), adapters=False)]
+    assert not [*mistakes_in(toys.model("qwen3_moe", **EXPERTS), ParallelConfig(expert=4), adapters=True)]
+    (told,) = mistakes_in(toys.model("phi3"), ParallelConfig(tensor=2), adapters=False)
+    assert "o_proj is a Linear that is to be rowwise_split_input" in told

@@ -27,7 +27,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from rlinf.data.sample import Prompt
+from transformers import PreTrainedTokenizerBase
+
+from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.engines.base import Completion, Engine, Request, Sampling
 from rlinf.placement.tail_migration import Bundle, Load
 from rlinf.runtime.streams.stream import Consumer, Stream, each
@@ -342,3 +344,41 @@ def _bundle(number: int, left: Sequence[tuple[_Place, Request]], steps: float) -
     ]
     read = sum(len(request.prompt_ids) for _, request in left) + sum(answered)
     return Bundle(number, len(left), sum(request.cache_tokens for _, request in left), read, max(answered))
+
+
+def groups_of(answered: Sequence[PartialGroup], tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    """The samples of each prompt, in order of their index; none where it was aborted before one began.
+
+    Args:
+        answered: all answers of each have ended.
+        tokenizer: decodes them.
+    """
+    return [
+        Group(
+            group.prompt,
+            tuple(
+                _sample(group.prompt, index, completion, group.temperature, tokenizer)
+                for index, completion in sorted(group.done.items())
+                if len(completion.response_ids)
+            ),
+        )
+        for group in answered
+    ]
+
+
+def _sample(
+    prompt: Prompt, index: int, completion: Completion, temperature: float, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    kept = completion.response_ids[:-1] if completion.finish == "stop" else completion.response_ids
+    return Sample(
+        prompt=prompt,
+        index=index,
+        response_ids=completion.response_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
+        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
+        truncated=completion.finish in ("length", "abort"),
+        temperature=temperature,
+        routes=completion.routes,
+    )

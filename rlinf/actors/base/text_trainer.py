@@ -30,6 +30,7 @@ every command, for an empty one too. With `order: free` copies of the model comp
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,7 @@ from rlinf.config.learning import TrainerSettings
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.data.weights import Weights
+from rlinf.metrics.explain.causes import MICRO_BATCH
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
@@ -98,7 +100,8 @@ class TextTrainer(OwnPace):
         self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
         copies = self._back.copies_of_ranks if settings.order == "free" else ()
-        self._apart = copies if len(copies) > 1 else ()
+        alone = len({*self._back.data_ranks}) == self.world_size  # ranks of one share of the data keep step
+        self._apart = copies if len(copies) > 1 and alone else ()
 
     @property
     def _shares(self) -> int:
@@ -170,10 +173,10 @@ class TextTrainer(OwnPace):
                 if failed is not None:
                     pass
                 elif isinstance(command, ForwardBackward):
-                    await self.computed(self._learn, learner, command)
+                    await self._learned_from(learner, command)
                     self._coming_again += [command] if command.keep else []
                 elif isinstance(command, Recompute):
-                    await self.computed(self._learn, learner, self._coming_again[command.number], again=True)
+                    await self._learned_from(learner, self._coming_again[command.number], again=True)
                 elif isinstance(command, Forward):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
@@ -193,6 +196,12 @@ class TextTrainer(OwnPace):
             ended, stream.error = stream.error, None
             raise ended
         return steps
+
+    async def _learned_from(self, learner: Optimization, command: ForwardBackward, *, again: bool = False) -> None:
+        """Add a micro-batch to the gradient, and note what it took."""
+        began = time.perf_counter()
+        await self.computed(self._learn, learner, command, again=again)
+        self.note(MICRO_BATCH, time.perf_counter() - began, sum(row.size for row in command.rows))
 
     async def _work_apart(
         self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None

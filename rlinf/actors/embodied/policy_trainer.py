@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlinf.actors.base.base_trainer import BaseTrainer, HostCopy, at_least_one, settings_of
 from rlinf.algos.parts import Gae
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.loss_sum import LossSum, Mean
 from rlinf.data.demonstrations import DecisionStream, Shown, open_parts
 from rlinf.data.rng import permutation
 from rlinf.data.weights import Weights
@@ -198,7 +198,7 @@ class PolicyTrainer(BaseTrainer):
             parts.append(gathered)
             last = numbers
             moved = gathered.metrics.get("approx_kl")
-            if self._kl_stop is not None and moved is not None and moved.value > self._kl_stop:
+            if self._kl_stop is not None and isinstance(moved, Mean) and moved.value > self._kl_stop:
                 stopped = True
                 break
         whole = sum(parts[1:], parts[0]).values() if parts else {}

@@ -7,7 +7,7 @@ not depend on how the batch was cut, packed, ordered or spread over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -104,7 +104,24 @@ class EffectiveSize:
         return EffectiveSize(self.moments + other.moments)
 
 
-Metric = Mean | Max | Explained | EffectiveSize
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Several metrics of the same sums. Adding two adds the sums."""
+
+    sums: Tensor
+    """Of any shape, float64."""
+    told: Callable[[Tensor], Mapping[str, float]]
+    """Metrics by their names, of the sums of the whole batch."""
+
+    def nothing(self) -> Several:
+        """What adds nothing."""
+        return Several(torch.zeros_like(self.sums), self.told)
+
+    def __add__(self, other: Several) -> Several:
+        return Several(self.sums + other.sums, self.told)
+
+
+Metric = Mean | Max | Explained | EffectiveSize | Several
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +182,10 @@ class LossSum:
 
     def values(self) -> dict[str, float]:
         """Every metric as a number."""
-        return {name: metric.value for name, metric in self.metrics.items()}
+        found: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            found |= metric.told(metric.sums) if isinstance(metric, Several) else {name: metric.value}
+        return found
 
 
 def _join(a: Metric, b: Metric) -> Metric:
@@ -176,6 +196,8 @@ def _join(a: Metric, b: Metric) -> Metric:
     if isinstance(a, Explained) and isinstance(b, Explained):
         return a + b
     if isinstance(a, EffectiveSize) and isinstance(b, EffectiveSize):
+        return a + b
+    if isinstance(a, Several) and isinstance(b, Several):
         return a + b
     raise TypeError(f"one metric name stands for a {type(a).__name__} and a {type(b).__name__}: give them two names")
 

@@ -21,13 +21,14 @@ Message = dict[str, Any]
 
 OURS = (
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "chosen", "rejected", "tools",
-    "margin", "ref_chosen_logps", "ref_rejected_logps",
+    "margin", "ref_chosen_logps", "ref_rejected_logps", "images",
 )  # fmt: skip
-"""What a mapping of columns may name."""
+"""What a mapping of columns may name; None of one says that there is none, whatever a data set has."""
 _GUESSES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "problem"),
     "completion": ("completion", "response", "answer"),
+    "images": ("images", "image"),
 }
 """Columns that mean ours in public data sets, the likeliest first; others are called as ours are."""
 _FORMATS: dict[Kind, tuple[tuple[str, ...], ...]] = {
@@ -104,6 +105,8 @@ class Format:
         names = sorted({name for row in rows for name in row})
         found: dict[str, str] = {}
         for ours in OURS:
+            if ours in given and given[ours] is None:
+                continue
             guesses = (str(given[ours]),) if ours in given else _GUESSES.get(ours, (ours,))
             theirs = next((name for name in guesses if any(lookup(row, name) is not None for row in rows)), None)
             if theirs is not None:
@@ -118,7 +121,9 @@ class Format:
                 f"{layouts}: name yours in data.columns, such as {{{_FORMATS[kind][0][-1]}: YOUR_COLUMN}}"
             )
         beside = ("input",) if fits == ("instruction", "output") else ()
-        kept = {ours for ours in found if ours in (*fits, *beside, "tools", "margin") or ours.startswith("ref_")}
+        kept = {
+            ours for ours in found if ours in (*fits, *beside, "tools", "margin", "images") or ours.startswith("ref_")
+        }
         return Format(kind, {ours: found[ours] for ours in OURS if ours in kept}, chat, system, has_template)
 
     @property

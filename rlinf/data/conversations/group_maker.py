@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlinf.data.conversations.formats import Format
+from rlinf.data.conversations.formats import Dialogue, Format
 from rlinf.data.conversations.rendering import Rendered, Renderer
 from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong
 from rlinf.data.datasets.rows import DataError, Row
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.pictures.images import image_refs
+from rlinf.data.pictures.marks import pictured
+from rlinf.data.pictures.processor import Pictures
+from rlinf.data.sample import Group, ImageRef, Prompt, Sample
 
 WEIGHT = "weight"
 """Key of `Sample.per_token`: how much each learned token counts, where not all count as 1."""
@@ -41,6 +44,8 @@ class GroupMaker:
     scored: bool = False
     """Each conversation is scored as a whole: one token is added to it, and only that is learned, since a score is read
     from where it would be predicted."""
+    pictures: Pictures | None = None
+    """Reads pictures for the model; None if it reads text alone."""
     limit: ClassVar[str] = "supervised.max_tokens"
     unit: ClassVar[str] = "row has nothing to learn, or"
 
@@ -54,7 +59,8 @@ class GroupMaker:
         dropped, cut = 0, set()
         for drawn in rows:
             try:
-                rendered = self._rendered(drawn.row)
+                images = image_refs(self.format.value(drawn.row, "images"), "column images")
+                rendered = [self._expanded(each, images) for each in self._rendered(drawn.row, images)]
             except DataError as error:
                 raise DataError(f"{drawn.where}: {error}") from error
             longest = max(len(each.ids) for each in rendered)
@@ -73,7 +79,7 @@ class GroupMaker:
                 cut.discard(drawn.id)
                 dropped += 1
                 continue
-            made.append(self._group(drawn, rendered))
+            made.append(self._group(drawn, rendered, images))
         return Batch(made, dropped, frozenset(cut))
 
     def numbered(self, group: Group, number: int) -> Group:
@@ -81,12 +87,45 @@ class GroupMaker:
         prompt = replace(group.prompt, id=number)
         return Group(prompt, tuple(replace(sample, prompt=prompt) for sample in group.samples))
 
-    def _rendered(self, row: Row) -> list[Rendered]:
-        if self.format.kind == "pairs":
-            return [self.renderer.render(each) for each in self.format.pair(row)]
-        return [self.renderer.render(self.format.dialogue(row))]
+    def _rendered(self, row: Row, images: Sequence[ImageRef]) -> list[Rendered]:
+        dialogues = self.format.pair(row) if self.format.kind == "pairs" else [self.format.dialogue(row)]
+        return [self.renderer.render(self._shown(dialogue, len(images))) for dialogue in dialogues]
 
-    def _group(self, drawn: Drawn, rendered: Sequence[Rendered]) -> Group:
+    def _shown(self, dialogue: Dialogue, images: int) -> Dialogue:
+        """The same with the model's tokens where pictures stand."""
+        if not images:
+            return dialogue
+        if self.pictures is None:
+            raise DataError(
+                f"the row has {images} pictures, and the model reads text alone: take one that reads pictures, or "
+                "leave them out by data.columns: {images: null}"
+            )
+        if isinstance(dialogue.prompt, str):
+            both = zip(("user", "assistant"), (dialogue.prompt, dialogue.completion), strict=True)
+            texts = list(pictured([{"role": role, "content": text} for role, text in both], images, self.pictures))
+            prompt, completion = (str(text["content"]) for text in texts)
+            return replace(dialogue, prompt=prompt, completion=completion)
+        said = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))
+        return replace(dialogue, prompt=said[: len(dialogue.prompt)], completion=said[len(dialogue.prompt) :])
+
+    def _expanded(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
+        """The same with as many placeholders as pictures need, none of which is learned."""
+        if self.pictures is None:
+            return rendered
+        repeats, begun = self.pictures.repeats(rendered.ids, images), rendered.prompt
+        last = max(np.flatnonzero(rendered.ids == self.pictures.placeholder), default=-1)
+        weights = rendered.weights.copy()
+        if self.renderer.learn == "all":
+            weights[: last + 1] = 0.0
+            begun = max(begun, int(last) + 1)
+        if begun <= last:
+            raise DataError(
+                "a picture stands behind what is learned: learn the last turn alone (supervised.learn=last), or put "
+                "pictures before the first answer"
+            )
+        return Rendered(np.repeat(rendered.ids, repeats), np.repeat(weights, repeats), int(repeats[:begun].sum()))
+
+    def _group(self, drawn: Drawn, rendered: Sequence[Rendered], images: tuple[ImageRef, ...]) -> Group:
         first, last = rendered[0], rendered[-1]
         shared = min(each.prompt for each in rendered)
         if len(rendered) > 1:  # a prompt's last tokens may depend on what follows
@@ -94,7 +133,7 @@ class GroupMaker:
             shared = max(1, int(apart[0])) if len(apart) else shared
         margin = self.format.value(drawn.row, MARGIN)
         row: Mapping[str, Any] = {} if margin is None else {MARGIN: float(margin)}
-        prompt = Prompt(drawn.id, first.ids[:shared], row=row)
+        prompt = Prompt(drawn.id, first.ids[:shared], row=row, images=images)
         samples = [self._sample(prompt, number, each, shared) for number, each in enumerate(rendered)]
         told = [self.format.value(drawn.row, f"ref_{which}_logps") for which in ("chosen", "rejected")]
         if len(samples) == 2 and None not in told:

@@ -6,8 +6,8 @@ and generated tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
 from rlinf.data.datasets.streaming import BUFFER, IteratedStream
 from rlinf.data.datasets.toy_tasks import Problem, make_task
+from rlinf.data.pictures.processor import Pictures
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Group
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
@@ -52,6 +53,8 @@ class ConversationOptions:
     """Longest conversation; None for no limit."""
     overlong: Overlong = "drop"
     """What becomes of longer ones."""
+    pictures: Pictures | None = None
+    """Reads pictures for the model; None if it reads text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def load_conversations(
     evaluation_columns: Mapping[str, Any] | None = None,
     problems: int = 500,
     options: ConversationOptions | None = None,
+    pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
 ) -> Conversations:
     """Open what a run reads.
 
@@ -101,6 +105,7 @@ def load_conversations(
         evaluation_columns: like the option `columns`, which holds for what is not named here.
         problems: how many are held out at most, the same ones every time.
         options: how rows become conversations.
+        pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
 
     Raises:
         DataError: something cannot be read or used; rows that are wrong are gathered.
@@ -115,6 +120,8 @@ def load_conversations(
     source = made.tokenizer if made is not None and tokenizer is None else tokenizer
     assert source is not None
     encoder = source if isinstance(source, PreTrainedTokenizerBase) else load_tokenizer(source)
+    if pictures is not None:
+        how = replace(how, pictures=pictures(encoder))
     if how.chat_template is not None:
         encoder.chat_template = template_text(how.chat_template)
     rows: Rows | Iterated
@@ -183,7 +190,7 @@ def _maker(
         has_template=bool(tokenizer.chat_template),
     )
     renderer = Renderer(tokenizer, how.learn, how.chat_args)
-    return GroupMaker(renderer, layout, how.max_tokens, how.overlong, how.scored)
+    return GroupMaker(renderer, layout, how.max_tokens, how.overlong, how.scored, how.pictures)
 
 
 def _held_out(

@@ -15,9 +15,9 @@ from typing import Any
 from rlinf.data.datasets.multiple_choice import lettered
 from rlinf.data.datasets.rows import DataError, Row
 
-OURS = ("prompt", "answer", "response", "choices")
+OURS = ("prompt", "answer", "response", "choices", "images")
 """What a mapping of columns may name. `choices` is a column of options, or the columns with one each, the right one
-first."""
+first. None of a column says that there is none, whatever a data set has."""
 _GUESSES = {
     "prompt": ("prompt", "question", "problem"),
     "answer": (
@@ -30,8 +30,10 @@ _GUESSES = {
     ),
     "response": ("response",),
     "choices": (),
+    "images": ("images", "image", "decoded_image"),
 }
-"""Columns that mean ours in public data sets (the layouts of verl and Search-R1 among them), the likeliest first."""
+"""Columns that mean ours in public data sets (the layouts of verl, Search-R1, Geometry3K and MathVista
+among them), the likeliest first."""
 _FIELD = re.compile(r"\{\{\{(?P<within>[^{}\n]+)\}\}\}|\{\{(?P<plain>[^{}]*)\}\}|\{(?P<name>[^{}\n]+)\}")
 """In a template: braces that are meant as such, or those around a name."""
 _NAME = re.compile(r"[^\W\d][\w .-]*")
@@ -64,6 +66,8 @@ class Columns:
     """Options of multiple choice: one column with all, or one column for each, the right one first."""
     others: tuple[str, ...] = ()
     """Further columns that a template takes."""
+    images: str | None = None
+    """Pictures of the prompt, one or a list."""
 
     @staticmethod
     def find(
@@ -91,7 +95,9 @@ class Columns:
         names = sorted({name for row in rows for name in row})
         found: dict[str, Any] = {}
         for ours in OURS:
-            if ours in given:
+            if ours in given and given[ours] is None:
+                found[ours] = None
+            elif ours in given:
                 _check_there(given[ours], f"for {ours}", rows, names, where)
                 found[ours] = _kept(given[ours])
             else:
@@ -115,7 +121,7 @@ class Columns:
     @property
     def named(self) -> list[tuple[str, str]]:
         """What was found, for people: ours and theirs."""
-        pairs = [("prompt", self.prompt), ("answer", self.answer), ("response", self.response)]
+        pairs = [(ours, getattr(self, ours)) for ours in ("prompt", "answer", "response", "images")]
         found = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
         return [*found, *([("choices", ", ".join(_each(self.choices)))] if self.choices else [])]
 
@@ -154,7 +160,9 @@ class Columns:
 
     def rest_of(self, row: Row) -> dict[str, Any]:
         """The columns that a prompt does not hold already; reward functions get them by name."""
-        return {name: value for name, value in row.items() if name not in (self.prompt, "prompt", "answer")}
+        return {
+            name: value for name, value in row.items() if name not in (self.prompt, self.images, "prompt", "answer")
+        }
 
 
 def fields(template: str, rows: Sequence[Row] = ()) -> list[str]:

@@ -21,6 +21,7 @@ from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
 from rlinf.data.datasets.streaming import BUFFER, IteratedStream
 from rlinf.data.datasets.toy_tasks import make_task, prompts, rows_of, task_maker
+from rlinf.data.pictures.processor import Pictures
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Prompt
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
@@ -36,7 +37,7 @@ class PromptOptions:
     """How rows become prompts."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Ours (prompt, answer, response, choices) to theirs."""
+    """Ours (prompt, answer, response, choices, images) to theirs."""
     template: str | None = None
     """Makes the prompt's text from columns: "Question: {question}\\nAnswer:"."""
     chat: bool = False
@@ -126,6 +127,7 @@ def load_data(
     evaluation_split: str = "test",
     evaluation_columns: Mapping[str, Any] | None = None,
     problems: int = 500,
+    pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
     **options: Any,
 ) -> Data:
     """Open what a run reads.
@@ -141,6 +143,7 @@ def load_data(
         evaluation_split: which split of it.
         evaluation_columns: like the option `columns`, which holds for what is not named here.
         problems: how many to evaluate on at most, the same ones every time.
+        pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
         options: see `PromptOptions`; they hold for data of the user's own.
 
     Raises:
@@ -148,6 +151,7 @@ def load_data(
         ValueError: unknown task.
     """
     how = PromptOptions(**options)
+    shown: Pictures | None = None
     made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
     if tokenizer is None and made is None:
         raise DataError("data: problems of your own need the tokenizer of a model: set model.path or model.tokenizer")
@@ -161,11 +165,12 @@ def load_data(
         opened = _Opened(rows_of(made), task_maker(encoder), (), ())
     else:
         assert train is not None
-        opened = _open(train, split, encoder, how)
+        shown = None if pictures is None else pictures(encoder)
+        opened = _open(train, split, encoder, how, shown)
     notes = opened.notes
     if evaluation is not None:
         columns = {**(evaluation_columns or {})}
-        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, columns, problems)
+        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, shown, columns, problems)
         notes += more
     warm_up, steps = opened.streams(seed, shuffle)
     return Data(
@@ -207,20 +212,26 @@ class _Opened:
         return (other, other) if self.rows.once else (one, other)  # what comes only once cannot be handed out twice
 
 
-def _open(source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions) -> _Opened:
+def _open(
+    source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, pictures: Pictures | None
+) -> _Opened:
     rows = open_rows(source, split=split)
     if not isinstance(rows, Iterated):
-        return _prepared(rows, tokenizer, how)
+        return _prepared(rows, tokenizer, how, pictures)
 
     def maker(first: Sequence[Row]) -> PromptMaker:
         columns = Columns.find(first, how.columns, where=rows.name, template=how.template)
-        return _maker(tokenizer, columns, how)
+        return _maker(tokenizer, columns, how, pictures)
 
     return _Opened(rows, maker, (), (f"{rows.name}: rows come one after the other",))
 
 
 def _prepared(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, own: Mapping[str, Any] | None = None
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    how: PromptOptions,
+    pictures: Pictures | None,
+    own: Mapping[str, Any] | None = None,
 ) -> _Opened:
     """Find the columns of rows that are there, and check every one.
 
@@ -241,7 +252,7 @@ def _prepared(
     found = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
     note = f"{rows.name}: {len(rows):,} rows; {found}"
     names = sorted({name for row in first for name in row})
-    return _Opened(rows, _maker(tokenizer, columns, how), tuple(names), (note,))
+    return _Opened(rows, _maker(tokenizer, columns, how, pictures), tuple(names), (note,))
 
 
 def readable(rows: Rows) -> Iterator[Row]:
@@ -254,7 +265,9 @@ def readable(rows: Rows) -> Iterator[Row]:
         yield row
 
 
-def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions) -> PromptMaker:
+def _maker(
+    tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions, pictures: Pictures | None
+) -> PromptMaker:
     return PromptMaker(
         tokenizer,
         columns,
@@ -264,6 +277,7 @@ def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOpti
         chat_args=how.chat_args,
         max_tokens=how.max_prompt_tokens,
         overlong=how.overlong,
+        pictures=pictures,
     )
 
 
@@ -292,6 +306,7 @@ def _evaluated_on(
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     how: PromptOptions,
+    pictures: Pictures | None,
     own: Mapping[str, Any],
     problems: int,
 ) -> tuple[list[Prompt], tuple[str, ...]]:
@@ -300,7 +315,7 @@ def _evaluated_on(
         if rows.is_async:
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
         rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
-    opened = _prepared(rows, tokenizer, how, own)
+    opened = _prepared(rows, tokenizer, how, pictures, own)
     chosen = sorted(permutation(len(rows), 0)[:problems].tolist())
     assert isinstance(opened.maker, PromptMaker)
     batch = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])

@@ -15,7 +15,10 @@ from typing_extensions import TypeVar
 
 from rlinf.data.datasets.columns import Columns, fill, lookup
 from rlinf.data.datasets.rows import DataError, Row
-from rlinf.data.sample import Example, Prompt
+from rlinf.data.pictures.images import image_refs
+from rlinf.data.pictures.marks import pictured
+from rlinf.data.pictures.processor import Pictures
+from rlinf.data.sample import Example, ImageRef, Prompt
 
 Overlong = Literal["drop", "truncate", "error"]
 """What becomes of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
@@ -93,7 +96,9 @@ class PromptMaker:
     max_tokens: int | None = None
     """Longest prompt; None for no limit."""
     overlong: Overlong = "drop"
-    """What becomes of longer ones."""
+    """What becomes of longer ones; those with pictures are left out rather than cut."""
+    pictures: Pictures | None = None
+    """Reads pictures for the model; None if it reads text alone."""
     limit: ClassVar[str] = "max_prompt_tokens"
     unit: ClassVar[str] = "prompt"
 
@@ -108,21 +113,27 @@ class PromptMaker:
             DataError: a row without a prompt, or with one that is too long and `overlong` is "error"; a chat, and a
                 tokenizer without a chat template.
         """
-        made = [self._text(drawn) for drawn in rows]
+        shown = [self._images(drawn) for drawn in rows]
+        made = [self._text(drawn, len(images)) for drawn, images in zip(rows, shown, strict=True)]
         ids = self._encode([text for text, _, _ in made], [messages is not None for _, messages, _ in made])
         prompts: list[Prompt] = []
         dropped = 0
         truncated = set()
-        for drawn, (text, messages, answer), tokens in zip(rows, made, ids, strict=True):
+        for drawn, (text, messages, answer), images, tokens in zip(rows, made, shown, ids, strict=True):
             if not tokens:
                 raise DataError(f"{drawn.where}: the prompt {text!r} has no token for this tokenizer")
+            if self.pictures is not None:
+                try:
+                    tokens = self.pictures.expand(tokens, images)
+                except DataError as error:
+                    raise DataError(f"{drawn.where}: {error}") from error
             if self.max_tokens is not None and len(tokens) > self.max_tokens:
                 if self.overlong == "error":
                     raise DataError(
                         f"{drawn.where}: the prompt has {len(tokens)} tokens, more than max_prompt_tokens="
                         f"{self.max_tokens}; raise that, or set overlong to drop or truncate"
                     )
-                if self.overlong == "drop":
+                if self.overlong == "drop" or images:
                     dropped += 1
                     continue
                 truncated.add(drawn.id)
@@ -131,11 +142,22 @@ class PromptMaker:
             rest = self.columns.rest_of(drawn.row)
             if messages is not None:
                 rest.setdefault("messages", messages)
-            prompts.append(Prompt(drawn.id, np.asarray(tokens, dtype=np.int64), text, answer, rest))
+            prompts.append(Prompt(drawn.id, np.asarray(tokens, dtype=np.int64), text, answer, rest, images))
         return Batch(prompts, dropped, frozenset(truncated))
 
-    def _text(self, drawn: Drawn) -> tuple[str, list[Any] | None, str]:
-        """What the model reads, the chat it was made from if it was one, and the right answer."""
+    def _images(self, drawn: Drawn) -> tuple[ImageRef, ...]:
+        """The pictures of a row."""
+        column = self.columns.images
+        images = () if column is None else image_refs(lookup(drawn.row, column), drawn.where)
+        if images and self.pictures is None:
+            raise DataError(
+                f"{drawn.where}: column {column!r} has {len(images)} pictures, and the model reads text alone: take "
+                "one that reads pictures, or leave them out by data.columns: {images: null}"
+            )
+        return images
+
+    def _text(self, drawn: Drawn, images: int) -> tuple[str, list[Any] | None, str]:
+        """What the model reads, with so many pictures; the chat it was made from, if it was; and the right answer."""
         row, answer = drawn.row, self.columns.answer_in(drawn.row)
         choices = self.columns.choices_in(row, drawn.index, drawn.where)
         if choices is not None:
@@ -151,6 +173,8 @@ class PromptMaker:
             prompt = {} if self.columns.prompt is None else {"prompt": lookup(row, self.columns.prompt)}
             options = {} if choices is None else {"choices": choices[0]}
             said = fill(self.template, {**row, **prompt, **options}, drawn.where)
+        if images and self.pictures is not None:
+            said = pictured(said, images, self.pictures)
         if isinstance(said, str) and not self.chat and self.system is None:
             return said, None, answer
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(each) for each in said]
@@ -205,7 +229,7 @@ class PromptMaker:
             prompts: made by this.
             learn_prompt: all but the first token is learned, the question included, as a base model learns from text.
                 Trained on answers alone, a small new model grows so sure of its mistakes that it later learns half as
-                fast by trying.
+                fast by trying. Not where there are pictures, of which a prompt mostly consists.
 
         Raises:
             DataError: a prompt has neither response nor answer; the tokenizer has no end token.
@@ -218,8 +242,9 @@ class PromptMaker:
         examples = []
         for prompt, ids in zip(prompts, encoded, strict=True):
             response = np.asarray([*ids, self.tokenizer.eos_token_id], dtype=np.int64)
-            cut = 1 if learn_prompt else len(prompt.token_ids)
-            examples.append(Example(prompt.token_ids[:cut], np.concatenate([prompt.token_ids[cut:], response])))
+            cut = 1 if learn_prompt and not prompt.images else len(prompt.token_ids)
+            answer = np.concatenate([prompt.token_ids[cut:], response])
+            examples.append(Example(prompt.token_ids[:cut], answer, images=prompt.images))
         return examples
 
     def _response(self, prompt: Prompt) -> str:

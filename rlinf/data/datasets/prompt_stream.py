@@ -18,6 +18,8 @@ from rlinf.data.rng import permutation
 
 _KEPT = 16_384
 """Prompts that are kept for later passes: some 50 MB. Small data sets, which come round often, are encoded once."""
+_KEPT_BYTES = 256 << 20
+"""Bytes of pictures that are kept with them."""
 
 
 class PromptStream(Generic[Item]):
@@ -52,6 +54,7 @@ class PromptStream(Generic[Item]):
         self._order = np.empty(0, dtype=np.int64)
         self._fingerprint: str | None = None
         self._made: dict[int, tuple[Item | None, bool]] = {}
+        self._held = 0  # bytes of their pictures
 
     def take(self, count: int) -> list[Item]:
         """The next `count` prompts.
@@ -117,11 +120,13 @@ class PromptStream(Generic[Item]):
 
     def _make(self, drawn: list[Drawn]) -> None:
         """Make prompts of the rows that are not at hand, and keep them for when they come round again."""
-        if len(self._made) > _KEPT:
+        if len(self._made) > _KEPT or self._held > _KEPT_BYTES:
             self._made.clear()
+            self._held = 0
         new = [each for each in drawn if each.index not in self._made]
         batch = self.maker.make(new)
         by_id = {prompt.id: prompt for prompt in batch.prompts}
+        self._held += sum(len(image.content) for prompt in batch.prompts for image in getattr(prompt, "images", ()))
         self._made.update((each.index, (by_id.get(each.id), each.id in batch.truncated)) for each in new)
 
     def _next(self) -> Drawn:

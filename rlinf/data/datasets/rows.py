@@ -280,7 +280,15 @@ def fingerprint(rows: Rows) -> str:
 
 def canonical(row: Row) -> bytes:
     """A row as bytes that are the same whenever it is."""
-    return json.dumps(row, sort_keys=True, default=str).encode()
+    return json.dumps(row, sort_keys=True, default=_as_text).encode()
+
+
+def _as_text(value: Any) -> str:
+    """What JSON does not know, as text that is the same whenever the value is; of pictures, whose `repr` is where they
+    lie in memory, their pixels."""
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    return str(value)
 
 
 def _one_by_one(rows: Rows) -> Iterator[Row | DataError]:

@@ -58,17 +58,12 @@ class ServedEngine(Engine):
 
     hands_over = sleeps = through_host = True
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        files: ModelFiles,
-        *,
-        deadline: float = 300.0,
-    ) -> None:
+    def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
         self.reads_text = setup.tokenizer is not None
         self.stats = StepStats()
         self._name, self._on_device = setup.name, setup.on_device
+        self._banned = () if setup.pictures is None else setup.pictures.banned
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode
         self._files, self._deadline = files, deadline
         self._admission = Admission(setup.max_rows, setup.max_tokens)
@@ -76,13 +71,12 @@ class ServedEngine(Engine):
         self._streams: dict[str, Row] = {}  # asks that are open at the server
         self._names = (f"{secrets.token_hex(6)}-{number:012d}" for number in itertools.count())
         self._weights: Weights | None = None
-        self._version = 0
         self._paused = self._asleep = False
         self._changing = asyncio.Lock()  # one change of the server's state at a time
         self._changed = asyncio.Event()  # the gate was opened, or a stream ended
         self._unwanted: list[str] = []
         self._sweeper: asyncio.Task[None] | None = None
-        self._last = 0.0  # when tokens came last, or the first ask was sent, by the loop's clock
+        self._version, self._last = 0, 0.0  # and when tokens came last, or the first was asked for, by the loop's clock
 
     async def start(self, child: ServerChild) -> None:
         """Start the server. Raises `ChildDied` if it does not come up.
@@ -91,7 +85,8 @@ class ServedEngine(Engine):
             child: its process, then to be found under that name; made with `prepare` and `busy` of this engine.
         """
         self.child = child
-        self.seeded = child.server.seeded
+        self.seeded, self.routes = child.server.seeded, child.server.routes
+        self.reads_images = bool(self._banned) and child.server.reads_images
         await child.start()
 
     @property
@@ -162,7 +157,7 @@ class ServedEngine(Engine):
         return row.completion
 
     def _enter(self, request: Request) -> Row:
-        row = self._rows[request] = Row(request, self._decode)
+        row = self._rows[request] = Row(request, self._decode, self._banned)
         return row
 
     def _leave(self, row: Row) -> None:
@@ -337,7 +332,7 @@ class ServedEngine(Engine):
     async def load(self, weights: Weights) -> None:
         await self.check(weights)
         async with self._standstill():
-            before = self._weights
+            before, weights = self._weights, self._files.as_saved(weights)
             self._weights = weights  # what a server that dies now is started again with
             if not self._asleep:
                 try:

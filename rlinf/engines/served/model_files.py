@@ -9,13 +9,32 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from rlinf.data.pictures.processor import FAMILIES, auto_class
+from rlinf.data.weights import Weights
 from rlinf.engines.make import EngineSetup
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys by which configurations tell how many experts a layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, as its configuration counts them."""
+
+    layers: int
+    """Of the model, those without experts among them."""
+    top_k: int
+    """Experts that each token goes to."""
+    count: int
+    """Experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,17 @@ class ModelFiles:
     """Of each tensor of the model, by the name that trainers publish it under."""
     vocabulary: int
     """Tokens from 0 that it can read."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Of tensors that have another name in files than in memory, by the latter: servers know those of files."""
+    experts: Experts | None = None
+    """Of a mixture."""
+
+    def as_saved(self, weights: Weights) -> Weights:
+        """Weights by the names that their tensors have in files."""
+        if not self.names:
+            return weights
+        layout = tuple(replace(slot, name=self.names.get(slot.name, slot.name)) for slot in weights.layout)
+        return replace(weights, layout=layout)
 
     def remove(self) -> None:
         """Delete what was made for the server."""
@@ -46,25 +76,46 @@ def model_files(setup: EngineSetup) -> ModelFiles:
     if isinstance(setup.model, str) and Path(setup.model).is_dir():
         config = AutoConfig.from_pretrained(setup.model)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
-        return ModelFiles(Path(setup.model).absolute(), False, _shapes(empty), _vocabulary(config))
+            empty = auto_class(config).from_config(config)
+        directory = Path(setup.model).absolute()
+        return ModelFiles(directory, False, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
     directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))
     try:
         with setup.build_model() as model:
             model.save_pretrained(directory)
-            shapes, config = _shapes(model), model.config
+            shapes, config, names = _shapes(model), model.config, _names(model)
         if setup.tokenizer is not None:
             with contextlib.suppress(AttributeError):  # a decoder that is no tokenizer of transformers
                 setup.tokenizer.save_pretrained(directory)
+        if setup.pictures is not None:
+            setup.pictures.save(directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return ModelFiles(directory, True, shapes, _vocabulary(config))
+    return ModelFiles(directory, True, shapes, _vocabulary(config), names, _experts(config))
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def _names(model: PreTrainedModel) -> dict[str, str]:
+    """Names in files of the tensors of a model that reads pictures, where they are others: transformers reads these
+    models by older names than it gives their parts. Those that it joins or splits besides keep theirs."""
+    if model.config.model_type not in FAMILIES:
+        return {}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = revert_weight_conversion(model, dict(model.named_parameters()))
+    found = {own[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in own}
+    return {name: other for name, other in found.items() if name != other}
+
+
 def _vocabulary(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
+
+
+def _experts(config: PretrainedConfig) -> Experts | None:
+    text = config.get_text_config()
+    count = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
+    top_k = getattr(text, "num_experts_per_tok", None)
+    return Experts(int(text.num_hidden_layers), int(top_k), int(count)) if count and top_k else None

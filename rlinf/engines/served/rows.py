@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf.data.routing.routes import joined
 from rlinf.engines.base import Completion, Finish, PartialAnswer, Request
 from rlinf.engines.served.server import Ask, Chunk
 
@@ -29,9 +30,12 @@ class Row:
     Args:
         request: what is asked.
         decode: text of token ids, for stop texts.
+        banned: tokens that no answer has.
     """
 
-    def __init__(self, request: Request, decode: Callable[[list[int]], Any] | None) -> None:
+    def __init__(
+        self, request: Request, decode: Callable[[list[int]], Any] | None, banned: tuple[int, ...] = ()
+    ) -> None:
         self.request = request
         self.finish: Finish | None = None
         """Why it has ended; None while it goes on."""
@@ -44,10 +48,11 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self._decode = decode
+        self._routes: list[np.ndarray | None] = []  # as far as each ask told, from the beginning of the text
+        self._decode, self._banned = decode, banned
         if (partial := request.partial) is not None:
             self.tokens, self.logprobs = partial.response_ids.tolist(), partial.logprobs.tolist()
-            self.versions = partial.versions.tolist()
+            self.versions, self._routes = partial.versions.tolist(), [partial.routes]
 
     @property
     def over(self) -> bool:
@@ -70,11 +75,13 @@ class Row:
             ends, count = sampling.stop_ids, sampling.max_new_tokens - answered
         rules = replace(sampling, max_new_tokens=count, min_new_tokens=0, stop_ids=ends, stop_texts=())
         ids, seed = [*self.request.prompt_ids.tolist(), *self.tokens], self.request.seed
-        return Ask(id, ids, rules, seed % _SEEDS, seed, answered)
+        return Ask(id, ids, rules, seed % _SEEDS, seed, answered, self.request.images, self._banned)
 
     def take(self, chunk: Chunk, version: int) -> int:
         """Append tokens up to where the answer ends; returns how many they were."""
         before = len(self.tokens)
+        if chunk.routes is not None:
+            self._routes.append(chunk.routes)
         if not all(one is not None and math.isfinite(one) for one in chunk.logprobs):
             raise FloatingPointError(
                 f"request {self.request.id}: a log-prob among tokens {before} to {before + len(chunk.tokens) - 1}, "
@@ -103,13 +110,18 @@ class Row:
     @property
     def partial(self) -> Request:
         """The request with its tokens so far."""
-        return replace(self.request, partial=PartialAnswer(*self._arrays) if self.tokens else None)
+        return replace(self.request, partial=PartialAnswer(*self._arrays, self._told) if self.tokens else None)
 
     @property
     def completion(self) -> Completion:
         """The answer as it ended."""
         assert self.finish is not None
-        return Completion(self.request.id, *self._arrays, self.finish)
+        return Completion(self.request.id, *self._arrays, self.finish, self._told)
+
+    @property
+    def _told(self) -> np.ndarray | None:
+        """Experts of what was read so far; what no ask has told of is unknown there."""
+        return joined(len(self.request.prompt_ids) + len(self.tokens) - 1, self._routes)
 
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

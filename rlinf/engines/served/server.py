@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Sampling
 from rlinf.engines.served.http import Http, Lost, Refused
@@ -26,6 +29,8 @@ class Chunk:
     """Those that have come since the last chunk."""
     logprobs: Sequence[float]
     """Of each, nats, under log-softmax(logits / temperature), or log-softmax(logits) where the temperature is 0."""
+    routes: np.ndarray | None = None
+    """Of the text from its beginning, with the last piece, where the server tells of experts; see `Sample.routes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,10 @@ class Ask:
     """The request's own seed, for a server that takes all of its 63 bits."""
     answered: int
     """Tokens at the end of `ids` that are of the answer: the next is drawn by random number `answered` of the seed."""
+    images: tuple[ImageRef, ...] = ()
+    """Pictures of the prompt, in the order of their placeholders; none for a server that does not read them."""
+    banned: tuple[int, ...] = ()
+    """Tokens that are never drawn, and whose probability is 0 in the log-probs."""
 
 
 class Server(Protocol):
@@ -57,6 +66,10 @@ class Server(Protocol):
     """What messages call it, such as `SGLang`."""
     seeded: bool
     """A seed decides an answer, whatever shares the batch and wherever it was interrupted, up to rounding."""
+    reads_images: bool
+    """It takes pictures with a prompt."""
+    routes: bool
+    """Chunks tell to which experts tokens went."""
 
     def command(self, model: Path, host: str, port: int) -> Sequence[str]:
         """The command line of the child process."""

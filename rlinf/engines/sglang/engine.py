@@ -87,6 +87,7 @@ async def build(
     if tensor_parallel < 1 or stream_interval < 1:
         raise ValueError("rollout.engine_args: tensor_parallel and stream_interval must be at least 1")
     device, first = device_here()
+    files = await setup.compute(model_files, setup)
     options = Options(
         python=interpreter(python),
         device=device,
@@ -101,9 +102,9 @@ async def build(
         stream_interval=stream_interval,
         seed=setup.seed % (1 << 31),
         route=route,
+        experts=files.experts if setup.routes else None,
         args=tuple(map(str, args)),
     )
-    files = await setup.compute(model_files, setup)
     engine = SGLangEngine(setup, files, deadline=deadline)
     child = ServerChild(
         SGLangServer(options),

@@ -10,23 +10,33 @@ on as it would have.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlinf.data.pictures.images import content_of
+from rlinf.data.routing.routes import compact_type
+from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.served import far_side
 from rlinf.engines.served.http import Http, Lost, Refused
+from rlinf.engines.served.model_files import Experts
 from rlinf.engines.served.server import Ask, Chunk
 from rlinf.engines.sglang import stand_ins
 from rlinf.engines.sglang.routes import Route, Target, route_for
 from rlinf.engines.sglang.versions import Differences, differences
+from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.gpu.own_device import own_device
 
 _GREETING = 30.0
 """Seconds for one token of a server that has just said that it is up; the first forward may compile."""
+_NEVER = -1e9
+"""Added to the logits of tokens that are never drawn; JSON has no infinity."""
 _IDLE = 1.0
 """Seconds for which the server itself waits until it is idle, before it says that it is not."""
 
@@ -61,6 +71,8 @@ class Options:
     """Of everything else that is random."""
     route: str | None = None
     """How weights get in; None: the fastest that works."""
+    experts: Experts | None = None
+    """Of the model, to have it told which ones tokens went to; None: it is not told."""
     args: tuple[str, ...] = ()
     """Further words of the command line."""
 
@@ -69,9 +81,10 @@ class SGLangServer:
     """One SGLang server; a `Server`."""
 
     kind = "SGLang"
+    reads_images = True
 
     def __init__(self, options: Options) -> None:
-        self.seeded = options.seeded
+        self.seeded, self.routes = options.seeded, options.experts is not None
         self.version = "?"
         """As the server tells it."""
         self._options = options
@@ -96,6 +109,8 @@ class SGLangServer:
             words += ["--context-length", options.max_length]
         if options.seeded:
             words += ["--enable-deterministic-inference"]
+        if options.experts is not None:
+            words += ["--enable-return-routed-experts"]
         if options.device == "cpu":
             words += [
                 "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
@@ -143,12 +158,16 @@ class SGLangServer:
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": not sampling.stop_ids,  # an end token of the model's own then passes, too
         }
+        if ask.banned:
+            rules["logit_bias"] = {str(token): _NEVER for token in ask.banned}
         if self.seeded:
             rules["sampling_seed"] = ask.seed
         body = {
             "rid": ask.id, "input_ids": list(ask.ids), "sampling_params": rules, "return_logprob": True,
-            "logprob_start_len": -1, "stream": True,
+            "logprob_start_len": -1, "stream": True, "return_routed_experts": self.routes,
         }  # fmt: skip
+        if ask.images:
+            body["image_data"] = await in_thread(lambda: [_as_url(image) for image in ask.images])
         got = 0
         async for event in http.events("/generate", body):
             if (error := event.get("error")) is not None:
@@ -157,9 +176,13 @@ class SGLangServer:
             meta = event["meta_info"]
             # The newest entries are the news, whether the server repeats the others or not.
             news = int(meta["completion_tokens"]) - got
+            told = meta.get("routed_experts")
+            routes = None if told is None or self._options.experts is None else routes_told(told, self._options.experts)
             if news > 0 and (entries := (meta.get("output_token_logprobs") or ())[-news:]):
                 got += len(entries)
-                yield Chunk([entry[1] for entry in entries], [entry[0] for entry in entries])
+                yield Chunk([entry[1] for entry in entries], [entry[0] for entry in entries], routes)
+            elif routes is not None:
+                yield Chunk((), (), routes)
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort" and reason.get("status_code"):
                 raise Lost(f"SGLang /generate gave up: {reason.get('message')}")
@@ -214,6 +237,26 @@ class SGLangServer:
     def close(self) -> None:
         if self._route is not None:
             self._route.close()
+
+
+def _as_url(image: ImageRef) -> str:
+    """A picture as text."""
+    return f"data:;base64,{base64.b64encode(content_of(image)).decode()}"
+
+
+def routes_told(told: str, experts: Experts) -> np.ndarray:
+    """Routes as the server writes them: int32 [tokens read, layers of the model, experts per token], in base64.
+
+    Raises:
+        Refused: it has another model than we.
+    """
+    flat = np.frombuffer(base64.b64decode(told), np.int32)
+    if len(flat) % (experts.layers * experts.top_k) or (flat >= experts.count).any():
+        raise Refused(
+            f"SGLang tells of {len(flat)} experts, which are not those of {experts.layers} layers with {experts.top_k} "
+            f"of {experts.count} experts per token: set trainer.router_replay=false"
+        )
+    return flat.reshape(-1, experts.layers, experts.top_k).astype(compact_type(experts.count))
 
 
 def device_here() -> tuple[str, int]:

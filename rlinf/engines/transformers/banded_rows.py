@@ -69,11 +69,16 @@ class BandedRows:
             ids, real, past = laid_out(rectangle, device)
             images = [records.requests[reader.slots[0]].images for reader in rectangle]
             logits, read = self._forward.read(ids, real, images, past)
+            if (routes := self._forward.routes()) is not None:
+                of_texts = routes.reshape(*ids.shape, *routes.shape[1:])
+                for reader, of_text in zip(rectangle, of_texts, strict=True):
+                    records.routed(reader.slots, len(reader.text), of_text[-len(reader.text) :])
             which = np.array([slot for reader in rectangle for slot in reader.slots], dtype=np.int64)
             lengths = np.array([len(reader.text) for reader in rectangle for _ in reader.slots], dtype=np.int64)
             source = torch.tensor(
                 [number for number, reader in enumerate(rectangle) for _ in reader.slots], device=device
             )
+            records.shifts[which] = 0 if read.shifts is None else read.shifts[source.cpu().numpy()]
             self._band_for(int(lengths.max()), read, records.room(which)).place(which, lengths, read, source)
             yield which, logits.index_select(0, source), ids.numel()
 
@@ -96,9 +101,11 @@ class BandedRows:
         for band in self.bands:
             band.reserve()
         logits = self._forward.step(view.ids, view.positions, self.bands)
+        if (routes := self._forward.routes()) is not None:
+            records.routed_step(view.slots, routes)
         for band in self.bands:
             band.advance()
-        tokens, logprobs = choose(logits, view.rules, view.answered)
+        tokens, logprobs = choose(self._forward.allowed(logits), view.rules, view.answered)
         view.ids = tokens
         view.positions += 1
         view.answered += 1
@@ -129,7 +136,7 @@ class BandedRows:
         device = self._forward.device
         slots = np.concatenate([band.slots for band in self.bands])
         answered = records.lengths[slots]
-        positions = np.maximum(records.prompts[slots] + answered - 1, 0)
+        positions = np.maximum(records.prompts[slots] + answered - 1 + records.shifts[slots], 0)
         return _View(
             slots,
             ids=torch.from_numpy(records.last[slots]).to(device),

@@ -273,6 +273,7 @@ class Batch:
                 if len(new) < len(some):
                     some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
                 rules = Rules.of(self._slots.draws[some], self.forward.device)
+                logits = self.forward.allowed(logits)
                 drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
                 self._extend(Drawn(some, *to_host(*drawn), self.forward.version))
         self._rows.joined()

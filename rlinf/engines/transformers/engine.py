@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlinf.data.pictures.processor import Pictures
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, Request, StepStats, named
 from rlinf.engines.make import Compute, EngineSetup
@@ -53,6 +54,8 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 reread=setup.kv == "reread",
                 keep_tokens=keep_tokens,
                 graphs=graphs,
+                pictures=setup.pictures,
+                routes=setup.routes,
             )
 
     engine: TransformersEngine = await setup.compute(made)
@@ -78,7 +81,9 @@ class TransformersEngine(Engine):
             as much as `max_rows` of the longest answers may come to.
         graphs: `auto` records decode steps as CUDA graphs where model and machine allow it; `off` does not; `rehearse`
             does as if there were graphs on the CPU, to try that way out.
+        routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
+        pictures: reads those of prompts; None if the model reads text alone.
 
     Raises:
         ValueError: the model's attention is not of the plain kind that this engine decodes, or a setting is out of
@@ -100,7 +105,9 @@ class TransformersEngine(Engine):
         reread: bool = False,
         keep_tokens: int | None = None,
         graphs: Graphs = "auto",
+        routes: bool = False,
         version: int = 0,
+        pictures: Pictures | None = None,
     ):
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
@@ -111,7 +118,8 @@ class TransformersEngine(Engine):
         self.max_rows, self.max_tokens, self.max_length = max_rows, max_tokens, max_length
         self._compute = compute or InThreads()
         self._reread = reread
-        self._forward = fastest(model.eval(), version)
+        self._forward = fastest(model.eval(), version, pictures)
+        self.routes = routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0

@@ -39,6 +39,9 @@ class Layers:
     """States of fixed size, [rows, ...] each."""
     places: Sequence[Place] = ()
     """Where each state lies."""
+    shifts: np.ndarray | None = None
+    """How much further on than its number a token behind each text stands, int64 [rows]; None if nowhere. A picture
+    takes up fewer positions than tokens."""
 
 
 _AHEAD = 256

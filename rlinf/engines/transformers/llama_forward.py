@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlinf.data.pictures.processor import Pictures
 from rlinf.data.sample import ImageRef
 from rlinf.engines.transformers.kv_cache import Band, Layers
 from rlinf.engines.transformers.model_forward import ModelForward, continues, positions_of, tolerance
@@ -241,17 +242,18 @@ _WINDOWED = {"mistral", "ministral", "qwen2", "qwen3", "smollm3", "cwm"}
 """Kinds of model whose windows are those that their configuration says, in the layers that it says."""
 
 
-def fastest(model: PreTrainedModel, version: int) -> ModelForward:
+def fastest(model: PreTrainedModel, version: int, pictures: Pictures | None = None) -> ModelForward:
     """The lean forward if it does what the model does, else the model's own.
 
     Args:
         model: in place on its device, in evaluation mode.
         version: of the weights it has.
+        pictures: see `ModelForward`.
 
     Raises:
         ValueError: the model does not give the same token by token as for a whole text.
     """
-    own = ModelForward(model, version)
+    own = ModelForward(model, version, pictures)
     chosen = own
     if fits(model):
         lean = LeanForward(model, version)

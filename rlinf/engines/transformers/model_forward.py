@@ -25,6 +25,8 @@ from transformers.cache_utils import (
 )
 
 from rlinf.data.offload import Parking
+from rlinf.data.pictures.processor import GRID, Pictures
+from rlinf.data.routing.routers import Routers, watch
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.transformers.kv_cache import Band, BandCache, Layers, Place
@@ -49,20 +51,24 @@ class ModelForward:
     Args:
         model: in place on its device, in evaluation mode.
         version: of the weights it has.
+        pictures: reads those of prompts; None if the model reads text alone.
     """
 
     continues = False
     """It reads texts on from what it read of their beginnings, as if it read them whole; see `continues`."""
-    reads_images = False
-    """It takes the images of a prompt; this one reads text alone."""
 
-    def __init__(self, model: PreTrainedModel, version: int):
+    def __init__(self, model: PreTrainedModel, version: int, pictures: Pictures | None = None):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.version = version
+        self.reads_images = pictures is not None
+        """It takes the images of a prompt."""
+        self._pictures = pictures
         self._model = model
         self._parking = Parking(self._held)  # kept, with its host memory
         self._arrived: Weights | None = None
+        self._routers: Routers | None = None
+        self._routes: list[Tensor] = []  # of the passes since somebody asked
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
         self._like = _cache(model)
@@ -92,14 +98,42 @@ class ModelForward:
         cache = _cache(self._model)
         for number, pair in enumerate(() if past is None else past.pairs):
             cache.update(*pair, number)
-        logits = self._logits_of(ids, positions_of(ids, real), None if real is None else real.long(), cache)
+        pixels: dict[str, Tensor] = {}
+        positions, shifts = positions_of(ids, real), None
+        if self._pictures is not None and any(images):
+            positions, shifts, pixels = self._seen(self._pictures, ids, real, images, positions)
+        logits = self._logits_of(ids, positions, None if real is None else real.long(), cache, pixels)
         columns = ids.shape[1] if real is None else real.shape[1]
         empty = torch.empty((len(ids), 0, columns, 0), dtype=self.dtype, device=self.device)
         pairs = [
             (empty, empty) if getattr(layer, "keys", None) is None else (layer.keys, layer.values)
             for layer in cast(list[Any], cache.layers)
         ]
-        return logits, Layers(pairs, *_states(cache))
+        return logits, Layers(pairs, *_states(cache), shifts)
+
+    def _seen(
+        self,
+        pictures: Pictures,
+        ids: Tensor,
+        real: Tensor | None,
+        images: Sequence[Sequence[ImageRef]],
+        positions: Tensor,
+    ) -> tuple[Tensor, np.ndarray | None, dict[str, Tensor]]:
+        """Positions, [4, rows, tokens] where they have three dimensions (text, then time, row and column), what
+        `Layers.shifts` says, and the pixels, in the order of the rows."""
+        shown = [pictures.inputs(some) for some in images]
+        names = next(list(one) for one in shown if one)
+        pixels = {name: torch.cat([one[name] for one in shown if one]).to(self.device) for name in names}
+        if GRID not in pixels:
+            return positions, None, pixels
+        wide = positions.cpu().numpy()
+        found, shifts = np.tile(wide, (4, 1, 1)), np.zeros(len(ids), dtype=np.int64)
+        for row, one in enumerate(shown):
+            if one:
+                length = int(wide[row, -1]) + 1
+                found[1:, row, -length:] = pictures.positions(ids[row, -length:].cpu().numpy(), one[GRID])
+                shifts[row] = found[1, row, -1] + 1 - length  # behind its pictures a text has one number for all three
+        return torch.from_numpy(found).to(self.device), shifts, pixels
 
     def step(self, ids: Tensor, positions: Tensor, bands: Sequence[Band]) -> Tensor:
         """Read one token per row and write its keys and values; the caller has reserved the column and advances it.
@@ -116,6 +150,27 @@ class ModelForward:
         parts = zip(ids.split(sizes), positions.split(sizes), bands, strict=True)
         logits = [self._step(token, position, band) for token, position, band in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits, [rows, vocabulary], of which tokens are drawn: an answer never has placeholders of pictures."""
+        if self._pictures is None:
+            return logits
+        return logits.index_fill(1, torch.tensor(self._pictures.banned, device=logits.device), -torch.inf)
+
+    @torch.inference_mode()
+    def watch(self) -> bool:
+        """Have `routes` told from now on; False where the model has no experts, or chooses them in an unknown way."""
+        self._routers = watch(self._model)
+        if self._routers is not None:
+            self._whole(np.arange(2), 1)
+            self._routers = self._routers if self._routers.understood else None
+        return self._routers is not None
+
+    def routes(self) -> np.ndarray | None:
+        """Experts to which all tokens went that were computed since this was last asked, padding included, in order,
+        uint8 or int16 [tokens, layers, experts per token]; None unless it watches."""
+        told, self._routes = self._routes, []
+        return torch.cat(told).cpu().numpy() if told else None
 
     @property
     def vocabulary(self) -> int:
@@ -168,13 +223,18 @@ class ModelForward:
         real = band.real() if self._attends else None
         return self._logits_of(ids[:, None], positions[:, None], real, BandCache(band, self._like))
 
-    def _logits_of(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+    def _logits_of(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, pixels: dict[str, Tensor] | None = None
+    ) -> Tensor:
         """Logits after the last column, [rows, vocabulary]."""
         given = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1, self._cache_name: cache}
+        given |= pixels or {}
         output = self._model(
             input_ids=ids, use_cache=True, **{name: each for name, each in given.items() if name in self._takes}
         )
         logits: Tensor = output.logits[:, -1]
+        if self._routers is not None:
+            self._routes.append(self._routers.taken())
         return logits
 
     def check(self, weights: Weights) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlinf.data.routing.routes import fitted
 from rlinf.engines.base import Completion, Finish, PartialAnswer, Request
 from rlinf.engines.transformers.sampling import DRAWS
 
@@ -49,6 +50,8 @@ class Slots:
         """Newest token, int64 [slots + 1]."""
         self.prompts = np.zeros(slots + 1, dtype=np.int64)
         """Tokens of the prompt, int64 [slots + 1]."""
+        self.shifts = np.zeros(slots + 1, dtype=np.int64)
+        """How much further on than its number a token of the answer stands, int64 [slots + 1], see `Layers.shifts`."""
         self.draws = np.zeros(slots + 1, dtype=DRAWS)
         """How each answer's tokens are chosen, [slots + 1]."""
         self.draws["temperature"] = self.draws["top_p"] = 1
@@ -61,6 +64,7 @@ class Slots:
         self._tokens = np.empty((slots + 1, 1), dtype=np.int64)
         self._logprobs = np.empty((slots + 1, 1), dtype=np.float32)
         self._versions = np.empty((slots + 1, 1), dtype=np.int32)
+        self._routes: dict[int, list[np.ndarray]] = {}  # of each text from its beginning, piece by piece
 
     @property
     def free(self) -> int:
@@ -86,6 +90,8 @@ class Slots:
         self._texts.update(slot for slot, s in zip(slots.tolist(), samplings, strict=True) if s.stop_texts)
         for slot, request in zip(slots.tolist(), requests, strict=True):
             if (partial := request.partial) is not None:
+                if partial.routes is not None:
+                    self._routes[slot] = [partial.routes]
                 count = self.lengths[slot] = len(partial.response_ids)
                 self._tokens[slot, :count], self.last[slot] = partial.response_ids, partial.response_ids[-1]
                 self._logprobs[slot, :count], self._versions[slot, :count] = partial.logprobs, partial.versions
@@ -94,8 +100,42 @@ class Slots:
     def partial(self, slot: int) -> Request:
         """The request with its tokens so far."""
         count = int(self.lengths[slot])
-        arrays = (array[slot, :count].copy() for array in (self._tokens, self._logprobs, self._versions))
-        return replace(self.requests[slot], partial=PartialAnswer(*arrays) if count else None)
+        tokens, logprobs, versions = (
+            array[slot, :count].copy() for array in (self._tokens, self._logprobs, self._versions)
+        )
+        partial = PartialAnswer(tokens, logprobs, versions, self._routes_of(slot, count)) if count else None
+        return replace(self.requests[slot], partial=partial)
+
+    def routed(self, slots: Sequence[int], end: int, routes: np.ndarray) -> None:
+        """A text was read up to `end`, or its last part was: what is known of it already stays as it is, since its
+        tokens were drawn from what those experts gave.
+
+        Args:
+            slots: of the answers to it.
+            end: tokens of the text so far.
+            routes: of its last tokens, [read, layers, experts per token].
+        """
+        for slot in slots:
+            pieces = self._routes.setdefault(slot, [])
+            known, start = sum(map(len, pieces)), end - len(routes)
+            if start > known:  # of what was read for an earlier turn, that turn's answer tells
+                pieces.append(fitted(routes[:0], start - known))
+            if (new := routes[max(0, known - start) :]).size:
+                pieces.append(new)
+
+    def routed_step(self, slots: np.ndarray, routes: np.ndarray) -> None:
+        """The newest token of each answer was read; int64 [rows], and [rows, layers, experts per token]."""
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                self._routes[slot].append(routes[row : row + 1])
+
+    def _routes_of(self, slot: int, answered: int) -> np.ndarray | None:
+        """Of all that was read for so many tokens, [prompt + answered - 1, layers, experts per token]."""
+        pieces = self._routes.get(slot)
+        if not pieces:
+            return None
+        self._routes[slot] = [whole] = [np.concatenate(pieces)]
+        return whole[: int(self.prompts[slot]) + answered - 1]
 
     def add(self, drawn: Drawn) -> list[tuple[int, Finish]]:
         """Take in a step's tokens.
@@ -133,7 +173,8 @@ class Slots:
         for row, (slot, length, finish) in enumerate(zip(slots.tolist(), lengths, finishes, strict=True)):
             request = self.requests.pop(slot)
             answer = tokens[row, :length], logprobs[row, :length], versions[row, :length]
-            closed.append((request, Completion(request.id, *answer, finish)))
+            closed.append((request, Completion(request.id, *answer, finish, self._routes_of(slot, length))))
+            self._routes.pop(slot, None)
             self._texts.discard(slot)
             self._free.append(slot)
         return closed

@@ -36,7 +36,9 @@ class VllmServer:
     """
 
     kind = "vLLM"
+    reads_images = False
     seeded = True
+    routes = False
 
     def __init__(self, python: str, settings: Mapping[str, Any], deadline: float) -> None:
         self._python, self._settings, self._deadline = python, dict(settings), deadline

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlinf.config.learning import ParallelConfig, RewardModelConfig
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import by_kind, device_kind
+from rlinf.job.checks.modelled.layout import engine_split, gathered_of, part_of, splits_whole, tokens_of
 from rlinf.job.checks.transformer import ALLOWANCE, Shape, Training, logit_bytes, peak_bytes, saved_shape
 from rlinf.job.roles.named import kinds_of
 from rlinf.models.language.parallel.arrangement import Sharding, arranged
@@ -154,10 +155,17 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     on the device only where they fit (`weights.publish.has_room`). A critic, without `head`, is not published and has
     a number where a policy has a vocabulary.
     """
-    checkpointed = config.trainer.gradient_checkpointing is True
+    checkpointed, parallel = config.trainer.gradient_checkpointing is True, config.trainer.parallel
     width, (tokens, chunk) = _BYTES[config.trainer.dtype], _micro_batch(config)
+    in_flight = shape.layers  # of a pipeline, the first stage has as many micro-batches under way as there are stages
+    if splits_whole(config.trainer):
+        shape, tokens, ranks, width = part_of(shape, parallel), tokens_of(tokens, parallel), 1, 4
     outside = shape.outside if head else shape.head
     share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
+    if ranks > 1 and parallel != ParallelConfig():
+        shape, tokens = gathered_of(shape, parallel), -(-tokens // parallel.context)
+        outside = shape.outside if head else shape.head
+    shape = replace(shape, parameters=int(in_flight * shape.layer) + shape.outside, layers=in_flight)
     logits, token = _logits(config, shape) if head else 0.0, float(tokens * width)
     activations = token * shape.layers * shape.kept + logits
     if checkpointed:
@@ -188,9 +196,10 @@ def _with_spare(made: Footprint, most: float) -> Footprint:
 
 
 def _micro_batch(config: RunConfig) -> tuple[int, int]:
-    """Its tokens, and how many of them have logits at a time."""
-    tokens = config.trainer.micro_batch_tokens
-    assert tokens is not None  # `by_kind` sees to it
+    """Its tokens that a process computes, and how many of them have logits at a time."""
+    whole, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    assert whole is not None  # `by_kind` sees to it
+    tokens = -(-whole // (parallel.tensor * parallel.context))
     return tokens, min(config.trainer.logprob_chunk, tokens)
 
 
@@ -201,17 +210,17 @@ def _logits(config: RunConfig, shape: Shape) -> float:
 
 def _rollout(config: RunConfig, shape: Shape) -> Footprint:
     """Whole weights; keys and values, 2 x layers x keys for each token; logits in float32 of the rows decoded together,
-    twice, since they are sampled from."""
-    rollout, width = config.rollout, _BYTES[config.rollout.dtype]
+    twice, since they are sampled from. Of an engine that splits its model over devices, the share of one of them."""
+    rollout, width, split = config.rollout, _BYTES[config.rollout.dtype], engine_split(config.rollout.engine_args)
     tokens = rollout.max_tokens or rollout.max_rows * (rollout.max_new_tokens + (config.data.max_prompt_tokens or 0))
     made = Footprint(
-        weights=float(shape.parameters * width),
-        activations=2.0 * rollout.max_rows * shape.vocabulary * 4,
-        cache=2.0 * shape.layers * shape.keys * tokens * width,
+        weights=float(shape.parameters * width) / split,
+        activations=2.0 * rollout.max_rows * shape.vocabulary * 4 / split,
+        cache=2.0 * shape.layers * shape.keys * tokens * width / split,
     )
     if device_kind(config.placement) != "cuda":
         return made
-    reading = min(_READ_AT_ONCE, tokens) * shape.passing_bytes(width)
+    reading = min(_READ_AT_ONCE, tokens) * shape.passing_bytes(width) / split
     return replace(made, spare=reading + ALLOWANCE * (made.activations + made.cache))
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
@@ -24,13 +24,16 @@ from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
+from rlinf.data.pictures.processor import FAMILIES, auto_class
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.transformers.model_forward import ModelForward
 from rlinf.job.checks.fits import MOST_PARTS
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.models.language.families import unsupported
-from rlinf.models.language.load import ONE_AT_A_TIME
+from rlinf.models.language.load import ONE_AT_A_TIME, new_config, pictures_of
 from rlinf.models.language.lora import POLICY, add_adapters
+from rlinf.models.language.parallel.arrangement import arranged
+from rlinf.models.language.parallel.mistakes import mistakes_in
 
 _META = torch.device("meta")
 
@@ -49,20 +52,24 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
     try:
         if model.path is not None:
             found = AutoConfig.from_pretrained(model.path)
+            if found.model_type in FAMILIES:
+                key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
+                pictures_of(model.path, load_tokenizer(model.tokenizer or model.path))
         else:
             if problems := list(_mistakes_in(model.config)):
                 return None, problems
             key, value = "model.tokenizer", model.tokenizer
-            tokens = len(load_tokenizer(model.tokenizer or make_task(config.task.name, digits=1).tokenizer))
+            tokenizer = load_tokenizer(model.tokenizer or make_task(config.task.name, digits=1).tokenizer)
             key, value = "model.config", model.config
-            found = _new({"vocab_size": tokens, **model.config})
+            found = new_config(model.config, tokenizer)
+            pictures_of(model.config, tokenizer)  # sees that they fit
         if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(found)) is not None:
             where = ("model.path", value) if model.path is not None else ("model.config.model_type", found.model_type)
             return None, [Problem("configuration", *where, reason)]
         _try_out(found, engine=engine)
     except RAISED as error:  # of transformers, which checks little of what it is given
         if key == "model.config":
-            key, value = _guilty(model.config, tokens) or (key, value)
+            key, value = _guilty(model.config, tokenizer) or (key, value)
         return None, [problem(key, value, error, "loading it" if isinstance(error, OSError) else "")]
     return found, list(_adapter_mistakes(config, found))
 
@@ -97,13 +104,10 @@ def _quiet() -> Iterator[None]:
 # One model ------------------------------------------------------------------------------------------------------------
 
 
-def _new(settings: Mapping[str, Any]) -> Any:
-    return AutoConfig.for_model(**copy.deepcopy(dict(settings)))  # which writes into nested settings
-
-
 def _empty(model_config: Any) -> PreTrainedModel:
     with ONE_AT_A_TIME, _META:
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=torch.float32)
+        kind = auto_class(model_config)
+        made: PreTrainedModel = kind.from_config(copy.deepcopy(model_config), dtype=torch.float32)
     if hasattr(made, "set_experts_implementation"):
         made.set_experts_implementation("eager")  # the grouped one asks for other types here than where it computes
     return made.eval()
@@ -133,22 +137,24 @@ class _without_values:  # reads as a statement
 # A new model's keys ---------------------------------------------------------------------------------------------------
 
 
-def _mistakes_in(settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that a model type has not, and numbers that no model has."""
-    kind = settings["model_type"]
+def _mistakes_in(settings: Mapping[str, Any], path: str = "model.config", kind: Any = None) -> Iterator[Problem]:
+    """Keys that a model type has not, and numbers that no model has; of its parts, too."""
+    kind = settings.get("model_type", kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = nearest(str(kind), CONFIG_MAPPING.keys())
         advice = "transformers has no such model type" + (f"; did you mean {near}?" if near else "")
-        yield Problem("configuration", "model.config.model_type", kind, advice)
+        yield Problem("configuration", f"{path}.model_type", kind, advice)
         return
-    known = _keys_of(kind)
+    known, parts = _keys_of(kind), _parts_of(kind)
     for key, value in settings.items():
-        if key not in known:
+        if key in parts and isinstance(value, Mapping):
+            yield from _mistakes_in(value, f"{path}.{key}", parts[key])
+        elif key not in known:
             near = nearest(str(key), known)
             advice = f"{kind} has no such key" + (f"; did you mean {near}?" if near else "")
-            yield Problem("configuration", f"model.config.{key}", value, advice)
+            yield Problem("configuration", f"{path}.{key}", value, advice)
         elif any(part in key for part in ("layer", "expert", "head")) and _exceeds(value):
-            yield Problem("configuration", f"model.config.{key}", value, f"no model has more than {MOST_PARTS:,}")
+            yield Problem("configuration", f"{path}.{key}", value, f"no model has more than {MOST_PARTS:,}")
 
 
 def _exceeds(value: Any) -> bool:
@@ -162,12 +168,19 @@ def _keys_of(kind: str) -> frozenset[str]:
     return frozenset({*made().to_dict(), *made.attribute_map, *inspect.signature(made).parameters} - {"kwargs"})
 
 
-def _guilty(settings: Mapping[str, Any], tokens: int) -> tuple[str, Any] | None:
+@functools.cache
+def _parts_of(kind: str) -> dict[str, str]:
+    """Model types of the parts of a model that reads pictures, by their keys; empty for others."""
+    made: Any = CONFIG_MAPPING[kind]() if kind in FAMILIES else None
+    return {} if made is None else {key: getattr(made, key).model_type for key in made.sub_configs}
+
+
+def _guilty(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, Any] | None:
     """The key without which, or with another value of which, a new model can be built and run; None if no single one
     is to blame."""
     for key in settings:
         rest = {name: value for name, value in settings.items() if name != key}
-        if key != "model_type" and any(_works({**rest, **other}, tokens) for other in _others(key)):
+        if key != "model_type" and any(_works({**rest, **other}, tokenizer) for other in _others(key)):
             return f"model.config.{key}", settings[key]
     return None
 
@@ -179,12 +192,48 @@ def _others(key: str) -> Iterator[dict[str, Any]]:
         yield {key: value}
 
 
-def _works(settings: Mapping[str, Any], tokens: int) -> bool:
+def _works(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
-        _try_out(_new({"vocab_size": tokens, **settings}), engine=True)
+        _try_out(new_config(settings, tokenizer), engine=True)
     except RAISED:  # another key is to blame, or this one too
         return False
     return True
+
+
+# A copy that is split ------------------------------------------------------------------------------------------------
+
+
+def split_mistakes(config: RunConfig, model_config: Any, processes: Mapping[str, int]) -> Iterator[Problem]:
+    """Why back end `fsdp` cannot split the model as `trainer.parallel` says, all at once.
+
+    Args:
+        config: of the run.
+        model_config: of its model, from transformers.
+        processes: of each role that learns.
+    """
+    trainer, parallel = config.trainer, config.trainer.parallel
+    split = {name: size for name, size in vars(parallel).items() if size > 1}
+    if trainer.backend != "fsdp" or not split:
+        return
+    wrong = []
+    for role, number in processes.items():
+        try:
+            arranged("shard", [role] * number, parallel)
+        except ValueError as error:
+            wrong.append(f"{role}: {error}")
+    with _quiet():
+        model = _empty(model_config)
+    wrong += mistakes_in(model, parallel, adapters=config.model.lora.settings is not None)
+    wrong += [
+        f"{key}={value}: a model whose copies are split over processes is {instead}"
+        for key, value, odd, instead in (
+            ("trainer.attention", trainer.attention, trainer.attention == "padded", "always packed"),
+            ("trainer.compile", "true", trainer.compile is True, "never compiled"),
+        )
+        if odd
+    ]
+    if wrong:
+        yield Problem("configuration", "trainer.parallel", split, "; ".join(wrong))
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------

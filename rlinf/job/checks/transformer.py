@@ -6,12 +6,15 @@ device is touched. `tests/job/checks/test_peak.py` holds the peaks against what 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlinf.data.pictures.processor import auto_class
 
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
@@ -25,9 +28,21 @@ def parameters_of(model_config: Any, kind: Any = AutoModelForCausalLM) -> int:
         model_config: of it, from transformers.
         kind: the class of transformers that makes it.
     """
+    return _counted(model_config, kind)[0]
+
+
+def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
+    """Parameters of a model, and those that are in experts of which a token takes some."""
+    config: Any = type(model_config)
+    return _counted_by(model_config.to_json_string(), config, kind)
+
+
+@lru_cache(64)  # a search for settings asks for the same models again and again
+def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
     with torch.device("meta"):
-        model = kind.from_config(model_config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        made = config.from_dict(json.loads(text))
+        named = [*auto_class(made, kind).from_config(made).named_parameters()]
+    return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +55,56 @@ class Shape:
     layers: int
     hidden: int
     inner: int
-    """Of the layer's MLP."""
+    """Of the layer's MLP; of experts, those together that a token takes."""
     vocabulary: int
     queries: int
     """Heads times their size."""
     keys: int
     """The same of keys, and of values."""
+    expert_parameters: int = 0
+    """Parameters in experts, of which a token takes some."""
+    experts: int = 1
+    """Of a layer."""
+    chosen: int = 1
+    """Of them, those that a token takes."""
 
     @staticmethod
     def of(model_config: Any, kind: Any = AutoModelForCausalLM) -> Shape:
         """Read off a transformers config; `kind` is the class of transformers that makes the model."""
         text = model_config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        tied = getattr(
+            text, "tie_word_embeddings", model_config.tie_word_embeddings
+        )  # the whole model's, of several parts
         shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        parameters, in_experts = _counted(model_config, kind)
+        experts = (getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)) if in_experts else 1
+        chosen = min(experts or 1, getattr(text, "num_experts_per_tok", 1)) if in_experts else 1
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if in_experts:
+            inner = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
+            inner += getattr(text, "shared_expert_intermediate_size", None) or 0
         return Shape(
-            parameters=parameters_of(model_config, kind),
-            outside=text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2),
+            parameters=parameters,
+            outside=text.vocab_size * text.hidden_size * (1 if tied else 2),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            inner=inner,
             vocabulary=text.vocab_size,
             queries=head * text.num_attention_heads,
             keys=head * shared,
+            expert_parameters=in_experts,
+            experts=experts or 1,
+            chosen=chosen,
         )
 
     @property
     def kept(self) -> int:
         """Numbers that a layer keeps of each token for its gradient: input and normed input of attention and MLP, q, k,
-        v, what attention says, and gate, up, their activation and product."""
-        return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner
+        v, what attention says, and gate, up, their activation and product; of experts, besides, the input in the order
+        of the experts and what each says."""
+        routed = 2 * self.chosen * self.hidden if self.expert_parameters else 0
+        return 4 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.inner + routed
 
     @property
     def passing(self) -> int:
@@ -79,6 +115,11 @@ class Shape:
     def layer(self) -> float:
         """Parameters of one."""
         return (self.parameters - self.outside) / self.layers
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes through."""
+        return int(self.parameters - self.expert_parameters * (1 - self.chosen / self.experts))
 
     @property
     def head(self) -> int:
@@ -131,9 +172,10 @@ def peak_bytes(shape: Shape, how: Training) -> float:
     (the one at work, the next one, and the buffer that it arrives in).
 
     1. The head on its way back: all that the layers kept, a chunk's logits, and the head's gradient in float32.
-    2. The last layer on its way back: all that the layers kept, that layer computed again where they are checkpointed,
-       gradients of its activations (twice the MLP's and the model's width), the head's gradient as it waits for the
-       embeddings' turn, and the layer's own, once computed and once in float32 on their way to other ranks.
+    2. The last layer on its way back: all that the layers kept, the head's gradient as it waits for the embeddings'
+       turn, that layer computed again where they are checkpointed, and gradients of its activations (twice the MLP's
+       and the model's width); or, when the MLP's are gone, the layer's own gradients in their place, once computed and
+       once in float32 on their way to other ranks.
     3. The embeddings at the end: their gradients, computed and in float32; of tied ones there are two.
 
     Args:
@@ -155,9 +197,11 @@ def peak_bytes(shape: Shape, how: Training) -> float:
         whole = outside * (4.0 + width) + (waits if outside == shape.head else 0.0)
     again = shape.kept_bytes(width) if how.checkpointed else 0.0
     back = tokens * (again + (2 * shape.inner + 2 * shape.hidden) * width)
+    mlp = tokens * 6.0 * shape.inner * width if how.checkpointed else 0.0
+    back = max(back, back - mlp + own)
     gathered = (outside + 3 * shape.layer) * width if how.spread else 0.0
     end = whole + tokens * 4.0 * shape.hidden * width
-    most = max(kept + logits, kept + back + waits + own, end)
+    most = max(kept + logits, kept + back + waits, end)
     return (gathered + most) * (1 + ALLOWANCE)
 
 

@@ -63,6 +63,7 @@ def roles_to_start(
     if prepared is None:
         return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
     assert prepared.algorithm is not None  # of every run on text
+    found["rollout"][1]["routes"] = config.trainer.router_replay
     found["trainer"] = (
         Trainer,
         {**shared, **_trainer(config, prepared.algorithm), "sharding": sharding, "rescue_dir": rescue},
@@ -114,6 +115,7 @@ def _rollout(config: RunConfig) -> dict[str, Any]:
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> dict[str, Any]:
     return {
         **_learning(config, algorithm),
+        "router_aux_loss": config.algorithm.router_aux_loss,
         "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
         "lora": config.model.lora.settings,
         "reference": config.reference.inside if algorithm.needs_reference else None,

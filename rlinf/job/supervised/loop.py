@@ -28,6 +28,7 @@ from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.running import Role, Roles, only, spawn_roles
 from rlinf.job.supervised.prepare import REFERENCE, TRAINER, objective_of
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
@@ -227,6 +228,7 @@ def conversations_of(config: RunConfig, objects: InMemory | None = None) -> Conv
             evaluation_columns=evaluation.columns,
             problems=evaluation.problems,
             options=options,
+            pictures=lambda tokenizer: pictures_of(config.model.path or config.model.config, tokenizer),
         )
     except DataError as error:
         raise InputError(str(error)) from error

@@ -140,12 +140,18 @@ class Report:
         else:
             self._table.add(step, metrics, last)
 
-    def ends(self, change: Iterable[str] = (), memory: Mapping[int, DeviceMemory] | None = None) -> None:
+    def ends(
+        self,
+        change: Iterable[str] = (),
+        memory: Mapping[int, DeviceMemory] | None = None,
+        why: Iterable[str] = (),
+    ) -> None:
         """Everything is written.
 
         Args:
             change: lines about what came of it, from before the first step to after the last one.
             memory: what each device held at most.
+            why: lines about what steps waited for.
         """
         self.line("")
         came_of_it = list(change)
@@ -153,7 +159,7 @@ class Report:
             self.line(line)
         if told := sentence({name: statistics.median(values) for name, values in self._timings.items()}):
             self.line(f"a step took {told} (medians)")
-        for line in [*verdict(typical(self._bounds)), *fullest(memory or {})]:
+        for line in [*verdict(typical(self._bounds)), *why, *fullest(memory or {})]:
             self.line(line)
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")
         for path, what in self._results():
@@ -178,6 +184,7 @@ class Report:
             (directory.best / "policy", "the policy of the best trials"),
             (directory.path / "videos", "episodes before and after, to look at"),
             (directory.metrics, "every step's numbers"),
+            (directory.explained, "what every step waited for, and what would help"),
             (directory.samples, "some answers of every step"),
             (directory.trace, "what each role did when; open it at https://ui.perfetto.dev"),
             (directory.path / "profile.json", "what each role costs, to plan other runs with"),

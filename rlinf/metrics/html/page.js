@@ -1,8 +1,9 @@
 "use strict";
-// Draws the curves from the numbers that the page carries. Text reaches the page by textContent alone.
+// Draws the curves of one run or several from the numbers that the page carries. Text reaches the page by textContent
+// alone.
 (() => {
   const data = JSON.parse(document.getElementById("numbers").textContent);
-  const SVG = "http://www.w3.org/2000/svg", LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 150;
+  const SVG = "http://www.w3.org/2000/svg", LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 150, COLOURS = 6;
   const smoothing = document.getElementById("smoothing"), axis = document.getElementById("axis");
   const charts = [];
 
@@ -42,12 +43,35 @@
     return found;
   };
 
+  class Curve {
+    constructor(run, number, metric) {
+      this.run = run;
+      this.number = number;
+      this.values = run.metrics[metric];
+      this.known = this.values.flatMap((value, index) => (value === null ? [] : [index]));
+      this.x = () => ({ time: run.elapsed, env: run.env_steps, step: run.steps })[axis.value];
+    }
+    smoothed() {
+      // What is measured now and then, such as an accuracy, is shown as it was.
+      this.weight = this.known.length < this.values.length / 2 ? 0 : Number(smoothing.value);
+      this.line = smooth(this.values, this.weight);
+      return this;
+    }
+    at(place) {
+      const x = this.x();
+      return this.known.findLast((index) => x[index] <= place) ?? this.known[0];
+    }
+  }
+
   class Chart {
     constructor(place) {
-      this.values = data.metrics[place.dataset.metric];
-      this.known = this.values.flatMap((value, index) => (value === null ? [] : [index]));
+      const metric = place.dataset.metric;
+      this.curves = data.runs.flatMap((run, number) => {
+        const found = run.metrics[metric] ? new Curve(run, number, metric) : null;
+        return found && found.known.length ? [found] : [];
+      });
       this.output = place.querySelector("output");
-      this.svg = make("svg", { role: "img", "aria-label": place.dataset.metric }, place);
+      this.svg = make("svg", { role: "img", "aria-label": metric }, place);
       this.svg.addEventListener("pointermove", (event) => this.point(event));
       this.svg.addEventListener("pointerleave", () => charts.forEach((chart) => chart.rest()));
       this.draw();
@@ -56,15 +80,14 @@
       const width = this.svg.clientWidth || 320;
       this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
       this.svg.replaceChildren();
-      const x = { time: data.elapsed, env: data.env_steps, step: data.steps }[axis.value];
-      // What is measured now and then, such as an accuracy, is shown as it was.
-      const weight = this.known.length < this.values.length / 2 ? 0 : Number(smoothing.value);
-      this.line = smooth(this.values, weight);
-      const all = this.known.map((index) => this.values[index]);
+      const curves = this.curves.map((curve) => curve.smoothed());
+      const all = curves.flatMap((curve) => curve.known.map((index) => curve.values[index]));
+      const ends = curves.flatMap((curve) => [curve.x()[0], curve.x()[curve.x().length - 1]]);
       let low = Math.min(...all), high = Math.max(...all);
       if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
-      const first = x[0], last = x[x.length - 1];
-      this.x = (index) => LEFT + ((x[index] - first) / (last - first || 1)) * (width - LEFT - RIGHT);
+      const first = Math.min(...ends), last = Math.max(...ends), span = last - first || 1;
+      this.place = (value) => LEFT + ((value - first) / span) * (width - LEFT - RIGHT);
+      this.value = (at) => first + ((at - LEFT) / (width - LEFT - RIGHT)) * span;
       this.y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);
       for (const tick of ticks(low, high)) {
         make("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: this.y(tick), y2: this.y(tick) }, this.svg);
@@ -73,38 +96,55 @@
       const label = axis.value === "time" ? clock : short;
       make("text", { x: LEFT, y: HEIGHT - 4 }, this.svg).textContent = label(first);
       make("text", { x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, this.svg).textContent = label(last);
-      if (weight > 0) make("path", { class: "raw", d: this.path(this.values) }, this.svg);
-      make("path", { class: "smooth", d: this.path(this.line) }, this.svg);
-      if (this.known.length <= 12) {
-        for (const i of this.known) make("circle", { class: "dot", cx: this.x(i), cy: this.y(this.line[i]), r: 3 }, this.svg);
+      for (const curve of curves) {
+        const series = make("g", { class: `run${curve.number % COLOURS}` }, this.svg);
+        if (curve.weight > 0 && curves.length === 1) make("path", { class: "raw", d: this.path(curve, curve.values) }, series);
+        make("path", { class: "smooth", d: this.path(curve, curve.line) }, series);
+        if (curve.known.length <= 12) {
+          for (const i of curve.known) this.dot(curve, i, 3, series);
+        }
       }
       this.marks = make("g", {}, this.svg);
       this.rest();
     }
-    path(values) {
-      return this.known.map((i, n) => `${n ? "L" : "M"}${this.x(i).toFixed(1)} ${this.y(values[i]).toFixed(1)}`).join("");
+    dot(curve, index, r, parent) {
+      make("circle", { class: "dot", cx: this.place(curve.x()[index]), cy: this.y(curve.line[index]), r }, parent);
+    }
+    path(curve, values) {
+      const x = curve.x();
+      return curve.known
+        .map((i, n) => `${n ? "L" : "M"}${this.place(x[i]).toFixed(1)} ${this.y(values[i]).toFixed(1)}`).join("");
     }
     point(event) {
-      const at = event.clientX - this.svg.getBoundingClientRect().left;
-      const distance = (index) => Math.abs(this.x(index) - at);
-      const near = this.known.reduce((best, index) => (distance(index) < distance(best) ? index : best));
+      const where = this.value(event.clientX - this.svg.getBoundingClientRect().left);
+      const near = this.curves.flatMap((curve) => curve.known.map((index) => curve.x()[index]))
+        .reduce((best, x) => (Math.abs(x - where) < Math.abs(best - where) ? x : best));
       charts.forEach((chart) => chart.show(near));
     }
-    show(wanted) {
+    show(where) {
       this.marks.replaceChildren();
-      const index = this.known.findLast((known) => known <= wanted) ?? this.known[0];
-      const at = this.x(index);
+      const shown = this.curves.map((curve) => [curve, curve.at(where)]);
+      const [lead, index] = shown[0], at = this.place(data.runs.length > 1 ? where : lead.x()[index]);
       make("line", { class: "cross", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }, this.marks);
-      make("circle", { class: "dot", cx: at, cy: this.y(this.line[index]), r: 3.5 }, this.marks);
+      for (const [curve, i] of shown) this.dot(curve, i, 3.5, make("g", { class: `run${curve.number % COLOURS}` }, this.marks));
+      const value = data.runs.length > 1 ? where : lead.x()[index];
       const when = {
-        time: () => clock(data.elapsed[index]), env: () => `${data.env_steps[index].toLocaleString("en")} environment steps`,
-        step: () => `step ${data.steps[index]}`,
+        time: () => clock(value), env: () => `${Math.round(value).toLocaleString("en")} environment steps`,
+        step: () => `step ${Math.round(value)}`,
       }[axis.value]();
-      this.output.textContent = `${short(this.values[index])} at ${when}`;
+      this.tell(shown, ` at ${when}`);
     }
     rest() {
       this.marks.replaceChildren();
-      this.output.textContent = short(this.values[this.known[this.known.length - 1]]);
+      this.tell(this.curves.map((curve) => [curve, curve.known[curve.known.length - 1]]), "");
+    }
+    tell(shown, when) {
+      this.output.replaceChildren(...shown.map(([curve, index]) => {
+        const span = document.createElement("span");
+        if (data.runs.length > 1) span.className = `told run${curve.number % COLOURS}`;
+        span.textContent = short(curve.values[index]);
+        return span;
+      }), when);
     }
   }
 

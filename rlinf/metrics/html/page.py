@@ -1,66 +1,23 @@
 """report.html: one file that shows a run, without anything from outside.
 
-In: what `run_data` read, and lanes. Out: a page. Everything that a model, a data set or a configuration wrote is
-escaped, and the page's own policy forbids every script but its own: answers are hostile until proven otherwise.
+In: what `run_data` read, and lanes. Out: a page, in the frame of `document`.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.html.answers import answers_section
+from rlinf.metrics.html.document import curves_section, document
 from rlinf.metrics.html.lanes import Lanes
-from rlinf.metrics.html.lanes_svg import STYLE, actor_lanes_svg
+from rlinf.metrics.html.lanes_svg import actor_lanes_svg
 from rlinf.metrics.html.run_data import RunData, curves
 from rlinf.metrics.html.success import success_section
 from rlinf.metrics.timing import ACTIVITIES
 from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
 
-_CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-
-SECTIONS = (
-    (
-        "Learning",
-        (
-            "reward/mean",
-            "evaluation/accuracy",
-            "success_once",
-            "evaluation/success_once",
-            "episodes/length",
-            "response_length/mean",
-            "truncated",
-            "groups/uniform",
-            "loss",
-            "reward/failed",
-            "outcomes/timeout",
-            "outcomes/error",
-        ),
-    ),
-    ("Optimisation", ("entropy", "kl", "clip_frac", "grad_norm", "ratio/max", "lr")),
-    ("Sampler against trainer", ("mismatch/mean", "mismatch/max", "staleness/mean", "staleness/max", "staleness/ess")),
-    (
-        "Speed",
-        (
-            "tokens_per_s",
-            "env_steps_per_s",
-            "timing/step",
-            "bound/efficiency",
-            "timing/generation",
-            "timing/simulation",
-            "timing/training",
-            "timing/sync",
-            "timing/other",
-        ),
-    ),
-)
-"""Charts that are shown at once, by heading; those of all other metrics unfold."""
 EDGE = 5
 """Steps at both ends whose mean reward is compared: one step alone is noise."""
 
@@ -72,17 +29,13 @@ def page(run: RunData, lanes: Sequence[Lanes]) -> str:
         run: its files.
         lanes: of a few steps; empty if there is no trace.
     """
-    numbers = curves([*run.before, *run.rows])
-    # What is data for a script must not be able to end the element that it stands in.
-    carried = json.dumps(numbers).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    numbers = {"name": run.name, **curves([*run.before, *run.rows])}
     body = "".join(
         (
             _header(run),
             f'<section class="headline">{"".join(_headline(run))}</section>',
             success_section([*run.before, *run.rows]),
-            _charts(numbers) if run.rows else "<p>No step is over yet.</p>",
+            curves_section([numbers]) if run.rows else "<p>No step is over yet.</p>",
             _where_time_went(run),
             _beside_the_possible(run),
             _lanes(lanes),
@@ -90,14 +43,7 @@ def page(run: RunData, lanes: Sequence[Lanes]) -> str:
             _setup(run),
         )
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}: training report</title><style>{_CSS}{STYLE}</style></head>"
-        f'<body><main>{body}</main><script type="application/json" id="numbers">{carried}</script>'
-        f"<script>{_SCRIPT}</script></body></html>\n"
-    )
+    return document(f"{run.name}: training report", body, [numbers])
 
 
 def _header(run: RunData) -> str:
@@ -163,38 +109,6 @@ def _fact(label: str, value: str, note: str) -> str:
     return (
         f'<div class="card"><div class="label">{label}</div><div class="value">{value}</div>'
         f'<div class="note">{escape(note)}</div></div>'
-    )
-
-
-def _charts(numbers: Mapping[str, Any]) -> str:
-    metrics: Mapping[str, Sequence[float | None]] = numbers["metrics"]
-    acted = '<option value="env">environment steps</option>' if numbers["env_steps"] else ""
-    there = [name for name, values in metrics.items() if any(value is not None for value in values)]
-    shown: set[str] = set()
-    parts = [
-        "<h2>Curves</h2><p>Point at one to read its value; all of them follow.</p>"
-        '<div class="controls"><label>smoothing <input id="smoothing" type="range" min="0" max="0.97" step="0.01" '
-        'value="0.6"></label><label>over <select id="axis"><option value="step">steps</option>'
-        f'{acted}<option value="time">time</option></select></label><noscript>Curves need JavaScript.</noscript></div>'
-    ]
-    for heading, names in SECTIONS:
-        found = [name for name in names if any(metrics.get(name, ()))]  # a curve of nothing but 0 can wait
-        shown.update(found)
-        if found:
-            parts.append(f'<h3>{heading}</h3><div class="charts">{_places(found)}</div>')
-    if rest := [name for name in there if name not in shown]:
-        parts.append(
-            f'<details class="card"><summary>All other metrics ({len(rest)})</summary>'
-            f'<div class="charts">{_places(rest)}</div></details>'
-        )
-    return f"<section>{''.join(parts)}</section>"
-
-
-def _places(names: Iterable[str]) -> str:
-    return "".join(
-        f'<div class="card chart" data-metric="{escape(name)}"><div class="head"><span>{escape(name)}</span>'
-        "<output></output></div></div>"
-        for name in names
     )
 
 

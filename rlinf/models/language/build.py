@@ -31,10 +31,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlinf.data.pictures.processor import Pictures, auto_class
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.models.language.fsdp import shard
-from rlinf.models.language.load import ModelSource, build_model
+from rlinf.models.language.load import ModelSource, build_model, pictures_of
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
+from rlinf.models.language.mixture.replay import Replay
+from rlinf.models.language.parallel.expert_files import StackedExperts
 from rlinf.models.language.parallel.experts import split_experts
 from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_matrices
 from rlinf.models.language.parallel.tokens import Division
@@ -78,6 +81,8 @@ class Build:
     """Over which matrices are split, see `fsdp.Layout`."""
     experts: DeviceMesh | None = None
     """Over which experts are."""
+    router_replay: Replay | None = None
+    """See `PolicyModel`."""
 
 
 def build_policy(build: Build, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -110,7 +115,7 @@ def build_scores(build: Build, tokenizer: PreTrainedTokenizerBase) -> ScoreModel
 def _built(
     build: Build,
     tokenizer: PreTrainedTokenizerBase,
-    wrap: Callable[[PreTrainedModel, Build], M],
+    wrap: Callable[[PreTrainedModel, Build, Pictures | None], M],
     kind: type[Any] = AutoModelForCausalLM,
 ) -> M:
     with ONE_AT_A_TIME:
@@ -118,7 +123,8 @@ def _built(
         files = (saved_files(build.source) if spread else None) or {}
         empty = empty_model(str(build.source), files) if files else None
         made = build_model(build.source, tokenizer, seed=build.seed, kind=kind) if empty is None else empty
-        module = wrap(made, build)
+        pictures = pictures_of(build.source, tokenizer)
+        module = wrap(made, build, pictures)
         elsewhere = _split(module, build)
         if empty is None:
             _start(module, build)
@@ -132,11 +138,17 @@ def _built(
             fill(module.model, files)
             _start(module, build)
         module.settle(build.ranks)
+        module.keeps_step = build.ranks is not None and build.ranks.size() > 1
         return module
 
 
 def _split(module: PolicyModel, build: Build) -> dict[nn.Parameter, DeviceMesh]:
     """Leave this rank its part of matrices and experts; what was split, with the ranks that have the same part."""
+    if module.pictures is not None and {build.division, build.matrices, build.experts} != {None}:
+        raise ValueError(
+            f"trainer.parallel: {type(module.model).__name__} reads pictures, and its sequences, matrices and experts "
+            "cannot be split: take the keys away"
+        )
     found: dict[nn.Parameter, DeviceMesh] = {}
     if build.matrices is not None:
         module.tensor_ranks = TensorRanks(build.matrices)
@@ -147,12 +159,12 @@ def _split(module: PolicyModel, build: Build) -> dict[nn.Parameter, DeviceMesh]:
     return found
 
 
-def _policy(model: PreTrainedModel, build: Build) -> PolicyModel:
+def _policy(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> PolicyModel:
     if build.lora is not None:
         add_adapters(model, build.lora)
         for name, directory in build.adapters.items():
             add_adapters(model, {"path": directory}, name)
-    return PolicyModel(model, chunk=build.chunk, **_run(build))
+    return PolicyModel(model, chunk=build.chunk, router_replay=build.router_replay, pictures=pictures, **_run(build))
 
 
 def _run(build: Build) -> dict[str, Any]:
@@ -161,14 +173,14 @@ def _run(build: Build) -> dict[str, Any]:
     return {name: getattr(build, name) for name in names}
 
 
-def _values(model: PreTrainedModel, build: Build) -> ValueModel:
-    return ValueModel(model, **_run(build))
+def _values(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> ValueModel:
+    return ValueModel(model, pictures=pictures, **_run(build))
 
 
-def _scores(model: PreTrainedModel, build: Build) -> ScoreModel:
+def _scores(model: PreTrainedModel, build: Build, pictures: Pictures | None) -> ScoreModel:
     if build.lora is not None:
         add_adapters(model, build.lora)
-    return ScoreModel(model, **_run(build))
+    return ScoreModel(model, pictures=pictures, **_run(build))
 
 
 def _start(module: PolicyModel, build: Build) -> None:
@@ -202,11 +214,13 @@ def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | 
     renames or joins tensors while loading. Then it is loaded whole on every rank, and spread afterwards."""
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     if (Path(directory) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     saved = {name: tuple(_shape(path, name)) for name, path in files.items() if name in wanted}
+    stacked = {name: StackedExperts.of(name, files) for name in wanted.keys() - saved.keys()}
+    saved |= {name: experts.shape for name, experts in stacked.items() if experts is not None}
     return model if wanted == saved and _remade_buffers(model) is not None else None
 
 
@@ -241,7 +255,11 @@ def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
         buffer.copy_(value)
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if plain_name(name) in files and not is_adapter(name):
+        if is_adapter(name):
+            continue
+        if (experts := StackedExperts.of(plain_name(name), files)) is not None:
+            place(parameter, experts)
+        elif plain_name(name) in files:
             by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
     for path, members in by_file.items():
         with safe_open(path, framework="pt") as file:

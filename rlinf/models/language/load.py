@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
+from rlinf.data.pictures.processor import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 
 transformers_logging.disable_progress_bar()  # of loading and saving: bars would tear the lines of a run apart
@@ -50,26 +58,55 @@ def build_model(
     if isinstance(source, str):
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(seed))
-            loaded: PreTrainedModel = kind.from_pretrained(source, dtype=dtype, **labels)
+            maker = auto_class(AutoConfig.from_pretrained(source), kind)
+            loaded: PreTrainedModel = maker.from_pretrained(source, dtype=dtype, **labels)
         return _scoring(loaded, tokenizer) if labels else loaded
-    if "model_type" not in source:
-        raise ValueError(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
-    settings = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        **source,
-        **labels,
-    }
-    config = AutoConfig.for_model(**settings)
+    config = new_config({**source, **labels}, tokenizer)
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed))
-        model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config, kind).from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # and no buffers: angles of rotary embeddings must stay precise
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
+
+
+def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of a new model, with the vocabulary and the special tokens of its tokenizer.
+
+    Args:
+        source: `model_type` and that type's keys, which count more than the tokenizer. A model of several parts has the
+            vocabulary in its `text_config`.
+        tokenizer: what it will read.
+
+    Raises:
+        ValueError: there is no `model_type`, or none that transformers knows.
+    """
+    if "model_type" not in source:
+        raise ValueError(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    settings = copy.deepcopy(dict(source))  # transformers writes into nested settings
+    if settings["model_type"] not in FAMILIES:
+        return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **settings})
+    settings["text_config"] = {"vocab_size": len(tokenizer), **special, **settings.get("text_config", {})}
+    ids = picture_tokens(settings["model_type"], tokenizer)
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    found = {} if ids is None else dict(zip(names, ids, strict=True))
+    return AutoConfig.for_model(**{**found, **special, **settings})
+
+
+def pictures_of(source: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Pictures | None:
+    """What reads pictures for a model; None if it reads text alone, or pictures in a way that we do not know.
+
+    Raises:
+        ValueError: the tokenizer lacks the tokens of pictures.
+    """
+    if source is None:
+        return None
+    if isinstance(source, str):
+        config = AutoConfig.from_pretrained(source)
+        return Pictures(config, tokenizer, source) if config.model_type in FAMILIES else None
+    return Pictures(new_config(source, tokenizer), tokenizer) if source.get("model_type") in FAMILIES else None
 
 
 def _scoring(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -9,24 +9,26 @@ are whole. Whether a model can be run like this is not guessed from its name: it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rlinf.data.packing import Packed, Row, pack, sent
+from rlinf.data.packing import Packed, Row, pack, padded
+from rlinf.data.pictures.processor import Pictures
 from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
 from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.mixture.replay import Found, Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 from rlinf.models.language.parallel.matrices import TensorRanks
 from rlinf.models.language.parallel.tokens import Division, Share
+from rlinf.models.language.pictures.packed import in_rows, never, seen, with_blank, without
 
 Attention = Literal["auto", "packed", "padded", "flash", "any"]
 """How sequences may be computed: see `ForwardConfig.attention`. "any" is "auto" that pads on accelerators, too."""
@@ -53,7 +55,9 @@ class PolicyModel(nn.Module):
         compiled: whether `settle` compiles the blocks, and what the head does beside products of matrices; "auto" does
             on CUDA, and goes on without where it cannot.
         compiler: back end of `torch.compile`.
-        division: ranks with which it computes every micro-batch together; None for none.
+        router_replay: see `Mixture`.
+        division: ranks with which it computes every micro-batch together; None for none, as with pictures.
+        pictures: reads those of prompts; None if the model reads text alone.
     """
 
     def __init__(
@@ -65,10 +69,16 @@ class PolicyModel(nn.Module):
         attention: Attention = "any",
         compiled: Compile = False,
         compiler: str = "inductor",
+        router_replay: Replay | None = None,
         division: Division | None = None,
+        pictures: Pictures | None = None,
     ):
         super().__init__()
         self.model = model.eval()
+        self.pictures = pictures
+        """Reads the pictures of prompts; None if the model reads text alone."""
+        self.keeps_step = False
+        """Other ranks compute on other rows of the model: it reads a blank picture where its own rows have none."""
         self.packs = True
         """Sequences lie one behind another; otherwise they are padded to one length."""
         self.plain_head = True
@@ -81,6 +91,8 @@ class PolicyModel(nn.Module):
         self.tensor_ranks: TensorRanks | None = None
         """Those over which its matrices are split; None where they are whole."""
         self._chunk, self._attention = chunk, attention
+        self.mixture = Mixture(model, router_replay, compiled=compiled is not False)
+        """Its experts, if it has any."""
         self.refused: tuple[str, ...] = ()
         """Why `settle` did not take ways that would be better."""
         self._refusals: list[str] | None = None
@@ -93,7 +105,7 @@ class PolicyModel(nn.Module):
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
-    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Packed, *, entropy_slope: bool = False) -> Found:
         """Log-prob and entropy of every learned token, under softmax(logits / temperature).
 
         Args:
@@ -101,27 +113,31 @@ class PolicyModel(nn.Module):
             entropy_slope: entropies are differentiable, too.
 
         Returns:
-            Log-probs, differentiable, and entropies; nats, float32 [learned].
+            Log-probs, differentiable, and entropies; nats, float32 [learned]. Then `Routed`, if routers are watched.
         """
         share = self._share(batch)
         mine = batch if share is None else share.batch
         if not self.plain_head:
             logits = self._kept(self.model, batch, "logits", share)
+            if (banned := never(self.pictures, logits)) is not None:
+                logits = logits + banned
             found = logprobs_of_logits(logits, mine.targets, mine.temperature, entropy_slope=entropy_slope)
         else:
             head: Any = self.model.get_output_embeddings()
             hidden = self._kept(self.model.base_model, batch, "last_hidden_state", share)
+            bias, banned = getattr(head, "bias", None), never(self.pictures, head.weight[:, 0])
             found = token_logprobs(
                 hidden,
                 head.weight,
-                getattr(head, "bias", None),
+                bias if banned is None else banned if bias is None else bias + banned,
                 mine.targets,
                 mine.temperature,
                 chunk=self._chunk,
                 entropy_slope=entropy_slope,
                 fused=self._fused,
             )
-        return found if share is None else (share.whole(found[0]), share.whole(found[1]))
+        found = found if share is None else (share.whole(found[0]), share.whole(found[1]))
+        return self.mixture.told(found, batch, share)
 
     def _share(self, batch: Packed) -> Share | None:
         """This rank's part of a micro-batch; None for all of it."""
@@ -129,11 +145,10 @@ class PolicyModel(nn.Module):
 
     def _kept(self, part: Any, batch: Packed, output: str, share: Share | None) -> Tensor:
         """What `part` of the model gives where this rank's learned tokens are predicted, [learned, ...]."""
-        if batch.images:
-            raise ValueError(
-                f"{type(self).__name__} reads no pictures, and prompts have {len(batch.images)}: take them out of the "
-                "data set, since their placeholders alone say nothing"
-            )
+        blank = self.keeps_step and self.pictures is not None and not batch.images
+        batch = with_blank(batch, self.pictures) if blank and self.pictures is not None else batch
+        if batch.images and self.pictures is None:
+            raise ValueError(f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}")
         if self.packs:
             layout = Layout.of(
                 batch.lengths,
@@ -146,18 +161,30 @@ class PolicyModel(nn.Module):
                 refusals=self._refusals,
             )
             mine, positions = (batch, batch.positions) if share is None else (share.batch, share.positions)
+            pixels: Mapping[str, Tensor] = {}
+            if self.pictures is not None:
+                shown = seen(batch, self.pictures, blank=blank)
+                pixels, positions = shown.tensors, shown.positions
+            self.mixture.begin(mine, mine.predicting())
             given = {
                 "input_ids": mine.ids[None],
-                "position_ids": positions[None],
+                "position_ids": positions.unsqueeze(-2),
                 # without it transformers looks for sequences itself
                 "attention_mask": torch.ones_like(mine.ids[None]),
                 ARGUMENT: layout,
+                **pixels,
             }
             whole: Tensor = getattr(part(**given, use_cache=False), output)[0]
             return whole.index_select(0, mine.predicting())
-        ids, places = _padded(batch)
-        whole = getattr(part(input_ids=ids, use_cache=False), output).flatten(0, 1)
-        return whole.index_select(0, places.index_select(0, batch.kept))
+        ids, places = padded(batch)
+        at = places.index_select(0, batch.kept)
+        self.mixture.begin(batch, at, (places, ids.numel()))
+        given = {"input_ids": ids}
+        if self.pictures is not None:
+            shown = in_rows(batch, self.pictures, places, ids.shape[1], blank=blank)
+            given |= {"position_ids": shown.positions, **shown.tensors}
+        whole = getattr(part(**given, use_cache=False), output).flatten(0, 1)
+        return whole.index_select(0, at)
 
     def settle(self, ranks: DeviceMesh | None = None) -> None:
         """Find out how the model can be run; call it once, on all ranks together, when the weights are there.
@@ -176,6 +203,7 @@ class PolicyModel(nn.Module):
         vocabulary = self.model.get_input_embeddings().num_embeddings
         probe.ids.remainder_(vocabulary)
         probe.targets.remainder_(vocabulary)
+        without(self.pictures, probe, vocabulary)
         refused: list[str] = []
         with torch.no_grad():
             self._use(packs=False, plain_head=False)
@@ -193,6 +221,8 @@ class PolicyModel(nn.Module):
                     break
             else:
                 raise ValueError(_no_way(type(self.model).__name__, self._attention, device, refused))
+        if (why := self.mixture.settle(self, probe, lambda mine: _agreed(mine, ranks, device))) is not None:
+            refused.append(why)
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
         if self._division is None and (self._compile is True or (self._compile == "auto" and device.type == "cuda")):
@@ -202,9 +232,7 @@ class PolicyModel(nn.Module):
         if reshard is not None:
             reshard()  # without a backward pass the whole weights would stay, and grow old
 
-    def _compile_it(
-        self, probe: Packed, expected: tuple[Tensor, Tensor], ranks: DeviceMesh | None, refused: list[str]
-    ) -> None:
+    def _compile_it(self, probe: Packed, expected: Found, ranks: DeviceMesh | None, refused: list[str]) -> None:
         """Have the blocks compiled on all ranks or on none, and the head likewise."""
         device = probe.ids.device
         self._blocks = CompiledBlocks(self._layers, self._compiler, checkpointed=self._checkpointed)
@@ -287,9 +315,11 @@ class PolicyModel(nn.Module):
         self.packs, self.plain_head = packs, plain_head
         if self.tensor_ranks is not None:
             self.tensor_ranks.apart = packs
-        self.model.set_attn_implementation(NAME if packs else self._padded_attention)
+        name = NAME if packs else self._padded_attention
+        # what reads pictures sees all of them at once, and keeps its own attention
+        self.model.set_attn_implementation(name if self.pictures is None else {"text_config": name})
 
-    def _tried(self, probe: Packed, refused: list[str]) -> tuple[Tensor, Tensor] | None:
+    def _tried(self, probe: Packed, refused: list[str]) -> Found | None:
         """What the model gives, computed in a way that it may refuse: then None, and the reason in `refused`."""
         self._refusals = refusals = []
         try:
@@ -303,14 +333,14 @@ class PolicyModel(nn.Module):
         refused += refusals[:1]
         return None if refusals else found
 
-    def _agrees(self, probe: Packed, expected: tuple[Tensor, Tensor], refused: list[str]) -> bool:
+    def _agrees(self, probe: Packed, expected: Found, refused: list[str]) -> bool:
         found = self._tried(probe, refused)
         if found is None:
             return False
         tolerance = 1e-4 if self.computes_in == torch.float32 else 0.1
         same = all(
             bool(torch.allclose(one, other, atol=tolerance, rtol=tolerance))
-            for one, other in zip(found, expected, strict=True)
+            for one, other in zip(found[:2], expected[:2], strict=True)
         )
         if not same:
             refused.append(f"{self.words}: other log-probs than by its own forward")
@@ -352,22 +382,6 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
     return type(model.get_output_embeddings()) is nn.Linear and not changed
-
-
-def _padded(batch: Packed) -> tuple[Tensor, Tensor]:
-    """One rectangle, padded on the right: what is real never sees the padding behind it.
-
-    Returns:
-        Token ids [rows, longest], and where each place of the sequences laid end to end is in it, flattened, int64.
-    """
-    lengths = np.array(batch.lengths)
-    longest = max(batch.lengths)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    (places,) = sent([torch.from_numpy(rows * longest + np.arange(len(rows)) - starts[rows])], batch.ids.device)
-    ids = batch.ids.new_zeros(len(lengths) * longest)
-    ids[places] = batch.ids if batch.places is None else batch.ids[batch.places]
-    return ids.view(len(lengths), longest), places
 
 
 def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:

@@ -81,6 +81,8 @@ class Ledger:
         self._steps: deque[Profile] = deque(maxlen=WINDOW)
         self.last: Efficiency | None = None
         """Of the newest step; None before the first, and where no device worked."""
+        self.seen: Seen | None = None
+        """What was read off it."""
 
     @property
     def profile(self) -> Profile | None:
@@ -94,7 +96,7 @@ class Ledger:
         Returns:
             Its metrics `bound/…` and `lost/…`; none where no device worked.
         """
-        seen = see(lap, self.devices, self._count)
+        self.seen = seen = see(lap, self.devices, self._count)
         if seen.stages:
             self._steps.append(observed(seen, self._items, held=self._held, **self._about))
         so_far = self.profile

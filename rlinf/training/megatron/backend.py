@@ -205,7 +205,7 @@ class MegatronBackEnd:
         if self._rank:
             return {STATE: state}
         skeleton = skeleton_of(self._whole, self._saved_dtype)
-        return {STATE: state, MODEL: ModelCopy(skeleton, tensors, tokenizer, SHARD_BYTES)}
+        return {STATE: state, MODEL: ModelCopy(skeleton, tensors, tokenizer, None, SHARD_BYTES)}
 
     def state(self, optimization: Optimization, version: int, extra: Mapping[str, Any]) -> StateCopy:
         learner = _ours(optimization)

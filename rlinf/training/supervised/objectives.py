@@ -67,7 +67,7 @@ class Likelihood:
         return [_row(sample, {WEIGHT: _weights(sample)} if uneven else {}) for sample in samples]
 
     def loss(self, batch: Packed, outputs: Outputs, kept: Mapping[str, Tensor]) -> LossSum:
-        logprobs, entropy = outputs
+        logprobs, entropy = outputs[:2]
         found = losses.supervised(logprobs, batch.columns.get(WEIGHT, batch.mask))
         count = torch.tensor(float(len(logprobs)), dtype=torch.float64)
         return found.watching({"entropy": Mean(entropy.detach().sum(dtype=torch.float64), count)})

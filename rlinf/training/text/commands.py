@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.runtime.streams.stream import Stream
@@ -48,17 +49,20 @@ class ForwardBackward:
     kept: dict[str, Any] = field(default_factory=dict)
     """Columns that were computed when it came first, float32 [learned] each: tensors on the device, or arrays where
     they come from another rank."""
+    load: np.ndarray | None = None
+    """Share of the whole batch's choices that each expert has, float32 [layers, experts], where they are balanced."""
     _packed: Packed | None = field(default=None, init=False)
 
     def packed(self) -> Packed:
         """The rows as tensors, made once."""
         if self._packed is None:
-            self._packed = pack(self.rows)
+            load = None if self.load is None else torch.from_numpy(self.load)
+            self._packed = replace(pack(self.rows), expert_load=load)
         return self._packed
 
     def __reduce__(self) -> tuple[object, ...]:
         return ForwardBackward, (
-            self.rows, self.supervised, self.compare, self.columns, self.keep, self.again, self.kept,
+            self.rows, self.supervised, self.compare, self.columns, self.keep, self.again, self.kept, self.load,
         )  # fmt: skip
 
     def once_more(self, kept: dict[str, np.ndarray]) -> ForwardBackward:

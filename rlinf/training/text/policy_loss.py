@@ -11,11 +11,14 @@ from torch import Tensor
 
 from rlinf.algos import losses
 from rlinf.algos.apply import loss_of
+from rlinf.algos.losses.aggregate import reduce
 from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor import experts
 from rlinf.algos.tensor.batches import MicroBatch
-from rlinf.algos.tensor.loss_sum import LossSum
+from rlinf.algos.tensor.loss_sum import LossSum, Metric
 from rlinf.algos.tensor.sequences import counted
 from rlinf.data.packing import Packed
+from rlinf.data.routing.routers import Routed
 from rlinf.training.backend import Optimization, Outputs
 from rlinf.training.text.requirements import PROXIMAL, REFERENCE, VERSIONS
 
@@ -77,6 +80,7 @@ def learn_policy(
     compare: bool = False,
     kept: dict[str, Tensor] | None = None,
     oldest: int = 0,
+    balance: float = 0.0,
 ) -> None:
     """Add a micro-batch of samples to the gradient.
 
@@ -89,14 +93,20 @@ def learn_policy(
         kept: columns beside those of `batch`, float32 [learned] each; our log-probs join them if the algorithm
             needs those before the update and nobody said them yet.
         oldest: by how many versions tokens may be older than the weights; above 0, `compare` tells their ages apart.
+        balance: coefficient of the auxiliary loss of a mixture of experts, for batches that have `expert_load`.
     """
     known = {} if kept is None else kept
 
     def loss(batch: Packed, outputs: Outputs) -> LossSum:
-        logprobs, entropy = outputs
+        logprobs, entropy = outputs[:2]
+        routed = outputs[2] if len(outputs) > 2 else None
         if spec.needs_recomputed_logprobs and PROXIMAL not in batch.columns:
             known.setdefault(PROXIMAL, logprobs.detach())
         found = policy_loss(spec, batch, logprobs, entropy, known, version)
+        if routed is not None and routed.balance is not None and balance:
+            found = found.plus(_evenly(spec, batch, routed.balance), balance)
+        if compare and routed is not None:
+            found = found.watching(_routing(batch, routed, version if oldest else None))
         if compare and oldest:
             assert version is not None  # of every trainer
             versions = batch.columns[VERSIONS] if len(batch.targets) else batch.targets  # a rank without work
@@ -107,6 +117,20 @@ def learn_policy(
         return found
 
     learner.accumulate([batch], loss, entropy_slope=bool(spec.entropy_bonus))
+
+
+def _evenly(spec: AlgorithmSpec, batch: Packed, balance: Tensor) -> LossSum:
+    """The auxiliary loss, put together from tokens as the algorithm's own loss is."""
+    how, norm, sequences = spec.aggregation.how, spec.aggregation.norm_length, batch.sequences
+    return reduce(balance, batch.mask, how, norm, sequences=counted(sequences, len(batch.lengths)))
+
+
+def _routing(batch: Packed, routed: Routed, version: int | None) -> dict[str, Metric]:
+    """Metrics of experts; drift is of tokens that the weights of `version` made, None: of all."""
+    fresh = routed.known
+    if version is not None and VERSIONS in batch.columns:  # which a rank without work lacks
+        fresh = fresh & (batch.columns[VERSIONS] == version)
+    return {**experts.load(routed.counts, routed.chances), **experts.drift(routed.apart, fresh)}
 
 
 def learn_answers(learner: Optimization, batch: Packed) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from rlinf.data.packing import Row
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Group, NotScored
@@ -38,6 +40,7 @@ class BatchSchedule:
         own: columns that the trainer computes itself.
         whole_batch: rows depend on all groups.
         copies: see `Rounds`.
+        load_of: makes `ForwardBackward.load` of the rows of an optimizer step, which must all be there first.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class BatchSchedule:
         own: OwnColumns | None = None,
         whole_batch: bool = False,
         copies: int = 1,
+        load_of: Callable[[Sequence[Row]], np.ndarray] | None = None,
     ):
+        self._load_of = load_of
         self._rows_of, self._where, self._compute = rows_of, where, compute
         self._ranks, self._in_order, self._budget, self._copies = ranks, in_order, budget, copies
         self._epochs, self._minibatches, self._seed = epochs, minibatches, seed
         self._own = OwnColumns() if own is None else own
-        self._whole = whole_batch or bool(self._own.whole_batch) or minibatches > 1
+        self._whole = whole_batch or bool(self._own.whole_batch) or minibatches > 1 or load_of is not None
         self.groups: list[Group] = []
         """Every group that came, in the order of computing."""
         self.learned = LearnedRows()
@@ -88,16 +93,19 @@ class BatchSchedule:
             self._check()
             for epoch in range(self._epochs):
                 for number, part in enumerate(self._parts(epoch)):
+                    load = self._load(part)
                     for dealt in cutter.close(part):
-                        yield tuple(ForwardBackward(rows, compare=epoch == number == 0) for rows in dealt)
+                        yield tuple(ForwardBackward(rows, compare=epoch == number == 0, load=load) for rows in dealt)
                     yield step
             return
         given, keep = 0, self._epochs > 1
         cut = cutter.close if self._whole else cutter.push
         async for lot in each(ready):
-            for dealt in cut(await self._take(lot)):
+            taken = await self._take(lot)
+            load = self._load(taken)
+            for dealt in cut(taken):
                 given += 1
-                yield tuple(self._first(rows, keep) for rows in dealt)
+                yield tuple(self._first(rows, keep, load) for rows in dealt)
         self._check()
         for dealt in cutter.close():
             given += 1
@@ -108,8 +116,11 @@ class BatchSchedule:
                 yield (Recompute(number),) * self._ranks
             yield step
 
-    def _first(self, rows: tuple[Row, ...], keep: bool) -> ForwardBackward:
-        return ForwardBackward(rows, compare=True, columns=self._own.first_pass, keep=keep)
+    def _first(self, rows: tuple[Row, ...], keep: bool, load: np.ndarray | None = None) -> ForwardBackward:
+        return ForwardBackward(rows, compare=True, columns=self._own.first_pass, keep=keep, load=load)
+
+    def _load(self, rows: Sequence[Row]) -> np.ndarray | None:
+        return self._load_of(rows) if self._load_of is not None and rows else None
 
     async def _awaited(self, groups: Groups, whole: list[Group]) -> AsyncGenerator[tuple[Command, ...], None]:
         """Fill `whole` with all groups, in the order of computing, with our own columns; those are computed while other
@@ -200,4 +211,4 @@ async def example_rows(
 ) -> AsyncGenerator[list[Row], None]:
     """Batches of worked examples as rows."""
     async for batch in each(batches):
-        yield [Row(one.prompt_ids, one.response_ids, loss_mask=one.loss_mask) for one in batch]
+        yield [Row(one.prompt_ids, one.response_ids, images=one.images, loss_mask=one.loss_mask) for one in batch]

@@ -47,6 +47,7 @@ class Apprentice(Watched, Trainer):
         return {**super()._inspect(), "packs": self._back.module.packs}
 
 
+EXPERTS = toys.configuration("qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16)
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model": toys.configuration("qwen2")},
     "llama": {"model": toys.configuration("llama")},
@@ -88,6 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
         "reference": "adapters_off",
     },
     "padded": {"model": toys.configuration("bloom")},
+    "experts": {"model": EXPERTS, "router_aux_loss": 0.5},
+    "experts in free copies": {"model": EXPERTS, "router_aux_loss": 0.5, "sharding": "replicate", "order": "free"},
 }
 
 
@@ -101,7 +104,7 @@ async def main(system: rlinf.ActorSystem) -> None:
             "logprob_chunk": 5, "algorithm": toys.SPEC, "precise": "bfloat16" not in name, **cases[name],
         }  # fmt: skip
         trainer = await system.spawn(Apprentice, name=name, **settings)
-        batch = toys.groups(7)
+        batch = toys.routed(toys.groups(7)) if "experts" in name else toys.groups(7)
         metrics = await trainer.train(Stream.of([batch[i] for i in (2, 0, 1, 5, 6, 3, 4)]))
         results[name] = {"metrics": metrics, **await trainer.inspect(), "samples": await trainer.samples(3)}
         weights = await trainer.weights()

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 
+import numpy as np
 from aiohttp import web
 
 from rlinf.engines.served.child import ServerChild
 from rlinf.engines.served.engine import ServedEngine
-from rlinf.engines.served.model_files import ModelFiles
+from rlinf.engines.served.model_files import Experts, ModelFiles
 from rlinf.engines.sglang.server import Options, SGLangServer
 
 VOCABULARY = 11
+EXPERTS = Experts(layers=3, top_k=2, count=16)
 
 
 def following(text, version=0):
@@ -29,6 +32,13 @@ def answer(prompt, count, version=0):
     for _ in range(count):
         text.append(following(text, version))
     return text[len(prompt) :]
+
+
+def routes(text):
+    """Experts of what is read of a text: functions of the token, its place and the layer."""
+    ids, places = np.array(text[:-1], np.int32), np.arange(len(text) - 1, dtype=np.int32)
+    layers = np.arange(EXPERTS.layers * EXPERTS.top_k, dtype=np.int32).reshape(EXPERTS.layers, EXPERTS.top_k)
+    return (ids[:, None, None] + places[:, None, None] + layers) % np.int32(EXPERTS.count)
 
 
 class Imitation(SGLangServer):
@@ -104,6 +114,8 @@ class Imitation(SGLangServer):
                         "finish_reason": reason,
                     }
                 }
+                if reason is not None and body["return_routed_experts"]:
+                    event["meta_info"]["routed_experts"] = b64encode(routes(text).tobytes()).decode()
                 await reply.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 if wrong == "half" and len(got) == 3:
                     request.transport.abort()

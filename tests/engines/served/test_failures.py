@@ -5,19 +5,22 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import torch
 
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Sampling
+from rlinf.engines.base import PartialAnswer, Sampling
 from rlinf.engines.make import EngineSetup
 from rlinf.engines.served import http
 from rlinf.engines.served.child import environment_of
+from rlinf.engines.served.model_files import Experts
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.scripted import answers, request
-from tests.engines.served.imitation import Imitation, answer, imitated, some_tokens
+from tests.engines.served.imitation import EXPERTS, Imitation, answer, imitated, routes, some_tokens
 
 pytest.importorskip("aiohttp")
 SHAPES = {"weight": (3,)}
@@ -27,8 +30,8 @@ SHAPES = {"weight": (3,)}
 async def started():
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(version="0.5.20", settings=None, **setup):
-            server = Imitation(version)
+        async def start(version="0.5.20", settings=None, experts=None, **setup):
+            server = Imitation(version, experts=experts)
             made = EngineSetup("rollout[0]", {}, contextlib.nullcontext, max_length=5000, **setup)
             engine = await imitated(made, server, SHAPES, **(settings or {}))
             stack.push_async_callback(engine.close)
@@ -58,6 +61,37 @@ async def test_what_fails_on_the_way_is_asked_for_again_from_its_tokens(started,
     right(await answers(engine, requests), requests)
     assert not server.wrong
     assert engine.child.child.restarts == 0
+
+
+async def test_experts_are_told_of_every_token_whatever_interrupts_the_answer(started):
+    engine, server = await started(experts=EXPERTS)
+    assert engine.routes
+    server.wrong = [503, "half"]
+    requests = [request(i, [i, 2, 3], Sampling(12, stop_ids=(5,) if i else ())) for i in range(3)]
+    found = await answers(engine, requests)
+    assert not server.wrong
+    for asked in requests:
+        done = found[asked.id]
+        text = [*asked.prompt_ids.tolist(), *done.response_ids.tolist()]
+        assert done.routes.dtype == np.uint8
+        np.testing.assert_array_equal(done.routes, routes(text))
+    begun = replace(requests[0], id=9, partial=PartialAnswer(*_beginning(found[0], 4), found[0].routes[:6] + 100))
+    done = await engine.answer(begun)
+    np.testing.assert_array_equal(done.routes[:6], found[0].routes[:6] + 100)  # as the log-probs that it came with
+    np.testing.assert_array_equal(done.routes[6:], found[0].routes[6:])
+    silent, _ = await started()
+    assert (silent.routes, (await silent.answer(requests[0])).routes) == (False, None)
+
+
+def _beginning(done, count):
+    return done.response_ids[:count], done.logprobs[:count], done.versions[:count]
+
+
+@pytest.mark.parametrize("other", [Experts(3, 2, 8), Experts(5, 3, 16)])
+async def test_experts_of_another_model_are_refused(started, other):
+    engine, _ = await started(experts=other)
+    with pytest.raises(ValueError, match=r"request 0: SGLang tells of .* experts, which are not those of"):
+        await engine.answer(request(0, [1, 2, 3], Sampling(12)))
 
 
 async def test_a_server_that_never_says_anything_is_one_clear_error(started):

@@ -119,6 +119,12 @@ def test_settings_that_save_memory_are_seen_to():
     assert plain["critic"].weights == plain["trainer"].weights - head  # it predicts one number, not a token
 
 
+def test_ranks_that_compute_a_micro_batch_together_keep_a_part_of_its_activations_each():
+    alone, together = (taken(*keys, ranks=2)["trainer"] for keys in ((), ("trainer.parallel.context=2",)))
+    assert together.activations == alone.activations / 2
+    assert (together.weights, together.gathered) == (alone.weights, alone.gathered)
+
+
 def test_on_gpus_new_weights_lie_beside_the_old_ones_where_they_come_from_another():
     cuda = ("placement.device_kind=cuda", "rollout.dtype=bfloat16")
     roles = {"trainer": [frozenset({0})], "rollout": [frozenset({0}), frozenset({1})]}

@@ -30,6 +30,7 @@ from rlinf.models.language.fsdp import Layout, shard
 from rlinf.models.language.kernels.varlen import Kernel
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.training.learner import Learner
+from tests.job.checks.modelled.shapes import model
 
 QWEN2 = {
     "0.02B": (256, 1024, 4, 4, 2, 16_384, True),
@@ -64,7 +65,10 @@ class Case:
 
 
 def qwen2(size: str):
-    """The transformers config of a size."""
+    """The transformers config of a size; or of a larger model with so many layers, as in "qwen3-30b-a3b/4"."""
+    if "/" in size:
+        name, _, layers = size.partition("/")
+        return model(name, int(layers))
     names = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("vocab_size", "tie_word_embeddings"),

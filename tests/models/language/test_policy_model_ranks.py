@@ -20,6 +20,14 @@ def test_one_rank_of_three_that_cannot_pack_makes_all_pad(zygote, lies):
         assert ("this card has no such kernel" if rank == 1 else "another rank could not") in refused
 
 
+def test_a_rank_without_pictures_keeps_step_with_one_that_has_them(zygote):
+    ranks = zygote.run(PROGRAMS / "pictured.py", 2)
+    assert ranks.codes() == [0, 0], ranks.everything()
+    for rank in range(2):
+        told = next(line for line in ranks.printed(rank).splitlines() if line[0] == "{")  # beside it stands gloo's
+        assert all(far < 1e-5 for far in json.loads(told).values()), told
+
+
 def test_blocks_in_slices_are_compiled_on_both_ranks_or_on_none(zygote):
     ranks = zygote.run(PROGRAMS / "agreement.py", 2, "compiled")
     assert ranks.codes(110) == [0, 0], ranks.everything()

@@ -4,9 +4,12 @@ milliseconds.
 Reads one JSON object per line: {"program": path, "arguments": [...], "environment": {...}, "directory": path, "input":
 path, "output": path, "errors": path}. Answers with {"pid": n} when the process runs, and {"pid": n, "code": c} when it
 has ended, c as in subprocess.Popen.returncode. The process is an ordinary one: it runs the program as `__main__` and
-ends as Python does.
+ends as Python does, except that modules which were there before the fork are not taken apart: that would copy most of
+their memory for nothing, and take longer than many a program.
 """
 
+import atexit
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -17,8 +20,20 @@ import select
 import signal
 import sys
 
-import rlinf.runtime.system.torchrun
-import rlinf.runtime.transport.torch_rpc  # noqa: F401  # what takes seconds to import is here before the first fork
+inherited = {}
+"""Modules that a child found when it began, by name."""
+
+
+@atexit.register  # before all others, so it runs after them
+def leave_inherited():
+    """Let Python overlook them when it takes modules apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # not even the last reference to them goes
+    for name in inherited:
+        sys.modules.pop(name, None)
+
+
+import rlinf.runtime.system.torchrun  # noqa: E402
+import rlinf.runtime.transport.torch_rpc  # noqa: E402, F401  # what takes seconds to import is here before the first fork
 
 
 def serve():
@@ -77,6 +92,10 @@ def become(job):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # with the status that `exit` was given, before what libraries do at the end
+    kept = ("sys", "builtins", "__main__")
+    inherited.update((name, module) for name, module in sys.modules.items() if name not in kept)
     faulthandler.register(signal.SIGUSR1)  # a test that has waited too long wants to see the stacks
     os.environ.update(job["environment"])
     os.chdir(job["directory"])

@@ -9,9 +9,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 import rlinf
 from rlinf import endpoint
@@ -21,6 +23,7 @@ from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.training.backend import ModelSettings, back_end_of
 from rlinf.training.text.policy_loss import learn_policy
+from rlinf.weights.hf_export import MODEL
 from rlinf.weights.publish import gathered
 from rlinf.weights.train_state import STATE, write_checkpoint
 from tests.actors import toys
@@ -54,6 +57,7 @@ CASES: dict[str, Case] = {
     "context, windows": Case("qwen2", {"context": 2}, more=WINDOW),
     "tensor": Case("qwen2", {"tensor": 2}, settings=CHECKPOINTED),
     "expert": Case("qwen3_moe", {"expert": 2}, more=EXPERTS),
+    "expert, Mixtral": Case("mixtral", {"expert": 2}, more={"num_local_experts": 4, "head_dim": 8}),
     "tensor, context, expert": Case(
         "qwen3_moe", {"tensor": 2, "context": 2, "expert": 4}, more=EXPERTS, settings=CHECKPOINTED
     ),
@@ -98,9 +102,9 @@ class Split(JointActor):
         self.device = torch.device("cpu")
         self._tokenizer = load_tokenizer(toys.ALPHABET)
 
-    async def _made(self, case: Case, seed: int = 0) -> tuple[Any, Any]:
+    async def _made(self, case: Case, seed: int = 0, source: str | None = None) -> tuple[Any, Any]:
         model = ModelSettings(
-            toys.configuration(case.kind, **case.more),
+            toys.configuration(case.kind, **case.more) if source is None else source,
             seed=seed,
             sharding=case.sharding,
             parallel=ParallelConfig(**case.parallel),
@@ -122,6 +126,9 @@ class Split(JointActor):
         if begun is not None:
             back, optimization = await self._made(CASES[name], seed=3)
             found["continued"] = await self.compute(self._continued, back, optimization, begun)
+            with mock.patch.object(AutoModelForCausalLM, "from_pretrained", None):  # which would load it whole
+                back, _ = await self._made(CASES[name], source=str(begun / MODEL))
+            found["read"] = await self.compute(self._exported, back)
         return found if self.rank == 0 else {}
 
     def _continued(self, back: Any, optimization: Any, directory: Path) -> dict[str, torch.Tensor]:

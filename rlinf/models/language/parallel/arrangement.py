@@ -80,12 +80,10 @@ def arranged(sharding: Sharding, machines: Sequence[Hashable], parallel: Paralle
 
 def _check(ranks: int, least: int, parallel: ParallelConfig, what: str) -> None:
     if ranks % least:
-        asked = (
-            " x ".join(f"{name} {size}" for name in ("tensor", "context") if (size := getattr(parallel, name)) > 1)
-            or "1"
-        )
-        experts = f", and its experts over {parallel.expert}" if parallel.expert > 1 else ""
+        split = [f"{name} {size}" for name in ("tensor", "context") if (size := getattr(parallel, name)) > 1]
+        parts = [f"a copy of the model is split over {' x '.join(split)} processes"] if split else []
+        parts += [f"its experts over {parallel.expert}"] if parallel.expert > 1 else []
         raise ValueError(
-            f"trainer.parallel: a copy of the model is split over {asked} processes{experts}, so their number must be "
-            f"a multiple of {least}, and there are {ranks} {what}"
+            f"trainer.parallel: {', '.join(parts)}, so the number of processes must be a multiple of {least}, and "
+            f"there are {ranks} {what}"
         )

@@ -116,6 +116,7 @@ class Division:
             positions=batch.positions.index_select(0, chosen),
             places=None,
             stands=None,
+            routes=None if batch.routes is None else batch.routes.index_select(0, chosen),
             kept=local,
             targets=batch.targets.index_select(0, mine),
             temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),

@@ -1,0 +1,110 @@
+"""Which change of a run's keys would help against what its steps wait for, and by how many seconds of a step.
+
+In: a cause that was measured, the run's configuration, and what its steps cost so far. Out: a sentence's second half.
+Where the planner knows (which devices, how much staleness), it is asked, at most as long as a hundredth of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.text import RunConfig
+from rlinf.metrics.explain.causes import Cause
+from rlinf.metrics.explain.explainer import Change
+from rlinf.placement.asynchronous.recommend import recommend
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.planner.planner import plan
+from rlinf.placement.profiling.forecast import workload
+from rlinf.placement.profiling.profile import Profile
+from rlinf.placement.seats import Placed
+
+SHARE = 0.01
+"""Of the run's time that planning may take."""
+_WARM = 3
+"""Steps before the planner is asked: the first costs more than it will."""
+
+
+class Changes:
+    """Knows what would help.
+
+    Args:
+        config: of the run.
+        profile: what its steps cost so far; None before the first.
+        placed: where its roles are now.
+        staleness: steps that its flow begins work early.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | EmbodiedConfig,
+        profile: Callable[[], Profile | None],
+        placed: Callable[[], Placed],
+        staleness: int = 0,
+    ) -> None:
+        self._config, self._profile, self._placed, self._staleness = config, profile, placed, staleness
+        self._steps, self._ran, self._planned = 0, 0.0, 0.0
+        self._plans: tuple[Change | None, Change | None] = (None, None)
+
+    def change(self, cause: Cause, step: float) -> Change | None:
+        """What would help against a cause; None where nothing is known.
+
+        Args:
+            cause: of a step.
+            step: seconds that it took.
+        """
+        self._steps, self._ran = self._steps + 1, self._ran + step
+        config = self._config
+        if isinstance(config, RunConfig):
+            if cause.name == "reward" and cause.who == "judge":
+                workers = config.reward.workers
+                more = "set `reward.workers` to more" if workers is None else f"set `reward.workers={2 * workers}`"
+                return Change(more, cause.seconds / 2)
+            if cause.name == "weights" and config.rollout.dtype == "float32":
+                return Change("set `rollout.dtype=bfloat16` (half the bytes)", cause.seconds / 2)
+            if cause.name == "small micro-batches" and (tokens := config.trainer.micro_batch_tokens):
+                return Change(f"set `trainer.micro_batch_tokens={2 * tokens}`", cause.seconds / 2)
+        elif cause.name == "environment":
+            if config.env.workers and config.env.slices == 1:
+                return Change("set `env.slices=2` (one half acts while the other is simulated)", cause.seconds / 2)
+            if config.env.workers:
+                return Change(f"set `env.workers={2 * config.env.workers}`", cause.seconds / 2)
+        if cause.name == "slow host":
+            return Change(f"look at where {cause.who} runs", 0.0)
+        if cause.name in ("tail", "waiting", "switching", "bound on staleness"):
+            return self._of_plans(step)
+        return None
+
+    def _of_plans(self, step: float) -> Change | None:
+        """The better of other devices and more staleness."""
+        if self._steps > _WARM and self._planned <= SHARE * self._ran:
+            began = time.perf_counter()
+            self._plans = self._searched(step)
+            self._planned += time.perf_counter() - began
+        known = [change for change in self._plans if change is not None and change.seconds > 0]
+        return max(known, key=lambda change: change.seconds, default=None)
+
+    def _searched(self, step: float) -> tuple[Change | None, Change | None]:
+        profile, placed = self._profile(), self._placed()
+        if profile is None or not placed.fleet.counts:
+            return None, None
+        fleet = placed.fleet
+        try:
+            known = workload(
+                profile, fleet.counts, placed.memory_by_kind, extrapolate=True, hardware=fleet.hardware
+            )  # fmt: skip
+        except PlacementError:  # a stage that was measured on too little
+            return None, None
+        moved = None
+        if not self._staleness and (found := plan(known)) is not None and found.seconds < step:
+            moved = Change(f"set `placement.mode=auto` (planned: {found.mode})", step - found.seconds)
+        later = None
+        if isinstance(self._config, RunConfig) and (best := recommend(known)) is not None:
+            now = next((row for row in best.rows if row.staleness == self._staleness), None)
+            if now is not None and best.staleness > self._staleness:
+                then = next(row for row in best.rows if row.staleness == best.staleness)
+                share = 1 - then.found.seconds / now.found.seconds
+                flow = "" if self._staleness else " with `flow=rlinf.flows.grpo_async`"
+                later = Change(f"set `staleness.max={best.staleness}`{flow}", share * step)
+        return moved, later

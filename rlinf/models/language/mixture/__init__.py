@@ -1,0 +1,1 @@
+"""What a policy does more where its layers are mixtures of experts (`replay`)."""

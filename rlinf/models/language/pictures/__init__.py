@@ -1,0 +1,1 @@
+"""Language models that read pictures, as trainers and references compute them."""

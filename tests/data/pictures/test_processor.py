@@ -1,0 +1,144 @@
+"""Placeholders, pixels and positions of pictures."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlinf.data.datasets.load import load_data
+from rlinf.data.datasets.rows import DataError, ListRows, fingerprint
+from rlinf.data.pictures.images import image_refs, opened
+from rlinf.data.pictures.processor import GRID, PIXELS
+from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language.load import build_model, pictures_of
+from tests.pictured import MODELS, TOKENIZER, pictures
+
+CHAT = "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TOKENIZER)
+
+
+def png(picture):
+    kept = io.BytesIO()
+    picture.save(kept, format="PNG")
+    return kept.getvalue()
+
+
+@pytest.fixture
+def cat():
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 24, 3), dtype=np.uint8))
+
+
+def read(tokenizer, *rows, kind="qwen2_5_vl", **options):
+    shows = None if kind is None else lambda given: pictures_of(MODELS[kind], given)
+    return load_data(tokenizer, train=list(rows), pictures=shows, shuffle=False, **options).train.take(len(rows))
+
+
+def test_every_form_of_a_picture_is_the_same_picture(cat, tmp_path):
+    content = png(cat)
+    (tmp_path / "cat.png").write_bytes(content)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    forms = [cat, content, {"bytes": content, "path": None}, str(tmp_path / "cat.png"), url]
+    found = [image for form in forms for image in image_refs(form, "here")]
+    assert len({image.digest for image in found}) == 1
+    assert all(np.array_equal(np.asarray(opened(image)), np.asarray(cat)) for image in found)
+    assert [bool(image.content) for image in found] == [True, True, True, False, True]  # a file stays where it is
+    assert image_refs(None, "here") == ()
+    with pytest.raises(DataError, match=r"row 3.*no\.png"):
+        image_refs([str(tmp_path / "no.png")], "row 3")
+    (tmp_path / "cat.png").write_bytes(b"other")
+    with pytest.raises(DataError, match="has changed"):
+        opened(found[3])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_prompt_has_as_many_placeholders_as_the_model_has_features(kind, tokenizer):
+    shows = pictures_of(MODELS[kind], tokenizer)
+    shown = pictures((16, 16), (16, 24), (8, 40), (13, 37))
+    inputs = shows.inputs(shown)
+    net = build_model(MODELS[kind], tokenizer).eval()
+    features = net.get_image_features(**inputs).pooler_output
+    counts = [shows.count(image) for image in shown]
+    assert counts == shows.counts(inputs, shown)
+    assert sum(counts) == sum(len(one.view(-1, 32)) for one in features)
+    blank, count = shows.blank()
+    assert sum(len(one.view(-1, 32)) for one in net.get_image_features(**blank).pooler_output) == count
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_that_the_model_gives(kind, tokenizer):
+    shows = pictures_of(MODELS[kind], tokenizer)
+    net = build_model(MODELS[kind], tokenizer)
+    shown = pictures((16, 16), (16, 40), (24, 8))
+    grids = shows.inputs(shown)[GRID]
+    ids = np.array(shows.expand(tokenizer(f"a{shows.text}{shows.text}bc{shows.text}:1")["input_ids"], shown))
+    types = torch.from_numpy((ids == shows.placeholder).astype(np.int32))[None]
+    expected, _ = net.model.get_rope_index(torch.from_numpy(ids)[None], types, image_grid_thw=grids)
+    assert np.array_equal(shows.positions(ids, grids), expected[:, 0].numpy())
+
+
+def test_rows_with_pictures_become_prompts(cat, tokenizer):
+    geometry = {"images": [cat, cat], "problem": "<image>a: <image>?", "answer": "3"}
+    unmarked = {"images": [{"bytes": png(cat)}], "problem": "a?", "answer": "4"}
+    plain = {"images": [], "problem": "abc?", "answer": "5"}
+    first, second, third = read(tokenizer, geometry, unmarked, plain)
+    shows = pictures_of(MODELS["qwen2_5_vl"], tokenizer)
+    assert first.text == f"{shows.text}a: {shows.text}?"
+    assert second.text == f"{shows.text}a?"
+    assert [len(prompt.images) for prompt in (first, second, third)] == [2, 1, 0]
+    assert [(prompt.token_ids == shows.placeholder).sum() for prompt in (first, second, third)] == [12, 6, 0]
+    assert "images" not in first.row
+    assert first.answer == "3"
+
+
+def test_messages_say_where_pictures_stand(cat, tokenizer):
+    tokenizer.chat_template = CHAT
+    shows = pictures_of(MODELS["internvl"], tokenizer)
+    parts = [{"type": "text", "text": "ab"}, {"type": "image"}, {"type": "text", "text": "c"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": parts}], "image": cat},
+        {"prompt": [{"role": "system", "content": "c"}, {"role": "user", "content": "ab"}], "image": cat},
+    ]
+    first, second = read(tokenizer, *rows, kind="internvl")
+    assert first.text == f"u:ab{shows.text}ca:"
+    assert second.text == f"s:cu:{shows.text}aba:"
+
+
+def test_what_does_not_fit_together_is_refused(cat, tokenizer):
+    row = {"images": [cat], "problem": "<image><image>?"}
+    with pytest.raises(DataError, match=r"row 1: the prompt has 2 places for pictures and 1 pictures"):
+        read(tokenizer, row)
+    with pytest.raises(DataError, match=r"row 1: the prompt has 1 places for pictures and 0"):
+        read(tokenizer, {"images": [], "problem": pictures_of(MODELS["qwen2_5_vl"], tokenizer).text})
+    with pytest.raises(DataError, match=r"reads text alone.*images: null"):
+        read(tokenizer, row, kind=None)
+    (prompt,) = read(tokenizer, row, kind=None, columns={"images": None})
+    assert (prompt.images, prompt.text) == ((), "<image><image>?")
+    with pytest.raises(DataError, match="none that PIL can read"):
+        read(tokenizer, {"images": [b"no picture"], "problem": "a"})
+
+
+def test_a_data_set_of_pictures_is_known_again(cat):
+    rows = [{"image": cat.copy(), "problem": "a"}]
+    again = [{"image": cat.copy(), "problem": "a"}]
+    other = [{"image": cat.rotate(180), "problem": "a"}]
+    found = [fingerprint(ListRows("list", each)) for each in (rows, again, other)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_saved_preprocessor_is_the_same(kind, tokenizer, tmp_path):
+    shows = pictures_of(MODELS[kind], tokenizer)
+    build_model(MODELS[kind], tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    shows.save(tmp_path)
+    again = pictures_of(str(tmp_path), tokenizer)
+    shown = pictures((17, 40))
+    assert torch.equal(again.inputs(shown)[PIXELS], shows.inputs(shown)[PIXELS])
+    assert (again.text, again.placeholder, again.banned) == (shows.text, shows.placeholder, shows.banned)

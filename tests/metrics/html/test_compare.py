@@ -1,0 +1,60 @@
+"""A page of several runs: what is on it, that it is text, and that it can be read in a browser."""
+
+import json
+
+import pytest
+
+from rlinf.cli.commands import main
+from tests.metrics.html.test_report import HOSTILE, Page, run_directory
+
+
+@pytest.fixture
+def two(tmp_path):
+    one, other = run_directory(tmp_path / "one"), run_directory(tmp_path / "other", steps=12)
+    (other / "resolved.yaml").write_text((other / "resolved.yaml").read_text() + "\noptimizer: {lr: 0.5}\n")
+    return one, other
+
+
+def page_of(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_runs_are_side_by_side_with_what_is_not_the_same(two, tmp_path, capsys):
+    target = tmp_path / "compare.html"
+    assert main(["compare", *map(str, two), "--output", str(target)]) == 0
+    assert str(target) in capsys.readouterr().out
+    page = page_of(target)
+    for told in ("one", "other", "optimizer.lr", "0.5", "40 of 40", "12 of 12", "seconds of a step (median)"):
+        assert told in page.text, told
+    text = target.read_text()
+    carried = text.partition('id="numbers">')[2].partition("</script>")[0]
+    runs = json.loads(carried)["runs"]
+    assert [run["name"] for run in runs] == ["one", "other"]
+    assert [len(run["steps"]) for run in runs] == [len(run["metrics"]["reward/mean"]) for run in runs]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):
+    for where in ("a", "b"):
+        (tmp_path / where).mkdir()
+        run_directory(tmp_path / where / "run")
+    target = tmp_path / "compare.html"
+    assert main(["compare", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--output", str(target)]) == 0
+    assert "a/run" in page_of(target).text
+    assert "Nothing is unlike" in page_of(target).text
+
+
+def test_what_a_configuration_holds_is_text(two, tmp_path):
+    one, other = two
+    (other / "resolved.yaml").write_text(f"name: {json.dumps(HOSTILE)}\nflow: {json.dumps(HOSTILE)}\n")
+    target = tmp_path / "compare.html"
+    assert main(["compare", str(one), str(other), "--output", str(target)]) == 0
+    assert HOSTILE in page_of(target).text
+    assert HOSTILE not in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(["one"], "alone has nothing"), (["one", "nowhere"], "it has no metrics.jsonl")]
+)
+def test_what_cannot_be_compared_is_told(two, tmp_path, capsys, given, said):
+    assert main(["compare", *(str(tmp_path / each) for each in given)]) == 2
+    assert said in capsys.readouterr().err

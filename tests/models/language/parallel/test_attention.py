@@ -1,0 +1,114 @@
+"""Attention of ranks that have some of the tokens each: together it is that of every sequence by itself."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from rlinf.data.packing import Row, pack
+from rlinf.models.language.kernels.varlen import Kernel, kernel_of
+from rlinf.models.language.packed_attention import _CAUSAL, Rule, _Scores
+from rlinf.models.language.parallel.attention import by_kernel, of_pieces
+from rlinf.models.language.parallel.tokens import Division, zigzag
+
+HEADS, KEYS, SIZE = 4, 2, 16
+
+
+@dataclass
+class Together:
+    """Some ranks, of which this is one, that send each other nothing."""
+
+    ranks: int
+    me: int
+
+    def size(self):
+        return self.ranks
+
+    def get_local_rank(self):
+        return self.me
+
+    def get_group(self):
+        return None
+
+
+def batch():
+    """Two answers that share a long prompt, and two other sequences."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 9, size) for size in (19, 2, 7)]
+    return pack([Row(prompts[which], rng.integers(0, 9, size)) for which, size in ((0, 6), (0, 30), (1, 1), (2, 11))])
+
+
+def seen_by_all(size, end, left):
+    """Who sees whom where the last of `size` queries is the last of `end` keys."""
+    at = torch.arange(end)[end - size :, None] - torch.arange(end)
+    return (at >= 0) & ((at <= left) | (left < 0))
+
+
+def stand_in(query, key, value, bounds, longest, scale, left):
+    """What a kernel for sequences of several lengths does, one sequence after the other."""
+    assert [int(each.diff().max()) for each in bounds] == list(longest)
+    found = []
+    for part in range(len(bounds[0]) - 1):
+        of = [slice(int(each[part]), int(each[part + 1])) for each in bounds]
+        q, k, v = (each.transpose(0, 1)[None] for each in (query[of[0]], key[of[1]], value[of[1]]))
+        mask = seen_by_all(q.shape[2], k.shape[2], left)
+        attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        found.append(attended[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def by_itself(given, packed, left):
+    """Attention of each sequence alone, at the first place of each token, [tokens, heads, size]."""
+    found, start = torch.zeros_like(given[0]), 0
+    stands = packed.stands if packed.stands is not None else np.arange(sum(packed.lengths))
+    for length in packed.lengths:
+        of = torch.from_numpy(stands[start : start + length])
+        start += length
+        q, k, v = (each[of].transpose(0, 1)[None] for each in given)
+        mask = seen_by_all(length, length, left).to(q.device)
+        found[of] = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    return found
+
+
+WAYS = ["rectangles", "a stand-in", pytest.param("varlen", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_together_give_the_attention_of_each_sequence_by_itself(way, ranks, window):
+    if way == "varlen" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    device = torch.device("cuda" if way == "varlen" else "cpu")
+    dtype = torch.bfloat16 if way == "varlen" else torch.float32
+    packed = batch()
+    tokens, left = len(packed.ids), -1 if window is None else window - 1
+    torch.manual_seed(0)
+    given = [torch.randn(tokens, heads, SIZE).to(device, dtype) for heads in (HEADS, KEYS, KEYS)]
+    expected = by_itself([each.float() for each in given], packed, left)
+    order = torch.from_numpy(np.minimum(zigzag(tokens, ranks, 1), tokens - 1)).to(device)
+    everywhere = [each[order.reshape(-1)] for each in given]
+    scores, rule = _Scores(0.3, None, None), _CAUSAL if window is None else Rule(sliding_window_causal_mask_function(5))
+    compared = 0
+    for me in range(ranks):
+        share = Division(Together(ranks, me)).share(packed)
+        pieces = type(share.pieces)(
+            None, share.pieces.lengths, *(getattr(share.pieces, name).to(device) for name in PIECES)
+        )
+        query = given[0][order[me]]
+        if way == "rectangles":
+            found = of_pieces(query, *everywhere[1:], pieces, scores, rule)
+        else:
+            kernel = kernel_of("varlen", device) if way == "varlen" else Kernel(way, stand_in)
+            found = by_kernel(kernel, query, *everywhere[1:], pieces, 0.3, left)
+        real = torch.from_numpy(zigzag(tokens, ranks, 1)[me] < tokens).to(device)
+        assert torch.allclose(found[real].float(), expected[order[me]][real], atol=0.02 if way == "varlen" else 1e-5)
+        assert not found[~real].any()
+        compared += int(real.sum())
+    assert compared == tokens
+
+
+PIECES = ("queries", "keys", "restore", "query_bounds", "key_bounds")

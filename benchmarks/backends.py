@@ -134,6 +134,10 @@ def _slow(stage: Stage) -> None:
     stage.forward = lambda *given: _Sleep.apply(inner(*given))  # type: ignore[method-assign]
 
 
+def _write(path: Path, found: Any) -> None:
+    path.write_text(json.dumps(found))
+
+
 async def _main(system: ActorSystem) -> None:
     out, what, *rest = sys.argv[1:]
     group = await system.spawn(Timed, name="timed")
@@ -141,7 +145,7 @@ async def _main(system: ActorSystem) -> None:
         (found,) = await group.whole(int(rest[0]))
     else:
         found = {int(count): max(await group.bubble(int(count))) for count in rest}
-    Path(out).write_text(json.dumps(found))
+    _write(Path(out), found)
 
 
 def _ran(processes: int, *arguments: str) -> Any:
@@ -197,7 +201,8 @@ def sixteen() -> Any:
         out = Path(directory) / "out.pt"
         program = "tests/training/programs/split.py"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=16", "--standalone", program, str(out), case,
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=16", "--standalone", program, str(out),
+            case,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True)

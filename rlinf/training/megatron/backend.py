@@ -67,6 +67,8 @@ class MegatronBackEnd:
                 raise ValueError(
                     f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp for adapters"
                 )
+        if model.router_replay is True:
+            raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
         if model.head == "scores":
             raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
         if model.dtype != "float32":

@@ -135,7 +135,9 @@ class Stage(nn.Module):
             self.decoder.set_input_tensor(self._fed)
             hidden = None
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=reading, rotary_pos_emb=self.angles(reading.positions, self.config.pipeline_dtype)
+            hidden_states=hidden,
+            attention_mask=reading,
+            rotary_pos_emb=self.angles(reading.positions, self.config.pipeline_dtype),
         )
         return self._ended(hidden, reading, entropy_slope) if self.last else hidden
 

@@ -2,8 +2,9 @@
 
     whole    the same tiny model and micro-batches under both back ends, in one process, A B A B …: CPU seconds of an
              optimizer step, medians
-    bubble   two stages, of which forward and backward passes of a micro-batch take modelled times (they sleep): the
-             share of the time in which a stage idles under the schedule that trains, beside (p - 1) / (m + p - 1)
+    bubble   two stages that train by their real schedule and messages, each with a clock to which a forward or backward
+             pass adds a modelled time, and a message the time at which it was sent: the share of the time in which a
+             stage idles, beside (p - 1) / (m + p - 1)
     learn    the quickstart by GRPO and PPO with two processes per copy, tensor by tensor or stage by stage: accuracy
     sixteen  all five keys at once on 16 processes: largest differences from transformers' own log-probs and gradients
 
@@ -24,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -49,12 +51,12 @@ MODEL = {
     "num_key_value_heads": 2, "intermediate_size": 192, "tie_word_embeddings": True,
 }  # fmt: skip
 """The quickstart's."""
-FORWARD, BACKWARD, MICRO_BATCHES = 0.05, 0.1, (4, 8, 16)
+FORWARD, BACKWARD, MICRO_BATCHES = 1.0, 2.0, (4, 8, 16)
 
 
-def batches(count: int) -> list[Packed]:
-    """Micro-batches of 128 samples with 5 tokens of prompt and as many of answer."""
-    ids = np.random.default_rng(0).integers(2, 12, (count, 128, 10))
+def batches(count: int, samples: int = 128) -> list[Packed]:
+    """Micro-batches of samples with 5 tokens of prompt and as many of answer."""
+    ids = np.random.default_rng(0).integers(2, 12, (count, samples, 10))
     return [pack([Row(row[:5], row[5:]) for row in rows]) for rows in ids]
 
 
@@ -96,42 +98,62 @@ class Timed(JointActor):
 
     @endpoint
     async def bubble(self, count: int) -> float:
-        """Seconds that a round of micro-batches takes through modelled stages."""
+        """Modelled seconds that a round of micro-batches takes."""
+        CLOCK[0] = 0.0
         back = await self._made("megatron", {"pipeline": 2})
         return await self.compute(self._round, back, count)
 
     def _round(self, back: Any, count: int) -> float:
+        from rlinf.training.megatron import exchange
+
         pipeline: Pipeline = back._pipeline
         for stage in pipeline.stages:
             _slow(stage)
-        given = batches(count)
+        given = batches(count, samples=1)  # whose own computing counts for little beside the modelled times
 
         def ended(number: int, found: Tensor) -> Tensor:
             return loss(given[number], (found[:, 0], found[:, 1])).total
 
-        seconds = []
-        for _ in range(3):
-            begun = time.perf_counter()
+        with mock.patch.object(exchange, "Exchange", _timed(exchange.Exchange)):
             pipeline.run(given, ended, learns=True)
-            seconds.append(time.perf_counter() - begun)
-        return min(seconds)
+        return CLOCK[0]
 
 
-class _Sleep(torch.autograd.Function):
+CLOCK = [0.0]
+"""Seconds of this stage's modelled time."""
+
+
+class _Passes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        time.sleep(FORWARD)
+        CLOCK[0] += FORWARD
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(BACKWARD)
+        CLOCK[0] += BACKWARD
         return gradients[0]
 
 
 def _slow(stage: Stage) -> None:
     inner = stage.forward
-    stage.forward = lambda *given: _Sleep.apply(inner(*given))  # type: ignore[method-assign]
+    stage.forward = lambda *given: _Passes.apply(inner(*given))  # type: ignore[method-assign]
+
+
+def _timed(kind: Any) -> Any:
+    """The exchange of stages, of which each message says when it was sent and is received no earlier."""
+
+    class Timed(kind):  # type: ignore[misc]
+        def _sent(self, asked: Any, out: Any, into: Any) -> None:
+            super()._sent(asked, out, into)
+            if any(each is not None and each.dtype == torch.int64 for each in (*out, *into)):
+                return  # shapes, which go before
+            told = [None if each is None else torch.tensor([CLOCK[0]]) for each in out]
+            heard = [None if each is None else torch.zeros(1) for each in into]
+            super()._sent(asked, told, heard)
+            CLOCK[0] = max([CLOCK[0], *(float(each) for each in heard if each is not None)])
+
+    return Timed
 
 
 def _write(path: Path, found: Any) -> None:

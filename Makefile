@@ -37,9 +37,11 @@ $(VENV)/bin/python:
 
 # torch first and by itself: asked for through a range, pip may choose another build of it.
 # Without build isolation: setuptools came with torch, so nothing unpinned is downloaded to build.
+# Bytecode of 28,000 files is made at the end on all cores; pip would make it on one. (Some are no Python for this one.)
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)" setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "$(TORCH)" setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 # Debian 12's own Mesa lacks a feature that SAPIEN asks for; its backports have it.
@@ -58,12 +60,11 @@ renderer:  ## install Mesa's software renderer, for pictures of simulators; need
 # One OpenMP thread per process: on shared cores a second one was measured to cost up to 40 times.
 # Several workers share out the files; what starts processes of its own, and what watches the clock, one of them runs alone.
 # One worker more than CI has cores: a third of a test's time it waits, for processes that start, end or fall silent.
-# Bytecode is kept, whatever the environment says: tests start many a Python, and each would compile rlinf anew.
 TEST_WORKERS ?= 3
 .PHONY: test
 test: install renderer  ## run all tests; PYTEST_ARGS="-k name" chooses, PYTEST_ARGS="-n 0" runs them in one process
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no Chromium: the tests that open report.html are skipped"
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=15 --durations-min=1 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=15 --durations-min=1 $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: install  ## run the property tests on new random examples for FUZZ_SECONDS (300); FUZZ_ARGS="tests/runtime" chooses

@@ -392,10 +392,8 @@ def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
     for answer in saved["answers"]:
         prompt = Prompt(answer["id"], none, answer["prompt"], answer["answer"])
         its_group = groups.setdefault(prompt.id, [])
-        sample = Sample(
-            prompt, len(its_group), none, nothing, none.astype(np.int32), answer["text"], answer["truncated"],
-            reward=answer["reward"], outcome=answer["outcome"],
-        )  # fmt: skip
+        read = (none, nothing, none.astype(np.int32), answer["text"], answer["truncated"])
+        sample = Sample(prompt, len(its_group), *read, reward=answer["reward"], outcome=answer["outcome"])
         its_group.append(sample)
     judged = tuple(Group(samples[0].prompt, tuple(samples)) for samples in groups.values())
     return Evaluation(saved["metrics"]["accuracy"], judged, saved["metrics"])

@@ -70,6 +70,7 @@ def _mistakes(config: RunConfig, hosts: int | None) -> Iterator[tuple[str, str]]
     if (engine := config.rollout.engine) not in ENGINES and (advice := mistake_in(engine)) is not None:
         yield "rollout.engine", f"{advice}; or take {' or '.join(ENGINES)}"
     yield from _recipe_mistakes(config.algorithm.name)
+    yield from _experts_mistakes(config)
     yield from _reference_mistakes(config)
     for key, directory in (
         ("model.path", config.model.path),
@@ -320,3 +321,15 @@ def _trials_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
         yield "trials.videos", f"there are only {most} episodes; raise trials.episodes"
     every = trials.every if most or config.algorithm.name == IMITATION else 0  # which has held-out episodes, too
     yield from best_mistakes(config.checkpoint, trials.patience, every, "trials")
+
+
+def _experts_mistakes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What is asked of experts, where it is known that there are none or that nobody tells of them."""
+    made, key = config.model.config, "trainer.router_replay"
+    asked = [key] if config.trainer.router_replay is True else []
+    asked += ["algorithm.router_aux_loss"] if config.algorithm.router_aux_loss else []
+    for each in asked:
+        if made and not any("expert" in str(name) for name in made):
+            yield each, "the model has no experts: leave the key out"
+        elif config.rollout.engine == "vllm" or config.trainer.backend == "megatron":
+            yield each, "it needs an engine that tells of experts and a back end that replays them: transformers, fsdp"

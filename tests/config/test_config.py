@@ -345,3 +345,12 @@ def test_the_best_evaluation_needs_evaluations_between_the_steps():
     assert "no.such.module: no such module" in wrong["callbacks"]
     chosen = ["checkpoint.best=evaluation/accuracy", "evaluation.every=2", "evaluation.patience=3"]
     assert load_config(None, chosen).checkpoint.best == "evaluation/accuracy"
+
+
+@pytest.mark.parametrize("asked", ["trainer.router_replay=true", "algorithm.router_aux_loss=0.1"])
+def test_experts_are_asked_for_only_where_there_are_some(asked):
+    with pytest.raises(ConfigError, match="the model has no experts: leave the key out"):
+        load_config("configs/quickstart.yaml", [asked])
+    with pytest.raises(ConfigError, match="it needs an engine that tells of experts"):
+        load_config("configs/moe/qwen3-moe-tiny.yaml", [asked, "rollout.engine=vllm"])
+    load_config("configs/moe/qwen3-moe-tiny.yaml", [asked])

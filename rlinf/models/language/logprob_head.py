@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlinf.algos.tensor.masks import wide
 from rlinf.models.language.kernels.head import FusedHead
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of configurations by which models change their logits after the output embedding."""
 
 
 def token_logprobs(
@@ -191,3 +195,10 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Te
     """At least float32, [tokens, vocabulary], ours to overwrite."""
     logits = wide(F.linear(hidden, weight, bias))
     return logits if temperature is None else logits.div_(temperature[part, None])
+
+
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether nothing is known to be done to logits; small ones, as of a new model, would not show it in a trial."""
+    config = model.config.get_text_config()
+    changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
+    return type(model.get_output_embeddings()) is nn.Linear and not changed

@@ -23,7 +23,7 @@ from rlinf.data.pictures.processor import Pictures
 from rlinf.models.language.kernels.blocks import CompiledBlocks, checkpoint_blocks
 from rlinf.models.language.kernels.head import FusedHead
 from rlinf.models.language.kernels.varlen import HALF, Kernel, KernelName, device_at_fault, kernel_of
-from rlinf.models.language.logprob_head import logprobs_of_logits, token_logprobs
+from rlinf.models.language.logprob_head import head_is_plain, logprobs_of_logits, token_logprobs
 from rlinf.models.language.mixture.replay import Found, Mixture, Replay
 from rlinf.models.language.packed_attention import ARGUMENT, NAME, REFUSALS, Layout
 from rlinf.models.language.parallel.matrices import TensorRanks
@@ -38,8 +38,6 @@ _PROBE = ((2, 3), (5, 1), (1, 4), (2, 5), (5, 2))
 """Tokens of prompts and answers that a model is tried with; some share their prompt."""
 _SPOILT = 2
 """Of these the one that shares none."""
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of configurations by which models change their logits after the output embedding."""
 
 
 class PolicyModel(nn.Module):
@@ -101,7 +99,7 @@ class PolicyModel(nn.Module):
         self._blocks: CompiledBlocks | None = None
         self._fused: FusedHead | None = None
         self._padded_attention: str = model.config._attn_implementation or "sdpa"
-        self._use(packs=True, plain_head=_head_is_plain(model))
+        self._use(packs=True, plain_head=head_is_plain(model))
         if gradient_checkpointing:
             checkpoint_blocks(self._layers)
 
@@ -292,7 +290,7 @@ class PolicyModel(nn.Module):
             kernels = ["varlen", None] if wanted == "packed" else ["flash", "varlen", None]
         pads = wanted in ("padded", "any") or (wanted == "auto" and device.type == "cpu")
         pads &= self._division is None  # whose tokens cannot be split
-        heads = (True, False) if _head_is_plain(self.model) else (False,)
+        heads = (True, False) if head_is_plain(self.model) else (False,)
         for plain_head in heads:
             if wanted != "padded":
                 yield from ((kernel, True, plain_head) for kernel in kernels)
@@ -375,13 +373,6 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The model's layers, each of which is spread, gathered and checkpointed as a whole."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether nothing is known to be done to logits; small ones, as of a new model, would not show it in a trial."""
-    config = model.config.get_text_config()
-    changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
-    return type(model.get_output_embeddings()) is nn.Linear and not changed
 
 
 def _agreed(mine: bool, ranks: DeviceMesh | None, device: torch.device) -> bool:

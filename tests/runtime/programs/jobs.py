@@ -79,7 +79,7 @@ class Zygote:
         with self._news:
             self._server.stdin.write(json.dumps(job).encode() + b"\n")
             self._server.stdin.flush()
-            assert self._news.wait_for(lambda: self._started, DEADLINE), "the fork server does not answer"
+            assert self._news.wait_for(lambda: self._started, patient(DEADLINE)), "the fork server does not answer"
             return self._started.pop()
 
     def close(self):

@@ -134,6 +134,10 @@ bench-grpo: install  ## measure the quickstart next to TRL and a bare loop; BENC
 bench-preference: install  ## measure supervised training, DPO and reward models next to TRL; BENCH_ARGS="--save" chooses
 	$(BIN)/python -m benchmarks.preference $(BENCH_ARGS)
 
+.PHONY: bench-backends
+bench-backends: install  ## measure Megatron-core next to FSDP2, and its pipeline; BENCH_ARGS="whole bubble learn sixteen --save" chooses
+	$(BIN)/python -m benchmarks.backends $(BENCH_ARGS)
+
 # On the machine's own Python, with what it has installed: a machine with a card often has no registry. No CUDA device:
 # GPU_ARGS=--rehearse runs the same lines on the CPU.
 .PHONY: test-gpu bench-gpu

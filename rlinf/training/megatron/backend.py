@@ -65,6 +65,8 @@ class MegatronBackEnd:
         for setting, given in {"lora": model.lora, "adapters": model.adapters, "freeze": model.freeze}.items():
             if given:
                 raise ValueError(f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp")
+        if model.router_replay is True:
+            raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
         if model.head == "scores":
             raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
         if model.dtype != "float32":
@@ -129,7 +131,7 @@ class MegatronBackEnd:
         return f"by Megatron-core, {how}, {self._groups.grid.shares} shares of the data"
 
     def optimization(self, **settings: Any) -> SplitLearner:
-        tied = self._whole.config.tie_word_embeddings
+        tied = self._whole.config.tie_word_embeddings and self._head == "logprobs"
         shared = {
             f"{number}.{name}": sharing(name, self._groups, tied)
             for number, stage in enumerate(self._pipeline.stages)

@@ -1,7 +1,7 @@
 """Models split by Megatron-core over all ranks of a job, held against transformers' own: rank 0's answers are written
 for a test to look at.
 
-Usage: split.py OUT CASE..., a case being KIND:tensor=2,pipeline=2,...
+Usage: split.py OUT CASE..., a case being KIND:tensor=2,pipeline=2,... or KIND+values:...
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
+from rlinf.models.language.value_model import without_head
 from rlinf.training.backend import ModelSettings, back_end_of
+from rlinf.training.megatron.pieces import fill
 from tests.actors import toys
 
 MORE: dict[str, dict[str, Any]] = {
@@ -82,11 +84,19 @@ class Split(JointActor):
         back: Any = await back_end_of("megatron").make(
             self, ModelSettings(source, head=head, parallel=ParallelConfig(**split), logprob_chunk=7), self._tokenizer
         )
-        net = perturbed(build_model(source, self._tokenizer).eval())
+        net = build_model(source, self._tokenizer).eval()
+        if head == "values":
+            without_head(net)
+            net.add_module("score", torch.nn.Linear(net.config.hidden_size, 1))
+            for parameter in net.score.parameters():
+                torch.nn.init.zeros_(parameter)
+        net = perturbed(net)
         return await self.compute(self._compared, back, net, head)
 
     def _compared(self, back: Any, net: Any, head: str) -> dict[str, Any]:
-        back.take({name: parameter.detach() for name, parameter in net.named_parameters()})
+        given = {name: parameter.detach() for name, parameter in net.named_parameters()}
+        back.take(given)
+        fill([piece for piece in back._pieces if piece.name.startswith("score.")], given)
         shares = max(back.data_ranks) + 1
         mine = rows()[back.data_ranks[self.rank] :: shares]
         batches = [pack(mine[start::6]) for start in range(6)]
@@ -95,7 +105,7 @@ class Split(JointActor):
         probe = pack(rows()[:7])
         found = back.outputs(probe)[0]
         with torch.no_grad():
-            expected = plain(net, probe, head)[0] if head == "logprobs" else found
+            expected = plain(net, probe, head)[0]
         off = float((found - expected).abs().max())
         learner.begin()
         seen: dict[str, torch.Tensor] = {}
@@ -106,8 +116,6 @@ class Split(JointActor):
         learner.optimizer.register_step_pre_hook(look)
         learner.accumulate(batches, loss, entropy_slope=True)
         gathered, numbers = learner.step()
-        if head != "logprobs":
-            return {"outputs": off, "norm": numbers["grad_norm"], "loss": numbers["loss"]}
         every = pack(rows())
         whole = loss(every, plain(net, every, head))
         (whole.total / whole.weight).backward()
@@ -138,8 +146,12 @@ class Split(JointActor):
 
 
 def plain(net: Any, batch: Packed, head: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies by the model's own forward, one sequence after the other."""
+    """Log-probs and entropies, or values, by the model's own forward, one sequence after the other."""
     ids = batch.ids if batch.places is None else batch.ids[batch.places]
+    if head == "values":
+        parts = [net.base_model(part[None]).last_hidden_state[0] for part in ids.split(batch.lengths)]
+        hidden = torch.cat(parts)[batch.kept]
+        return net.score(hidden)[:, 0], hidden
     logits = torch.cat([net(part[None]).logits[0] for part in ids.split(batch.lengths)])[batch.kept]
     if batch.temperature is not None:
         logits = logits / batch.temperature[:, None]
@@ -152,9 +164,10 @@ async def main(system: rlinf.ActorSystem) -> None:
     results = {}
     group = await system.spawn(Split, name="split")
     for case in cases:
-        kind, _, given = case.partition(":")
+        model, _, given = case.partition(":")
+        kind, _, head = model.partition("+")
         split = {name: int(size) for name, size in (each.split("=") for each in given.split(",") if each)}
-        results[case] = await group.compare(kind, split)  # of every rank
+        results[case] = await group.compare(kind, split, head or "logprobs")  # of every rank
     torch.save(results, out)
 
 

@@ -50,10 +50,11 @@ class Angles(nn.Module):
             raise ValueError(f"rope_type={kind} scales queries by {scale}, which is not carried over to Megatron-core")
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """Float32 [tokens, 1, 1, numbers of a query]."""
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines, which `turned` takes, [2, tokens, 1, 1, numbers of a query]."""
         angles = positions[:, None].float() * self.get_buffer("frequencies").float()
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+        angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
+        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
 
 class Stage(nn.Module):
@@ -134,7 +135,9 @@ class Stage(nn.Module):
             self.decoder.set_input_tensor(self._fed)
             hidden = None
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=reading, rotary_pos_emb=self.angles(reading.positions)
+            hidden_states=hidden,
+            attention_mask=reading,
+            rotary_pos_emb=self.angles(reading.positions, self.config.pipeline_dtype),
         )
         return self._ended(hidden, reading, entropy_slope) if self.last else hidden
 

@@ -24,7 +24,7 @@ _REACHING = (
     *("tensor_parallel.layers", "tensor_parallel.mappings", "tensor_parallel.utils", "tensor_parallel.random"),
     *("pipeline_parallel.schedules", "pipeline_parallel.p2p_communication"),
     *("transformer.moe.router", "transformer.moe.experts", "transformer.moe.moe_utils"),
-    *("transformer.moe.token_dispatcher", "transformer.mlp"),
+    *("transformer.moe.token_dispatcher", "transformer.mlp", "transformer.attention"),
 )
 """Modules of Megatron-core, of those used here, that ask for CUDA by name."""
 
@@ -116,6 +116,7 @@ def prepare() -> None:
             setattr(module, _ASKED, _given)
     # nothing in our layers is random, so no generator of Megatron's needs a seed
     modules["tensor_parallel.random"].CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    modules["transformer.attention"].apply_rotary_pos_emb = turned
     experts = modules["transformer.moe.moe_utils"]
     if not hasattr(experts, "te_general_gemm"):
         experts.te_general_gemm = None  # which 0.16.1 forgets to define where TransformerEngine is not installed
@@ -130,6 +131,19 @@ def prepare() -> None:
 def _given(group: Any, *_: Any, **__: Any) -> Any:
     """The group that is given, which Megatron's own leaves out where the process has no default group."""
     return group
+
+
+def turned(parts: Tensor, waves: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Queries or keys, [tokens, 1, heads, size], turned by their positions (RoPE, arXiv:2104.09864, eq. 34).
+
+    Megatron's own makes cosines and sines anew in each layer and copies what it does not turn, which is nothing here.
+
+    Args:
+        parts: the queries or keys.
+        waves: cosines and sines, [2, tokens, 1, 1, size].
+    """
+    first, second = parts.chunk(2, dim=-1)
+    return parts * waves[0] + torch.cat([-second, first], dim=-1) * waves[1]
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

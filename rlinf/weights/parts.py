@@ -74,8 +74,9 @@ class Scattered:
     """Of the whole."""
     held: Sequence[Held]
     """Who has which, in an order that is the same on all ranks."""
-    mine: Callable[[Held], Tensor]
-    """Gives a rectangle that this rank has."""
+    write: Callable[[Held, int, Tensor], None]
+    """Copies rows of a rectangle that this rank has, from one of them on, into a tensor that takes so many, and casts
+    them to its dtype."""
     mesh: DeviceMesh | None
     """The ranks; None for one."""
 
@@ -104,34 +105,35 @@ class Scattered:
         for held in self.held:
             if me not in (0, held.rank):
                 continue
-            local = self.mine(held) if me == held.rank else None
             row = prod(held.shape[1:]) * dtype.itemsize
             step = max(1, piece_bytes // max(1, row))
             for start in range(0, held.shape[0], step):
                 count = min(step, held.shape[0] - start)
-                piece = self._piece(None if local is None else local.narrow(0, start, count), held, count, dtype, clock)
-                if whole is not None and piece is not None:
-                    at = [slice(first, first + size) for first, size in zip(held.offset, held.shape, strict=True)]
-                    at[0] = slice(held.offset[0] + start, held.offset[0] + start + count)
-                    with clock.phase("copy", piece):
-                        whole[tuple(at)].copy_(piece)
+                place_of = None if whole is None else whole[_rows(held, start, count)]
+                if held.rank:
+                    self._moved(place_of, held, start, count, dtype, clock)
+                elif place_of is not None:
+                    with clock.phase("copy", place_of):
+                        self.write(held, start, place_of)
 
-    def _piece(self, mine: Tensor | None, held: Held, count: int, dtype: torch.dtype, clock: Clock) -> Tensor | None:
-        """Some rows of a rectangle: sent where they are, received on the first rank."""
-        if held.rank == 0:
-            return mine
+    def _moved(
+        self, place: Tensor | None, held: Held, start: int, count: int, dtype: torch.dtype, clock: Clock
+    ) -> None:
+        """Some rows of a rectangle of another rank: it sends them, and the first one puts them into their place."""
         assert self.mesh is not None
         group = self.mesh.get_group()
-        if mine is not None:
-            with clock.phase("cast", mine):
-                sent = mine.to(dtype).contiguous()
-            with clock.phase("gather", sent):
-                dist.send(sent, group=group, group_dst=0)
-            return None
-        found = torch.empty((count, *held.shape[1:]), dtype=dtype, device=self.device)
-        with clock.phase("gather", found):
-            dist.recv(found, group=group, group_src=held.rank)
-        return found
+        piece = torch.empty((count, *held.shape[1:]), dtype=dtype, device=self.device)
+        if self.mesh.get_local_rank():
+            with clock.phase("cast", piece):
+                self.write(held, start, piece)
+            with clock.phase("gather", piece):
+                dist.send(piece, group=group, group_dst=0)
+            return
+        with clock.phase("gather", piece):
+            dist.recv(piece, group=group, group_src=held.rank)
+        if place is not None:
+            with clock.phase("copy", piece):
+                place.copy_(piece)
 
     def whole(self, dtype: torch.dtype, piece_bytes: int) -> Tensor:
         """The tensor itself on the first rank; on others one of its shape without memory."""
@@ -139,6 +141,12 @@ class Scattered:
         found = torch.empty(self.shape, dtype=dtype, device=self.device if leads else "meta")
         self.gather_into(found.view(-1) if leads else None, dtype, piece_bytes, Clock())
         return found
+
+
+def _rows(held: Held, start: int, count: int) -> tuple[slice, ...]:
+    """Where some rows of a rectangle are in the whole."""
+    first, *others = (slice(begun, begun + size) for begun, size in zip(held.offset, held.shape, strict=True))
+    return slice(first.start + start, first.start + start + count), *others
 
 
 def scattered(tensor: DTensor, ranks: DeviceMesh) -> Scattered:
@@ -162,4 +170,8 @@ def scattered(tensor: DTensor, ranks: DeviceMesh) -> Scattered:
         offset[0] += begun
         if prod(shape):
             held.append(Held(rank, tuple(offset), tuple(shape)))
-    return Scattered(tuple(tensor.shape), held, lambda _: tensor.to_local(), ranks)
+
+    def write(_: Held, start: int, into: Tensor) -> None:
+        into.copy_(tensor.to_local().narrow(0, start, len(into)))
+
+    return Scattered(tuple(tensor.shape), held, write, ranks)

@@ -135,7 +135,6 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
         yield Problem("configuration", "trainer.parallel", split, "; ".join(wrong))
     refused = {
         "model.lora": (bool(config.model.lora.r or config.model.lora.path), "trains all weights, and has no adapters"),
-        "trainer.dtype": (config.trainer.dtype == "bfloat16", "computes in float32 so far"),
         "trainer.compile": (config.trainer.compile is True, "compiles nothing"),
         "trainer.attention": (config.trainer.attention not in ("auto", "packed"), "packs, by torch's attention"),
     }

@@ -58,7 +58,8 @@ class Footprint:
     optimizer: float = 0.0
     """AdamW's two running means, the same."""
     gathered: float = 0.0
-    """Of a shared model, what is whole while it computes: a layer, and what is outside of the layers."""
+    """Of a shared model, what is whole while it computes: a layer, and what is outside of the layers. Of one that lies
+    in parts that stay, the weights once more in the dtype that they are computed with, if it is another."""
     activations: float = 0.0
     """Of one micro-batch."""
     cache: float = 0.0
@@ -159,7 +160,7 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     width, (tokens, chunk) = _BYTES[config.trainer.dtype], _micro_batch(config)
     in_flight = shape.layers  # of a pipeline, the first stage has as many micro-batches under way as there are stages
     if splits_whole(config.trainer):
-        shape, tokens, ranks, width = part_of(shape, parallel), tokens_of(tokens, parallel), 1, 4
+        shape, tokens, ranks = part_of(shape, parallel), tokens_of(tokens, parallel), 1
     outside = shape.outside if head else shape.head
     share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
     if ranks > 1 and parallel != ParallelConfig():
@@ -170,12 +171,13 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     activations = token * shape.layers * shape.kept + logits
     if checkpointed:
         activations = token * shape.layers * shape.hidden + max(token * (shape.kept - shape.hidden), logits)
-    spread = ranks > 1 or width < 4
+    spread = ranks > 1 or (width < 4 and not splits_whole(config.trainer))
+    rounded = share / 4 * width if width < 4 and not spread else 0.0
     made = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
         optimizer=0.0 if adapters else 2 * share * (1.0 if config.optimizer.kind == "adamw" else 0.25),
-        gathered=(outside + shape.layer) * width if spread else 0.0,
+        gathered=(outside + shape.layer) * width if spread else rounded,
         activations=activations,
     )
     if device_kind(config.placement) != "cuda":
@@ -187,7 +189,7 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         lora = 16.0 * config.model.lora.r * shape.layers * wide / ranks
         merged = 2 * 4.0 * shape.hidden * max(shape.inner, shape.queries) / ranks
         most, publishing = most + lora, publishing + lora + merged
-    return _with_spare(made, max(most, publishing))
+    return _with_spare(made, max(most, publishing) + rounded)
 
 
 def _with_spare(made: Footprint, most: float) -> Footprint:

@@ -69,10 +69,6 @@ class MegatronBackEnd:
             raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
         if model.head == "scores":
             raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
-        if model.dtype != "float32":
-            raise ValueError(
-                f"trainer.dtype={model.dtype}: trainer.backend=megatron computes in float32 so far; take fsdp"
-            )
         grid = Grid(model.parallel, ranks.world_size)
         await ranks.compute(standins.prepare)
         groups = await grouped(grid, ranks.rank, ranks.mesh_of, ranks.mesh)
@@ -91,7 +87,7 @@ class MegatronBackEnd:
             if drawn is not None:
                 whole.generation_config = drawn.generation_config
             parts = range(model.parallel.interleave) if model.parallel.interleave > 1 else (None,)
-            inner = families.inner_config(config, model.parallel, torch.float32)
+            inner = families.inner_config(config, model.parallel, dtype_of(model.dtype))
             stages = [Stage(inner, config, groups, part, model.head, model.logprob_chunk) for part in parts]
         for stage in stages:
             if stage.last and model.head == "values":
@@ -178,17 +174,17 @@ class MegatronBackEnd:
             yield name, Export(tuple(shape.shape), wanted, partial(self._scattered, name))
 
     def _scattered(self, name: str) -> Any:
-        def mine(held: Held) -> Tensor:
-            piece = self._told[name, held]
-            return piece.of(piece.parameter.detach())
+        def write(held: Held, start: int, into: Tensor) -> None:
+            self._told[name, held].write(start, into)
 
-        return Scattered(tuple(self._shapes[name].shape), self._held[name], mine, self._mesh)
+        return Scattered(tuple(self._shapes[name].shape), self._held[name], write, self._mesh)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(each.shape) for name, each in self._shapes.items() if not name.startswith(HEAD)}
 
     def take(self, named: Mapping[str, Tensor]) -> None:
         fill([piece for piece in self._pieces if not piece.name.startswith(HEAD)], named)
+        self._pipeline.precision.forget()
 
     def copies(
         self,
@@ -220,9 +216,11 @@ class MegatronBackEnd:
             self.module, self._pieces, self._shapes, learner.optimizer, learner.schedule, source, rank=self._rank
         )
         learner.resumed()
+        self._pipeline.precision.forget()
         return found
 
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
+        self._pipeline.precision.forget()  # they are made again of what comes back
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 

@@ -83,7 +83,7 @@ def inner_config(config: Any, parallel: ParallelConfig, dtype: torch.dtype) -> A
     Args:
         config: a Hugging Face configuration without `mistakes`.
         parallel: how it is split.
-        dtype: of parameters, and of what stages send one another.
+        dtype: to compute in, and of what stages send one another; parameters are float32.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -125,7 +125,7 @@ def inner_config(config: Any, parallel: ParallelConfig, dtype: torch.dtype) -> A
         microbatch_group_size_per_vp_stage=parallel.pipeline,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.tensor > 1,
-        params_dtype=dtype,
+        params_dtype=torch.float32,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the one that goes with it

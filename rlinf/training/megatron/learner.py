@@ -63,6 +63,7 @@ class SplitLearner(Learner):
     def begin(self) -> None:
         super().begin()
         self._waiting = []
+        self._pipeline.precision.forget()
 
     def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
         """Add the gradients of some micro-batches, at the latest with `step`.

@@ -46,6 +46,21 @@ class Piece:
         return self.view(tensor).reshape(self.shape)
 
     @torch.no_grad()
+    def write(self, start: int, into: Tensor) -> None:
+        """Copy as many rows of the piece as `into` has, from `start` on, without another copy of them."""
+        view = self.view(self.parameter)
+        if view.shape == self.shape:
+            into.copy_(view.narrow(0, start, len(into)))
+            return
+        stretch = self.shape[0] // len(view)  # rows that lie behind one another
+        done = 0
+        while done < len(into):
+            number, first = divmod(start + done, stretch)
+            count = min(stretch - first, len(into) - done)
+            into.narrow(0, done, count).copy_(view[number].view(-1, *self.shape[1:]).narrow(0, first, count))
+            done += count
+
+    @torch.no_grad()
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write values, shaped like the piece, into a tensor shaped like the parameter."""
         target = self.view(tensor)

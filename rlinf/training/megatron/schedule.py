@@ -19,6 +19,7 @@ from rlinf.data.packing import Packed
 from rlinf.training.megatron.layers.attention import Reading, read
 from rlinf.training.megatron.layers.stage import Stage
 from rlinf.training.megatron.layout import Groups
+from rlinf.training.megatron.precision import Precision
 
 Ended = Callable[[int, Tensor], Tensor | None]
 """Of the number of a micro-batch and what the last stage gave for it: what is differentiated, None for nothing."""
@@ -36,6 +37,7 @@ class Pipeline:
         self.stages, self._groups = stages, groups
         self.depth = groups.grid.parallel.pipeline
         self.interleaved = len(stages) > 1
+        self.precision = Precision(stages)
 
     @property
     def last(self) -> bool:
@@ -44,9 +46,9 @@ class Pipeline:
 
     def reading(self, batch: Packed) -> Reading:
         """What this rank reads of a micro-batch."""
-        parallel, parameter = self._groups.grid.parallel, next(self.stages[0].parameters())
-        here = batch.to(parameter.device)
-        return read(here, parameter.dtype, parallel.tensor, parallel.context, self._groups.place.context)
+        parallel, dtype = self._groups.grid.parallel, self.stages[0].config.pipeline_dtype
+        here = batch.to(next(self.stages[0].parameters()).device)
+        return read(here, dtype, parallel.tensor, parallel.context, self._groups.place.context)
 
     def run(self, batches: Sequence[Packed], ended: Ended, *, learns: bool, entropy_slope: bool = False) -> None:
         """Have micro-batches computed, all or none of their stages on this rank.
@@ -57,7 +59,10 @@ class Pipeline:
             learns: go back, too.
             entropy_slope: entropies are differentiable.
         """
-        readings = [self.reading(batch) for batch in batches]
+        with self.precision.rounded():
+            self._run([self.reading(batch) for batch in batches], ended, learns, entropy_slope)
+
+    def _run(self, readings: Sequence[Reading], ended: Ended, learns: bool, entropy_slope: bool) -> None:
         if self.depth == 1:
             for number, reading in enumerate(readings):
                 with torch.set_grad_enabled(learns):

@@ -1,13 +1,17 @@
 """Models split by Megatron-core over all ranks of a job, held against transformers' own: rank 0's answers are written
 for a test to look at.
 
-Usage: split.py OUT CASE..., a case being KIND:tensor=2,pipeline=2,... or KIND+values:...
+Usage: split.py OUT CASE..., a case being KIND:tensor=2,pipeline=2,..., with +values, +bfloat16 or +checkpointed behind
+the kind; or published:...
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,12 +23,17 @@ from rlinf.algos.tensor.loss_sum import LossSum
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.data.weights import BUCKET_BYTES
 from rlinf.models.language.load import build_model
 from rlinf.models.language.value_model import without_head
 from rlinf.training.backend import ModelSettings, back_end_of
 from rlinf.training.megatron.pieces import fill
+from rlinf.weights import publish
 from tests.actors import toys
+from tests.training.programs.alive import Alive
 
+PUBLISHED_BUCKET = 60 << 10
+"""Bytes; a piece is then 30 rows of a matrix, which is no divisor of anything."""
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
     "qwen3_moe": {
@@ -75,15 +84,22 @@ class Split(JointActor):
         await self._open_mesh()
         self.device = torch.device("cpu")
         self._tokenizer = load_tokenizer(toys.ALPHABET)
+        self._by_fsdp: dict[tuple[str, int], float] = {}
 
     @endpoint
-    async def compare(self, kind: str, split: dict[str, int], head: str = "logprobs") -> dict[str, Any]:
+    async def compare(self, kind: str, split: dict[str, int], *how: str) -> dict[str, Any]:
         """Largest differences of outputs and of gradients on this rank."""
+        head, dtype = "values" if "values" in how else "logprobs", "bfloat16" if "bfloat16" in how else "float32"
         layers = max(2, split.get("pipeline", 1) * split.get("interleave", 1))
         source = configuration(kind, layers)
         back: Any = await back_end_of("megatron").make(
-            self, ModelSettings(source, head=head, parallel=ParallelConfig(**split), logprob_chunk=7), self._tokenizer
-        )
+            self,
+            ModelSettings(
+                source, head=head, parallel=ParallelConfig(**split), logprob_chunk=7, dtype=dtype,
+                gradient_checkpointing="checkpointed" in how,
+            ),
+            self._tokenizer,
+        )  # fmt: skip
         net = build_model(source, self._tokenizer).eval()
         if head == "values":
             without_head(net)
@@ -91,15 +107,55 @@ class Split(JointActor):
             for parameter in net.score.parameters():
                 torch.nn.init.zeros_(parameter)
         net = perturbed(net)
-        return await self.compute(self._compared, back, net, head)
+        found: dict[str, Any] = await self.compute(self._compared, back, net, head)
+        if dtype == "bfloat16" and kind in ("qwen2", "qwen3") and head == "logprobs":
+            if (kind, layers) not in self._by_fsdp:
+                fsdp = await back_end_of("fsdp").make(self, ModelSettings(source, dtype=dtype), self._tokenizer)
+                self._by_fsdp[kind, layers] = await self.compute(self._loss, fsdp, net)
+            found["FSDP's loss"] = self._by_fsdp[kind, layers]
+        return found
+
+    @endpoint
+    async def published(self, split: dict[str, int]) -> dict[str, Any]:
+        """The most bytes that were alive at once while weights were packed, beside those that were there before and the
+        buckets; and whether the weights are the model's."""
+        source = toys.configuration("qwen2", hidden_size=128, intermediate_size=192)
+        settings = ModelSettings(source, parallel=ParallelConfig(**split))
+        back: Any = await back_end_of("megatron").make(self, settings, self._tokenizer)
+        return await self.compute(self._packed, back, build_model(source, self._tokenizer))
+
+    def _packed(self, back: Any, net: Any) -> dict[str, Any]:
+        piece = PUBLISHED_BUCKET * publish.PIECE_BYTES // BUCKET_BYTES
+        alive = Alive(back.held())
+        with mock.patch.object(publish, "PIECE_BYTES", piece), alive:
+            packed = publish.pack(
+                back.export, 1, lead=self.rank == 0, dtype=torch.bfloat16, bucket_bytes=PUBLISHED_BUCKET,
+                empty=alive.apart(torch.empty),
+            )  # fmt: skip
+        equal = packed is None
+        if packed is not None:
+            given = {name: tensor.bfloat16() for name, tensor in net.named_parameters()}
+            told = dict(packed.named())
+            equal = told.keys() == given.keys() and all(torch.equal(told[name], given[name]) for name in given)
+            assert len(packed.buckets) > 3
+        return {"most": alive.most, "equal": equal}
+
+    def _loss(self, back: Any, net: Any) -> float:
+        """Of a step on all rows, of which this rank has its share."""
+        back.take({name: parameter.detach() for name, parameter in net.named_parameters()})
+        learner = back.optimization(lr=0.01)
+        learner.begin()
+        learner.accumulate(self._batches(back), loss, entropy_slope=True)
+        return float(learner.step()[1]["loss"])
+
+    def _batches(self, back: Any) -> list[Packed]:
+        mine = rows()[back.data_ranks[self.rank] :: max(back.data_ranks) + 1]
+        return [pack(mine[start::6]) for start in range(6)]
 
     def _compared(self, back: Any, net: Any, head: str) -> dict[str, Any]:
         given = {name: parameter.detach() for name, parameter in net.named_parameters()}
         back.take(given)
         fill([piece for piece in back._pieces if piece.name.startswith("score.")], given)
-        shares = max(back.data_ranks) + 1
-        mine = rows()[back.data_ranks[self.rank] :: shares]
-        batches = [pack(mine[start::6]) for start in range(6)]
         settings = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "grad_clip": 0.5}
         learner = back.optimization(**settings)
         probe = pack(rows()[:7])
@@ -114,8 +170,9 @@ class Split(JointActor):
             seen.update(self._gradients(back))
 
         learner.optimizer.register_step_pre_hook(look)
-        learner.accumulate(batches, loss, entropy_slope=True)
-        gathered, numbers = learner.step()
+        with sending(back) as sent:
+            learner.accumulate(self._batches(back), loss, entropy_slope=True)
+            gathered, numbers = learner.step()
         every = pack(rows())
         whole = loss(every, plain(net, every, head))
         (whole.total / whole.weight).backward()
@@ -124,7 +181,14 @@ class Split(JointActor):
         worst = max(
             ((seen[key] - wanted[piece.name][at]).abs().max().item(), key) for key, at, piece in self._mine(back)
         )
+        means = [each for kept in learner.optimizer.state.values() for each in kept.values()]
+        pairs = [(seen[key].double(), wanted[piece.name][at].double()) for key, at, piece in self._mine(back)]
         return {
+            "cosine": [float(sum((a * b).sum() for a, b in part)) for part in _cosine_of(pairs)],
+            "dtypes": {each.dtype for each in (*seen.values(), *means, *back.module.parameters())},
+            "sent": sent,
+            "size": float(expected.abs().max()),
+            "loss of its own": numbers["loss"],
             "outputs": off,
             "gradient": worst,
             "largest": max(float(grad.abs().max()) for grad in wanted.values()),
@@ -143,6 +207,30 @@ class Split(JointActor):
 
     def _gradients(self, back: Any) -> dict[str, torch.Tensor]:
         return {name: piece.of(piece.parameter.grad).clone() for name, _, piece in self._mine(back)}
+
+
+def _cosine_of(pairs: Any) -> Any:
+    """Pairs whose products add up to what a cosine is made of."""
+    return pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs]
+
+
+@contextmanager
+def sending(back: Any) -> Iterator[set[torch.dtype]]:
+    """The dtypes of the tensors that stages send each other meanwhile."""
+    sent: set[torch.dtype] = set()
+    if back._pipeline.depth == 1:
+        yield sent
+        return
+    from rlinf.training.megatron.exchange import Exchange
+
+    inner = Exchange._sent
+
+    def seen(self: Any, asked: Any, out: Any, into: Any) -> None:
+        sent.update(each.dtype for each in out if each is not None and each.is_floating_point())
+        inner(self, asked, out, into)
+
+    with mock.patch.object(Exchange, "_sent", seen):
+        yield sent
 
 
 def plain(net: Any, batch: Packed, head: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,9 +253,10 @@ async def main(system: rlinf.ActorSystem) -> None:
     group = await system.spawn(Split, name="split")
     for case in cases:
         model, _, given = case.partition(":")
-        kind, _, head = model.partition("+")
+        kind, *how = model.split("+")
         split = {name: int(size) for name, size in (each.split("=") for each in given.split(",") if each)}
-        results[case] = await group.compare(kind, split, head or "logprobs")  # of every rank
+        asked = group.published(split) if kind == "published" else group.compare(kind, split, *how)
+        results[case] = await asked  # of every rank
     torch.save(results, out)
 
 

@@ -7,6 +7,7 @@ Megatron-core's; attention, norms, the angles of rotary embeddings and the head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -122,6 +123,13 @@ class Stage(nn.Module):
         elif self.last and not (self.first and model.tie_word_embeddings):
             self.head = nn.Parameter(torch.empty(self.rows, config.hidden_size))
 
+    def computed_with(self) -> Iterator[tuple[nn.Module, str]]:
+        """Its parameters that are in the dtype to compute in, by module and name there: all but those of the critic's
+        head, whose values are float32 as under FSDP."""
+        for module in self.modules():
+            if module is not getattr(self, "score", None):
+                yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+
     def set_input_tensor(self, fed: Any) -> None:
         """What the stage before gave; Megatron's schedules call this."""
         self._fed = fed[0] if isinstance(fed, list) else fed
@@ -161,7 +169,8 @@ class Stage(nn.Module):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not values, group=tensor)
         hidden = hidden[:, 0].index_select(0, reading.predicting)
         if values:
-            found = torch.cat([self.score(hidden.to(self.score.weight.dtype)), hidden], dim=1)
+            hidden = hidden.to(self.score.weight.dtype)
+            found = torch.cat([self.score(hidden), hidden], dim=1)
         else:
             weight = (self.embedding.weight if self.first and self._embeds else self.head)[: self.own_rows]
             if tensor.size() == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,33 +23,26 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self.most = 0
         """Bytes alive at once."""
-        self._aside = [_reference(tensor) for tensor in there]
-        self._there = {reference.cdata for reference in self._aside}
+        self._aside = [*there]
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def apart(self, make: Callable[..., Tensor]) -> Callable[[Any, torch.dtype], Tensor]:
-        """Makes tensors that do not count."""
-
-        def made(shape: Any, dtype: torch.dtype) -> Tensor:
-            with torch.utils._python_dispatch._disable_current_modes():
-                tensor = make(shape, dtype=dtype)
-            self._aside.append(_reference(tensor))
-            self._there.add(self._aside[-1].cdata)
-            return tensor
-
-        return made
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that does not count, nor does what shares its memory."""
+        self._aside.append(torch.empty(tuple(shape), dtype=dtype))
+        self._alive.pop(StorageWeakRef(self._aside[-1].untyped_storage()).cdata, None)
+        return self._aside[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                reference = _reference(tensor)
-                if reference.cdata not in self._there:
-                    self._alive[reference.cdata] = reference, tensor.untyped_storage().nbytes()
         self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and not self._known(tensor):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._alive[reference.cdata] = reference, tensor.untyped_storage().nbytes()
         return found
 
-
-def _reference(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    def _known(self, tensor: Tensor) -> bool:
+        storages = (known.untyped_storage() for known in self._aside)
+        begun = tensor.untyped_storage().data_ptr()
+        return any(known.data_ptr() <= begun < known.data_ptr() + known.nbytes() for known in storages)

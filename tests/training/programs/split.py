@@ -130,7 +130,7 @@ class Split(JointActor):
         with mock.patch.object(publish, "PIECE_BYTES", piece), alive:
             packed = publish.pack(
                 back.export, 1, lead=self.rank == 0, dtype=torch.bfloat16, bucket_bytes=PUBLISHED_BUCKET,
-                empty=alive.apart(torch.empty),
+                empty=alive.empty,
             )  # fmt: skip
         equal = packed is None
         if packed is not None:

@@ -240,9 +240,9 @@ class ForwardConfig:
 
 @dataclass
 class ParallelConfig:
-    """How one copy of a model is split over processes, each way by so many; their product is the processes that one
-    copy takes, `expert` aside. What remains of the trainer's processes computes on further shares of the data. See
-    docs/training.md."""
+    """How one copy of a model is split over processes: `tensor` x `pipeline` x `context` of them have one copy, and
+    what remains of the trainer's processes computes on further shares of the data. docs/training.md has how `fsdp`
+    splits, without stages, and docs/backends.md how `megatron` does."""
 
     tensor: int = number(1, low=1)
     """Processes over which every layer's matrices are split, and between them the tokens."""
@@ -253,7 +253,7 @@ class ParallelConfig:
     context: int = number(1, low=1)
     """Processes over which the tokens of each sequence are split, for long answers."""
     expert: int = number(1, low=1)
-    """Processes over which a mixture's experts are spread, among those that share data, context and tensors."""
+    """Processes over which a mixture's experts are spread; they are among those of the copies, not further ones."""
 
     @property
     def copy(self) -> int:
@@ -278,8 +278,8 @@ class TrainerConfig(ForwardConfig):
     """Compute activations again on the way back: less memory, about a third more time. `auto` does on GPUs whose memory
     would not do without by the estimate of `--dry-run`, and never on CPUs."""
     micro_batch_tokens: int | None = number(None, low=1)  # type: ignore[assignment]  # a run gives roles its value
-    """Tokens (prompts included) that each rank computes at once; a longer sample stands alone. null takes 2,048 on CPUs
-    and 16,384 on GPUs."""
+    """Tokens (prompts included) that each rank, or the ranks that `parallel` has compute together, computes at once; a
+    longer sample stands alone. null takes 2,048 on CPUs and 16,384 on GPUs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]  # the same
     """Precision of the computation; weights, gradients and the optimizer stay in float32. `auto` is bfloat16 on GPUs
     and float32 on CPUs."""

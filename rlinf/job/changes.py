@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from rlinf.config.embodied import EmbodiedConfig
+from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.metrics.explain.causes import Cause
 from rlinf.metrics.explain.explainer import Change
@@ -20,6 +21,12 @@ from rlinf.placement.profiling.forecast import workload
 from rlinf.placement.profiling.profile import Profile
 from rlinf.placement.seats import Placed
 
+AHEAD = {
+    "rlinf.flows.grpo": "rlinf.flows.grpo_async",
+    "rlinf.flows.ppo": "rlinf.flows.ppo_async",
+    "rlinf.flows.agentic": "rlinf.flows.agentic.agentic_async",
+}
+"""Of our synchronous flows, those that begin work early."""
 SHARE = 0.01
 """Of the run's time that planning may take."""
 _WARM = 3
@@ -34,6 +41,7 @@ class Changes:
         profile: what its steps cost so far; None before the first.
         placed: where its roles are now.
         staleness: steps that its flow begins work early.
+        flow: its path.
     """
 
     def __init__(
@@ -42,8 +50,10 @@ class Changes:
         profile: Callable[[], Profile | None],
         placed: Callable[[], Placed],
         staleness: int = 0,
+        flow: str = "",
     ) -> None:
         self._config, self._profile, self._placed, self._staleness = config, profile, placed, staleness
+        self._ahead = AHEAD.get(flow)
         self._steps, self._ran, self._planned = 0, 0.0, 0.0
         self._plans: tuple[Change | None, Change | None] = (None, None)
 
@@ -76,6 +86,10 @@ class Changes:
             return self._of_plans(step)
         return None
 
+    @property
+    def _given_texts(self) -> bool:
+        return isinstance(self._config, RunConfig) and self._config.algorithm.name in SUPERVISED
+
     def _of_plans(self, step: float) -> Change | None:
         """The better of other devices and more staleness."""
         if self._steps > _WARM and self._planned <= SHARE * self._ran:
@@ -96,15 +110,13 @@ class Changes:
             )  # fmt: skip
         except PlacementError:  # a stage that was measured on too little
             return None, None
-        moved = None
-        if not self._staleness and (found := plan(known)) is not None and found.seconds < step:
+        moved, later = None, None
+        if self._staleness or self._given_texts:  # measured while work was begun early; placed by hand alone
+            return None, None
+        if self._config.placement.mode != "auto" and (found := plan(known)) is not None and found.seconds < step:
             moved = Change(f"set `placement.mode=auto` (planned: {found.mode})", step - found.seconds)
-        later = None
-        if isinstance(self._config, RunConfig) and (best := recommend(known)) is not None:
-            now = next((row for row in best.rows if row.staleness == self._staleness), None)
-            if now is not None and best.staleness > self._staleness:
-                then = next(row for row in best.rows if row.staleness == best.staleness)
-                share = 1 - then.found.seconds / now.found.seconds
-                flow = "" if self._staleness else " with `flow=rlinf.flows.grpo_async`"
-                later = Change(f"set `staleness.max={best.staleness}`{flow}", share * step)
+        if self._ahead is not None and (best := recommend(known)) is not None and best.staleness:
+            now, then = best.rows[0], next(row for row in best.rows if row.staleness == best.staleness)
+            share = 1 - then.found.seconds / now.found.seconds
+            later = Change(f"set `staleness.max={best.staleness}` with `flow={self._ahead}`", share * step)
         return moved, later

@@ -181,7 +181,13 @@ class TrainingLoop(RunKind[E]):
 
     def _changes(self) -> Changes:
         placement = self.placement
-        return Changes(self.config, lambda: placement.ledger.profile, lambda: placement.placed, self.prepared.staleness)
+        return Changes(
+            self.config,
+            lambda: placement.ledger.profile,
+            lambda: placement.placed,
+            self.prepared.staleness,
+            self.prepared.path,
+        )
 
     def step_begins(self) -> None:
         """What follows, until `step_ended`, is one step."""

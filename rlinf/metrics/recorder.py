@@ -7,6 +7,7 @@ the time went.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -81,7 +82,7 @@ class Recorder:
             metrics |= timing(lap) | parts(lap)
             if self._ledger is not None:
                 metrics |= self._ledger.step(lap)
-                self._explain(step, lap, metrics)
+                await self._explain(step, lap, metrics)
         for counted, speed in (("response_tokens", "tokens_per_s"), ("env_steps", "env_steps_per_s")):
             if counted in metrics:
                 metrics[speed] = metrics[counted] / max(metrics["timing/step"], 1e-9)
@@ -89,10 +90,11 @@ class Recorder:
             metrics["kl"] = metrics.pop("approx_kl")
         return metrics
 
-    def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float]) -> None:
+    async def _explain(self, step: int, lap: Lap, metrics: Mapping[str, float]) -> None:
         if self._explainer is None or self._ledger is None or self._ledger.seen is None:
             return
-        found = self._explainer.step(lap, self._ledger.devices, self._ledger.seen, metrics)
+        told = (lap, self._ledger.devices, self._ledger.seen, dict(metrics))
+        found = await asyncio.to_thread(self._explainer.step, *told)  # it may ask the planner, which computes
         if found is not None:
             self.explained.append(found)
             self._said.add([{"step": step, **asdict(found)}])

@@ -290,7 +290,7 @@ def changes(resolved: Path, text: str) -> list[Change]:
     if not resolved.exists():
         return []
     try:
-        was, now = (dict(_flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
+        was, now = (dict(flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
     except (yaml.YAMLError, ValueError, AttributeError):
         raise ValueError(f"{resolved} is damaged: remove it, and nothing is known to have changed") from None
     return [
@@ -300,10 +300,11 @@ def changes(resolved: Path, text: str) -> list[Change]:
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree by dotted key; an empty mapping is a value."""
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

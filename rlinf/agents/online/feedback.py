@@ -276,6 +276,7 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "prompt_ids": _text(np.asarray(sample.prompt.token_ids, np.int64)),
         "prompt": sample.prompt.text,
         **{name: None if array is None else _text(array) for name, array in arrays.items()},
+        "routes": None if sample.routes is None else _shaped(sample.routes),
         **{name: getattr(sample, name) for name in ("text", "truncated", "temperature", "weight", "agent")},
     }
 
@@ -285,7 +286,17 @@ def _sample(plain: Mapping[str, Any]) -> Sample:
     arrays: dict[str, Any] = {
         name: None if plain[name] is None else _array(plain[name], kind) for name, kind in _ARRAYS.items()
     }
+    routes = plain.get("routes")  # of journals from before there were any, none
+    arrays["routes"] = None if routes is None else _of_shape(**routes)
     return Sample(Prompt(0, _array(plain["prompt_ids"], np.int64), plain["prompt"]), 0, **arrays, **rest)
+
+
+def _shaped(array: np.ndarray) -> dict[str, Any]:
+    return {"kind": array.dtype.str, "shape": list(array.shape), "text": _text(np.ascontiguousarray(array))}
+
+
+def _of_shape(kind: str, shape: Sequence[int], text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), np.dtype(kind)).reshape(shape).copy()
 
 
 def _text(array: np.ndarray) -> str:

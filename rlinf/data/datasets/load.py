@@ -151,7 +151,6 @@ def load_data(
         ValueError: unknown task.
     """
     how = PromptOptions(**options)
-    shown: Pictures | None = None
     made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
     if tokenizer is None and made is None:
         raise DataError("data: problems of your own need the tokenizer of a model: set model.path or model.tokenizer")
@@ -160,12 +159,12 @@ def load_data(
     encoder = source if isinstance(source, PreTrainedTokenizerBase) else load_tokenizer(source)
     if how.chat_template is not None:
         encoder.chat_template = template_text(how.chat_template)
+    shown: Pictures | None = None if pictures is None else pictures(encoder)
     held_out = [] if made is None else prompts(made.held_out, encoder)
     if made is not None:
         opened = _Opened(rows_of(made), task_maker(encoder), (), ())
     else:
         assert train is not None
-        shown = None if pictures is None else pictures(encoder)
         opened = _open(train, split, encoder, how, shown)
     notes = opened.notes
     if evaluation is not None:

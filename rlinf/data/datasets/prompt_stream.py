@@ -126,7 +126,8 @@ class PromptStream(Generic[Item]):
         new = [each for each in drawn if each.index not in self._made]
         batch = self.maker.make(new)
         by_id = {prompt.id: prompt for prompt in batch.prompts}
-        self._held += sum(len(image.content) for prompt in batch.prompts for image in getattr(prompt, "images", ()))
+        shown: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # given texts are groups of one's
+        self._held += sum(len(image.content) for prompt in shown for image in getattr(prompt, "images", ()))
         self._made.update((each.index, (by_id.get(each.id), each.id in batch.truncated)) for each in new)
 
     def _next(self) -> Drawn:

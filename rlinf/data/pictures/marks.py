@@ -22,7 +22,7 @@ def pictured(said: str | list[Any], count: int, pictures: Pictures) -> str | lis
     """
     if isinstance(said, str):
         return _marked(said, count, pictures)
-    messages = [{**message, "content": _flat(message["content"])} for message in said]
+    messages = [{**message, "content": _flat(message.get("content"))} for message in said]
     if not any(MARK in each["content"] or pictures.mark in each["content"] for each in messages):
         first = next((number for number, each in enumerate(messages) if each["role"] == "user"), 0)
         messages[first]["content"] = MARK * count + messages[first]["content"]
@@ -36,7 +36,9 @@ def _marked(text: str, count: int, pictures: Pictures) -> str:
 
 
 def _flat(content: Any) -> str:
-    """A message's parts as one text."""
+    """A message's parts as one text; none of a message that only calls tools."""
+    if content is None:
+        return ""
     if isinstance(content, str) or not isinstance(content, Sequence):
         return str(content)
     return "".join(_part(part) for part in content)

@@ -31,6 +31,11 @@ _LAYER = re.compile(r"\.(\d+)\.")
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
+def nowhere(routes: Tensor, count: int) -> Tensor:
+    """Routes of so many more tokens of which nobody knows, in the shape and type of others."""
+    return routes.new_full((count, *routes.shape[1:]), torch.iinfo(routes.dtype).max)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
     """How a micro-batch was routed, at the tokens that predict learned ones."""

@@ -76,7 +76,8 @@ class ServedEngine(Engine):
         self._changed = asyncio.Event()  # the gate was opened, or a stream ended
         self._unwanted: list[str] = []
         self._sweeper: asyncio.Task[None] | None = None
-        self._version, self._last = 0, 0.0  # and when tokens came last, or the first was asked for, by the loop's clock
+        self._version = 0
+        self._last = 0.0  # when tokens came last, or the first was asked for, by the loop's clock
 
     async def start(self, child: ServerChild) -> None:
         """Start the server. Raises `ChildDied` if it does not come up.

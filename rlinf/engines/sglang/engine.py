@@ -87,9 +87,10 @@ async def build(
     if tensor_parallel < 1 or stream_interval < 1:
         raise ValueError("rollout.engine_args: tensor_parallel and stream_interval must be at least 1")
     device, first = device_here()
+    found = interpreter(python)
     files = await setup.compute(model_files, setup)
     options = Options(
-        python=interpreter(python),
+        python=found,
         device=device,
         first_device=first,
         dtype=str(setup.dtype).removeprefix("torch."),

@@ -68,6 +68,8 @@ async def build(
         ValueError: there is no such environment, or `args` has what the engine itself sets.
         ChildDied: the server did not come up; with the last lines of its output.
     """
+    if setup.pictures is not None:
+        raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
     own: dict[str, Any] = {
         "dtype": str(setup.dtype).removeprefix("torch."),
         "max_num_seqs": setup.max_rows,

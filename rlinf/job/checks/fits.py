@@ -135,12 +135,16 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
         yield Problem("configuration", "trainer.parallel", split, "; ".join(wrong))
     refused = {
         "model.lora": (bool(config.model.lora.r or config.model.lora.path), "trains all weights, and has no adapters"),
+        "model.freeze": (bool(config.model.freeze), "trains all weights"),
+        "trainer.sharding": (config.trainer.sharding != "auto", "splits models by trainer.parallel"),
         "trainer.compile": (config.trainer.compile is True, "compiles nothing"),
         "trainer.attention": (config.trainer.attention not in ("auto", "packed"), "packs, by torch's attention"),
     }
     for key, (given, why) in refused.items():
         if given:
-            yield Problem("configuration", key, True, f"trainer.backend=megatron {why}; leave it out, or take fsdp")
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            yield Problem("configuration", key, value, f"trainer.backend=megatron {why}; leave it out, or take fsdp")
 
 
 def oversized(config: RunConfig, footprints: Mapping[str, Footprint]) -> Iterator[Problem]:

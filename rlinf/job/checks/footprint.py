@@ -58,8 +58,7 @@ class Footprint:
     optimizer: float = 0.0
     """AdamW's two running means, the same."""
     gathered: float = 0.0
-    """Of a shared model, what is whole while it computes: a layer, and what is outside of the layers. Of one that lies
-    in parts that stay, the weights once more in the dtype that they are computed with, if it is another."""
+    """While it computes: of a model in slices a layer and what is outside of layers; of one in parts, bfloat16 copies."""
     activations: float = 0.0
     """Of one micro-batch."""
     cache: float = 0.0
@@ -123,7 +122,7 @@ def footprints(
             tokens, chunk = _micro_batch(config)
             made = Footprint(
                 weights=its.parameters * (width + (4 if follows else 0)),
-                activations=tokens * its.passing * width + _logits(config, its),
+                activations=tokens * its.passing * width + _logits(chunk, its),
             )
             most = (tokens * its.passing_bytes(width) + logit_bytes(its, chunk)) * (1 + ALLOWANCE)
             found[role] = _with_spare(made, most) if cuda else made
@@ -157,27 +156,29 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
     a number where a policy has a vocabulary.
     """
     checkpointed, parallel = config.trainer.gradient_checkpointing is True, config.trainer.parallel
-    width, (tokens, chunk) = _BYTES[config.trainer.dtype], _micro_batch(config)
+    width, (whole, _) = _BYTES[config.trainer.dtype], _micro_batch(config)
+    tokens = tokens_of(whole, parallel)
+    chunk = min(config.trainer.logprob_chunk, tokens)
     in_flight = shape.layers  # of a pipeline, the first stage has as many micro-batches under way as there are stages
     if splits_whole(config.trainer):
-        shape, tokens, ranks = part_of(shape, parallel), tokens_of(tokens, parallel), 1
+        shape, ranks = part_of(shape, parallel), 1
+        chunk = min(config.trainer.logprob_chunk, -(-whole // parallel.context))  # its head has a context's tokens
     outside = shape.outside if head else shape.head
     share = 4.0 * (shape.parameters - shape.outside + outside) / ranks
     if ranks > 1 and parallel != ParallelConfig():
-        shape, tokens = gathered_of(shape, parallel), -(-tokens // parallel.context)
+        shape = gathered_of(shape, parallel)
         outside = shape.outside if head else shape.head
     shape = replace(shape, parameters=int(in_flight * shape.layer) + shape.outside, layers=in_flight)
-    logits, token = _logits(config, shape) if head else 0.0, float(tokens * width)
+    logits, token = _logits(chunk, shape) if head else 0.0, float(tokens * width)
     activations = token * shape.layers * shape.kept + logits
     if checkpointed:
         activations = token * shape.layers * shape.hidden + max(token * (shape.kept - shape.hidden), logits)
     spread = ranks > 1 or (width < 4 and not splits_whole(config.trainer))
-    rounded = share / 4 * width if width < 4 and not spread else 0.0
     made = Footprint(
         weights=share,
         gradients=0.0 if adapters else share,
         optimizer=0.0 if adapters else 2 * share * (1.0 if config.optimizer.kind == "adamw" else 0.25),
-        gathered=(outside + shape.layer) * width if spread else rounded,
+        gathered=(outside + shape.layer) * width if spread else share / 4 * width * (width < 4),
         activations=activations,
     )
     if device_kind(config.placement) != "cuda":
@@ -189,7 +190,7 @@ def _learner(config: RunConfig, shape: Shape, ranks: int, adapters: bool, head: 
         lora = 16.0 * config.model.lora.r * shape.layers * wide / ranks
         merged = 2 * 4.0 * shape.hidden * max(shape.inner, shape.queries) / ranks
         most, publishing = most + lora, publishing + lora + merged
-    return _with_spare(made, max(most, publishing) + rounded)
+    return _with_spare(made, max(most, publishing) + made.gathered * (not spread))
 
 
 def _with_spare(made: Footprint, most: float) -> Footprint:
@@ -198,16 +199,15 @@ def _with_spare(made: Footprint, most: float) -> Footprint:
 
 
 def _micro_batch(config: RunConfig) -> tuple[int, int]:
-    """Its tokens that a process computes, and how many of them have logits at a time."""
-    whole, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
-    assert whole is not None  # `by_kind` sees to it
-    tokens = -(-whole // (parallel.tensor * parallel.context))
+    """All its tokens, and how many of them have logits at a time where one process computes them."""
+    tokens = config.trainer.micro_batch_tokens
+    assert tokens is not None  # `by_kind` sees to it
     return tokens, min(config.trainer.logprob_chunk, tokens)
 
 
-def _logits(config: RunConfig, shape: Shape) -> float:
-    """Those of a chunk in float32, and as much again for what is made of them."""
-    return 2.0 * _micro_batch(config)[1] * shape.vocabulary * 4
+def _logits(chunk: int, shape: Shape) -> float:
+    """Those of so many tokens in float32, and as much again for what is made of them."""
+    return 2.0 * chunk * shape.vocabulary * 4
 
 
 def _rollout(config: RunConfig, shape: Shape) -> Footprint:

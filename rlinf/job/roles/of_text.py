@@ -63,7 +63,8 @@ def roles_to_start(
     if prepared is None:
         return {name: Role(actor, settings) for name, (actor, settings) in found.items()}
     assert prepared.algorithm is not None  # of every run on text
-    found["rollout"][1]["routes"] = config.trainer.router_replay
+    replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
+    found["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
     found["trainer"] = (
         Trainer,
         {**shared, **_trainer(config, prepared.algorithm), "sharding": sharding, "rescue_dir": rescue},

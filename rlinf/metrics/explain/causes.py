@@ -87,10 +87,12 @@ class Causes:
         tail, others = where.tail, dict(where.others)
         for role, (actor, excess) in slow.items():
             waited = sum(seconds for (_, working), seconds in others.items() if working == role)
-            waited += tail if seen.source is not None and role in seen.source.split("+") else 0.0
+            ends = seen.source is not None and role in seen.source.split("+")
+            waited += tail if ends else 0.0
             if (cost := min(excess, waited)) > 0:
                 yield Cause("slow host", cost, f"{actor} took {excess:.2g} s longer than its peers, as before", actor)
-                tail, others = 0.0, {pair: each for pair, each in others.items() if pair[1] != role}
+                tail = 0.0 if ends else tail
+                others = {pair: each for pair, each in others.items() if pair[1] != role}
         if tail:
             count = len(seen.released)
             last = max(1, count - int(0.95 * count))

@@ -5,17 +5,17 @@ In: run directories. Out: a page in the frame of `document`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.html.document import COLOURS, curves_section, document
+from rlinf.metrics.html.page import EDGE
 from rlinf.metrics.html.run_data import RunData, curves, read_run
+from rlinf.metrics.run_directory import flat
 from rlinf.metrics.verdict import typical
 
-EDGE = 5
-"""Last steps whose mean is told: one step alone is noise."""
 _UNLIKE_ANYWAY = ("name", "output_dir")
 _NOTHING = "–"
 
@@ -104,24 +104,16 @@ _FACTS: Sequence[tuple[str, Callable[[RunData], str]]] = (
 
 
 def _unlike(heading: str, about: str, names: Sequence[str], sides: Sequence[Mapping[str, Any]]) -> str:
-    flat = [dict(_flat(side, "")) for side in sides]
+    values = [dict(flat(side)) for side in sides]
     keys = [
         key
-        for key in dict.fromkeys(key for side in flat for key in side)
-        if key not in _UNLIKE_ANYWAY and len({repr(side.get(key)) for side in flat}) > 1
+        for key in dict.fromkeys(key for side in values for key in side)
+        if key not in _UNLIKE_ANYWAY and len({repr(side.get(key)) for side in values}) > 1
     ]
     if not keys:
         return f"<section><h2>{heading}</h2><p>Nothing is unlike.</p></section>"
-    rows = [(key, [_NOTHING if key not in side else str(side[key]) for side in flat]) for key in keys]
+    rows = [(key, [_NOTHING if key not in side else str(side[key]) for side in values]) for key in keys]
     return f"<section><h2>{heading}</h2><p>{about}</p>{_table(names, rows)}</section>"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _table(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], *, legend: bool = False) -> str:

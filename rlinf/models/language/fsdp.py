@@ -37,7 +37,6 @@ class Layout:
     """Those that hold the same slices as this rank, one per copy; None for a single copy."""
     division: Division | None = None
     """Those that compute every micro-batch together with this rank; None where each has its own."""
-
     matrices: DeviceMesh | None = None
     """This rank's copy, over which each layer's matrices are split along the second dimension; None where not."""
     experts: DeviceMesh | None = None

@@ -98,7 +98,13 @@ class MegatronBackEnd:
                 checkpoint_blocks(list(stage.decoder.layers))
         made = cls(stages, whole, groups, ranks, model)
         named = None if drawn is None else dict(drawn.named_parameters())
-        fill(made._pieces, Files(files) if files else named or {})
+        missing = [name for name in fill(made._pieces, Files(files) if files else named or {}) if HEAD not in name]
+        if missing:
+            raise ValueError(
+                f"model.path: the files of {model.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
+                "transformers' names, by which trainer.backend=megatron reads them: take fsdp, or save the model again "
+                "by transformers' save_pretrained"
+            )
         made.module.to(ranks.device)
         made._exchange()
         return made

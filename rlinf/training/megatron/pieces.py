@@ -228,18 +228,24 @@ class Files:
         ]
 
 
-def fill(pieces: Sequence[Piece], values: Mapping[str, Tensor] | Files) -> None:
+def fill(pieces: Sequence[Piece], values: Mapping[str, Tensor] | Files) -> list[str]:
     """Give parameters their values.
 
     Args:
         pieces: of this rank.
-        values: whole tensors by name, or a saved model; what they do not have stays as it is.
+        values: whole tensors by name, or a saved model.
+
+    Returns:
+        The names that they do not have, whose pieces stay as they are.
     """
+    missing = []
     for piece in pieces:
         if piece.name not in values:
+            missing.append(piece.name)
             continue
         if isinstance(values, Files):
             piece.put(piece.parameter.data, values.read(piece))
         else:
             at = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
             piece.put(piece.parameter.data, values[piece.name][at])
+    return missing

@@ -87,7 +87,7 @@ def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is()
     found, problems = fitted(configured("placement.device_memory_gb=29"), model)
     assert problems == []
     assert found.held["trainer"][0] == 29_000_000_000
-    assert "the trainer may take 30.5 GB" in found.warnings[0]
+    assert "the trainer may take 30.2 GB" in found.warnings[0]
 
 
 def test_processes_without_a_role_are_told_of_unless_they_are_meant():

@@ -123,6 +123,7 @@ def test_ranks_that_compute_a_micro_batch_together_keep_a_part_of_its_activation
     alone, together = (taken(*keys, ranks=2)["trainer"] for keys in ((), ("trainer.parallel.context=2",)))
     assert together.activations == alone.activations / 2
     assert (together.weights, together.gathered) == (alone.weights, alone.gathered)
+    assert taken("trainer.parallel.context=2", ranks=2)["reference"] == taken(ranks=2)["reference"], "it is never split"
 
 
 def test_on_gpus_new_weights_lie_beside_the_old_ones_where_they_come_from_another():

@@ -29,6 +29,16 @@ def placed(roles: dict[str, str]) -> Rule:
     return rule
 
 
+def lora(ours: str) -> Rule:
+    """A key of adapters, which holds where `is_lora` is on."""
+
+    def rule(key: str, value: Any, given: Given) -> Outcome:
+        on = given.get("actor.model.is_lora", False) and value is not None
+        return {ours: value} if on else Same("is_lora is off")
+
+    return rule
+
+
 def _steps(key: str, value: Any, given: Given) -> Outcome:
     most = given.get("runner.max_steps", -1)
     if most > 0:
@@ -38,10 +48,15 @@ def _steps(key: str, value: Any, given: Given) -> Outcome:
 
 def _logged(key: str, value: Any, given: Given) -> Outcome:
     project = given.get("runner.logger.project_name", "rlinf")
-    found: dict[str, Any] = {}
-    for name in value or []:
-        found |= {"metrics.tensorboard": True} if name == "tensorboard" else {f"metrics.{name}": project}
-    return found or Same("metrics.jsonl has every number")
+    named = [name for name in (value if isinstance(value, list) else [value]) if name is not None]
+    known: dict[str, tuple[str, Any]] = {
+        "tensorboard": ("metrics.tensorboard", True),
+        "wandb": ("metrics.wandb", project),
+        "swanlab": ("metrics.swanlab", project),
+    }
+    if others := [str(name) for name in named if name not in known]:
+        return Absent(f"{', '.join(others)}: metrics.jsonl has every number")
+    return dict(known[name] for name in named) or Same("metrics.jsonl has every number")
 
 
 def _resumed(key: str, value: Any, given: Given) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.cli.conversion.rules import Absent, Given, Ours, Outcome, Same, Table, absent, choice, same, to, unless
-from rlinf.cli.conversion.tables.rlinf_common import CODE, COMMON, FSDP, OFFLOAD, OPTIMIZER, PLACEMENT, placed
+from rlinf.cli.conversion.tables.rlinf_common import CODE, COMMON, FSDP, OFFLOAD, OPTIMIZER, PLACEMENT, lora, placed
 from rlinf.cli.conversion.tables.shared import AGGREGATIONS, every, precision
 
 DEFAULTS: Ours = {"algorithm.epochs": 1}
@@ -62,13 +62,6 @@ def _envs(key: str, value: Any, given: Given) -> Outcome:
     if groups is not None:
         return {"env.num_envs": groups * given.get("algorithm.group_size", 1)}
     return {"env.num_envs": value}
-
-
-def _lora(ours: str) -> Any:
-    def rule(key: str, value: Any, given: Given) -> Outcome:
-        return {ours: value} if given.get("actor.model.is_lora", False) else Same("is_lora is off")
-
-    return rule
 
 
 def _image(key: str, value: Any, given: Given) -> Outcome:
@@ -160,8 +153,8 @@ _MODEL: Table = {
     "value_type": _head,
     "image_size": _image,
     "is_lora": same("lora_rank holds where it is on"),
-    "lora_rank": _lora("policy.lora.r"),
-    "lora_path": _lora("policy.lora.path"),
+    "lora_rank": lora("policy.lora.r"),
+    "lora_path": lora("policy.lora.path"),
     "gradient_checkpointing": to("policy.gradient_checkpointing"),
     "trust_remote_code": CODE,
     "*": same("the checkpoint's config.json says it"),

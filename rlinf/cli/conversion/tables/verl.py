@@ -185,7 +185,7 @@ _MODEL_KEYS: Table = {
     "use_remove_padding": same("sequences are always packed without padding"),
     "lora_rank": to("model.lora.r"),
     "lora_alpha": to("model.lora.alpha"),
-    "target_modules": to("model.lora.target_modules", of=lambda value: ["auto"] if value == "all-linear" else value),
+    "target_modules": to("model.lora.target_modules", of=lambda value: [value] if isinstance(value, str) else value),
     "exclude_modules": unless((), "none", "name the others in model.lora.target_modules"),
     "use_liger": same("trainer.compile fuses what lies between products of matrices"),
     "use_fused_kernels": same("the head's log-probs are computed in chunks, trainer.logprob_chunk"),

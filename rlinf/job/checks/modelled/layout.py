@@ -50,7 +50,11 @@ def tokens_of(tokens: int, parallel: ParallelConfig) -> int:
 
 
 def gathered_of(shape: Shape, parallel: ParallelConfig) -> Shape:
-    """What FSDP2 gathers, where layers are split by tensors or experts besides: only a process's own part of them."""
+    """What FSDP2 gathers, where layers are split by tensors or experts besides: only a process's own part of them.
+
+    Widths stay: of what lies between matrices a process has all columns of its part of the tokens (`tokens_of`), and
+    within them its columns of all tokens, which is as much.
+    """
     experts = shape.expert_parameters / parallel.expert
     dense = shape.parameters - shape.outside - shape.expert_parameters
     outside = shape.outside / parallel.tensor
@@ -58,9 +62,6 @@ def gathered_of(shape: Shape, parallel: ParallelConfig) -> Shape:
         shape,
         parameters=int(dense / parallel.tensor + experts + outside),
         outside=int(outside),
-        inner=-(-shape.inner // parallel.tensor),
-        queries=-(-shape.queries // parallel.tensor),
-        keys=-(-shape.keys // parallel.tensor),
         expert_parameters=int(experts),
     )
 

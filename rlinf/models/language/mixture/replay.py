@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlinf.data.packing import Packed, Row
-from rlinf.data.routing.routers import Routed, watch
-from rlinf.data.routing.routes import load_of, unknown
+from rlinf.data.routing.routers import Routed, nowhere, watch
+from rlinf.data.routing.routes import load_of
 from rlinf.models.language.parallel.tokens import Share
 
 Replay = Literal["auto", True, False]
@@ -146,7 +146,6 @@ def _must(why: str) -> str:
 
 def _padded(routes: Tensor, batch: Packed, places: Tensor, size: int) -> Tensor:
     """Routes of `batch.ids` as those of a rectangle of so many places, unknown in the padding."""
-    dtype = torch.zeros(0, dtype=routes.dtype).numpy().dtype
-    whole = routes.new_full((size, *routes.shape[1:]), unknown(dtype))
+    whole = nowhere(routes, size)
     whole[places] = routes if batch.places is None else routes.index_select(0, batch.places)
     return whole

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlinf.data.packing import Packed, sent
 from rlinf.data.pictures.processor import GRID, Pictures
+from rlinf.data.routing.routers import nowhere
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,7 @@ def with_blank(batch: Packed, pictures: Pictures) -> Packed:
         lengths=(*batch.lengths, count),
         places=torch.cat([batch.places, tokens + more]) if shared and batch.places is not None else None,
         stands=np.concatenate([batch.stands, tokens + np.arange(count)]) if batch.stands is not None else None,
+        routes=None if batch.routes is None else torch.cat([batch.routes, nowhere(batch.routes, count)]),
     )
 
 

@@ -80,6 +80,8 @@ def test_bfloat16_is_for_computing_alone(results, case):
         assert rank["outputs"] < 3 * off
         assert rank["dtypes"] == {torch.float32}, "of weights, gradients and means"
         assert rank["sent"] == ({torch.bfloat16} if "pipeline" in case else set())
+        assert rank["moved"] > 0.01, "what it computes with has learned"
+        assert rank["returned"], "and is what was taken over"
         if "FSDP's loss" in rank:
             assert rank["loss of its own"] == pytest.approx(rank["FSDP's loss"], abs=mean)
     along, own, other = (sum(rank["cosine"][place] for rank in ranks) for place in range(3))

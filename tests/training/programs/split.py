@@ -173,6 +173,8 @@ class Split(JointActor):
         with sending(back) as sent:
             learner.accumulate(self._batches(back), loss, entropy_slope=True)
             gathered, numbers = learner.step()
+        moved = float((back.outputs(probe)[0] - found).abs().max())
+        back.take(given)
         every = pack(rows())
         whole = loss(every, plain(net, every, head))
         (whole.total / whole.weight).backward()
@@ -187,6 +189,8 @@ class Split(JointActor):
             "cosine": [float(sum((a * b).sum() for a, b in part)) for part in _cosine_of(pairs)],
             "dtypes": {each.dtype for each in (*seen.values(), *means, *back.module.parameters())},
             "sent": sent,
+            "moved": moved,
+            "returned": head == "values" or torch.equal(back.outputs(probe)[0], found),
             "size": float(expected.abs().max()),
             "loss of its own": numbers["loss"],
             "outputs": off,

@@ -58,8 +58,7 @@ class Footprint:
     optimizer: float = 0.0
     """AdamW's two running means, the same."""
     gathered: float = 0.0
-    """While it computes: of a model in slices a layer and what is outside of layers; of one in parts, copies in
-    bfloat16."""
+    """While it computes: of a model in slices a layer and all outside of layers; of one in parts, bfloat16 copies."""
     activations: float = 0.0
     """Of one micro-batch."""
     cache: float = 0.0

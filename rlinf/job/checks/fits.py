@@ -144,6 +144,7 @@ def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequenc
         if given:
             section, _, name = key.partition(".")
             value = getattr(getattr(config, section), name)
+            value = getattr(value, "settings", value)  # of adapters, what was asked for
             yield Problem("configuration", key, value, f"trainer.backend=megatron {why}; leave it out, or take fsdp")
 
 

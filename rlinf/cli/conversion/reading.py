@@ -121,9 +121,7 @@ def _flat(tree: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         try:
             value = tree[key]
-        except OmegaConfBaseException:  # of files that are not at hand
-            value = OmegaConf.to_container(tree, resolve=False)[key]  # type: ignore[call-overload, index]
-        except (TypeError, ZeroDivisionError):  # arithmetic with one of those
+        except (OmegaConfBaseException, TypeError, ZeroDivisionError):  # of files not at hand, or arithmetic with those
             value = OmegaConf.to_container(tree, resolve=False)[key]  # type: ignore[call-overload, index]
         if isinstance(value, DictConfig) and len(value) and not OmegaConf.is_interpolation(tree, key):
             yield from _flat(value, f"{name}.")

@@ -33,10 +33,11 @@ from rlinf.cli.conversion.tables.rlinf_common import (
 )
 from rlinf.cli.conversion.tables.shared import (
     AGGREGATIONS,
-    KL_KINDS,
+    clip_range,
     engine_argument,
     every,
     files,
+    kl_penalty,
     precision,
     top_k,
 )
@@ -71,29 +72,12 @@ def _recipe(key: str, value: Any, given: Given) -> Outcome:
     return {"algorithm.name": name} if name else Absent(f"{value}; recipes: {', '.join(_RECIPES)}")
 
 
-def _clip(side: str) -> Rule:
-    def rule(key: str, value: Any, given: Given) -> Outcome:
-        own = {each: given.get(f"algorithm.clip_ratio_{each}") for each in ("low", "high")}
-        sides = [side] if side else [each for each, set_there in own.items() if set_there is None]
-        if not sides:
-            return Same("clip_ratio_low and clip_ratio_high are set")
-        return (
-            Same("null leaves ratio_clip_eps")
-            if value is None
-            else {f"algorithm.loss.clip_{each}": value for each in sides}
-        )
-
-    return rule
-
-
 def _kl(key: str, value: Any, given: Given) -> Outcome:
     beta = given.get("algorithm.kl_beta", 0.0)
     if not beta:
         return Same("kl_beta is 0")
     kind = given.get("algorithm.kl_penalty_type", "low_var_kl")
-    if kind not in KL_KINDS:
-        return Absent(f"kl_penalty_type {kind}; there is {', '.join(KL_KINDS)}")
-    return {"algorithm.kl": {"place": "loss", "kind": KL_KINDS[kind], "beta": beta}}
+    return kl_penalty("loss", kind, beta, "kl_penalty_type")
 
 
 def _micro(key: str, value: Any, given: Given) -> Outcome:
@@ -194,9 +178,9 @@ _ALGORITHM: Table = {
     "loss_agg_func": choice("algorithm.aggregation.how", AGGREGATIONS, "how losses of tokens become one"),
     "kl_beta": _kl,
     "kl_penalty_type": _kl,
-    "ratio_clip_eps": _clip(""),
-    "clip_ratio_low": _clip("low"),
-    "clip_ratio_high": _clip("high"),
+    "ratio_clip_eps": clip_range("algorithm", ""),
+    "clip_ratio_low": clip_range("algorithm", "low"),
+    "clip_ratio_high": clip_range("algorithm", "high"),
     "clip_ratio_c": to("algorithm.loss.dual_clip"),
     "entropy_bonus": to("algorithm.entropy_bonus"),
     "calculate_entropy": same("entropies are always measured"),

@@ -80,3 +80,30 @@ def engine_argument(ours: str, sglang: str | None = None) -> Rule:
 def reward_function(path: str, name: str) -> str:
     """The dotted path of a function in a file, which is found where it lies in the working directory."""
     return f"{PurePath(path).stem}.{name}"
+
+
+def kl_penalty(place: str, kind: str, beta: float, named: str) -> Outcome:
+    """A KL penalty.
+
+    Args:
+        place: "loss" or "reward".
+        kind: how they call its estimator.
+        beta: its weight.
+        named: their key of the estimator.
+    """
+    if kind not in KL_KINDS:
+        return Absent(f"{named} {kind}; there is {', '.join(KL_KINDS)}")
+    return {"algorithm.kl": {"place": place, "kind": KL_KINDS[kind], "beta": beta}}
+
+
+def clip_range(section: str, side: str) -> Rule:
+    """A bound on ratios: of one side, or, for "", of those sides that have none of their own in their section."""
+
+    def rule(key: str, value: Any, given: Given) -> Outcome:
+        own = [each for each in ("low", "high") if given.get(f"{section}.clip_ratio_{each}") is None]
+        sides = [side] if side else own
+        if not sides:
+            return Same("clip_ratio_low and clip_ratio_high are set")
+        return Same("null is not set") if value is None else {f"algorithm.loss.clip_{each}": value for each in sides}
+
+    return rule

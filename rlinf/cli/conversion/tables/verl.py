@@ -21,6 +21,7 @@ from rlinf.cli.conversion.tables.shared import (
     NODES,
     OFFLOADED,
     SCHEDULES,
+    clip_range,
     engine_argument,
     every,
     files,
@@ -29,7 +30,6 @@ from rlinf.cli.conversion.tables.shared import (
 )
 from rlinf.cli.conversion.tables.verl_rules import (
     chosen_reward,
-    clip,
     critic_learns,
     fsdp_size,
     images,
@@ -77,9 +77,9 @@ _ACTOR_KEYS: Table = {
     "use_dynamic_bsz": same("micro-batches are always counted in tokens"),
     "ppo_use_dynamic_bsz": same("micro-batches are always counted in tokens"),
     "ppo_max_token_len_per_gpu": micro_tokens,
-    "clip_ratio": clip(""),
-    "clip_ratio_low": clip("low"),
-    "clip_ratio_high": clip("high"),
+    "clip_ratio": clip_range(_ACTOR, ""),
+    "clip_ratio_low": clip_range(_ACTOR, "low"),
+    "clip_ratio_high": clip_range(_ACTOR, "high"),
     "clip_ratio_c": to("algorithm.loss.dual_clip"),
     "policy_loss.loss_mode": loss_mode,
     "policy_loss.*": same("belongs to other loss modes"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.cli.conversion.rules import Absent, Given, Outcome, Rule, Same
-from rlinf.cli.conversion.tables.shared import KL_KINDS, RESUME, reward_function
+from rlinf.cli.conversion.tables.shared import RESUME, kl_penalty, reward_function
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -48,37 +48,16 @@ def kl_loss(key: str, value: Any, given: Given) -> Outcome:
     if not given.get(f"{_ACTOR}.use_kl_loss", False):
         return Same("use_kl_loss is off")
     kind = given.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
-    if kind not in KL_KINDS:
-        return Absent(f"kl_loss_type {kind}; there is {', '.join(KL_KINDS)}")
     beta = given.get(f"{_ACTOR}.kl_loss_coef", 0.001)
-    return {"algorithm.kl": {"place": "loss", "kind": KL_KINDS[kind], "beta": beta}}
+    return kl_penalty("loss", kind, beta, "kl_loss_type")
 
 
 def kl_reward(key: str, value: Any, given: Given) -> Outcome:
     if not given.get("algorithm.use_kl_in_reward", False):
         return Same("use_kl_in_reward is off")
     kind = given.get("algorithm.kl_penalty", "kl")
-    if kind not in KL_KINDS:
-        return Absent(f"kl_penalty {kind}; there is {', '.join(KL_KINDS)}")
     beta = given.get("algorithm.kl_ctrl.kl_coef", 0.001)
-    return {"algorithm.kl": {"place": "reward", "kind": KL_KINDS[kind], "beta": beta}}
-
-
-def clip(side: str) -> Rule:
-    """Of both sides, unless that side has its own."""
-
-    def rule(key: str, value: Any, given: Given) -> Outcome:
-        own = {each: given.get(f"{_ACTOR}.clip_ratio_{each}") for each in ("low", "high")}
-        sides = [side] if side else [each for each, set_there in own.items() if set_there is None]
-        if not sides:
-            return Same("clip_ratio_low and clip_ratio_high are set")
-        return (
-            Same("null leaves clip_ratio")
-            if value is None
-            else {f"algorithm.loss.clip_{each}": value for each in sides}
-        )
-
-    return rule
+    return kl_penalty("reward", kind, beta, "kl_penalty")
 
 
 def loss_mode(key: str, value: Any, given: Given) -> Outcome:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
+from rlinf.runtime.base.progress import work
 from rlinf.training.text.batch_metrics import rewards_by_agent
 
 
@@ -19,6 +20,7 @@ async def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     ks: Sequence[int] = (),
+    problems: int | None = None,
     **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
@@ -30,6 +32,7 @@ async def evaluate(
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
+        problems: how many prompts there are; None if nobody knows.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
@@ -40,7 +43,11 @@ async def evaluate(
     scored = judge.score.map(answers)
     if reward_model is not None:
         scored = reward_model.score(scored)
-    groups = [group async for group in scored]
+    with work("evaluating", problems, "problems") as evaluating:
+        groups = []
+        async for group in scored:
+            groups.append(group)
+            evaluating.advance()
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)

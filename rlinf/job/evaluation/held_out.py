@@ -39,6 +39,7 @@ async def evaluate_on(data: Data, roles: Roles, config: RunConfig, passed: Rewar
         n=settings.samples,
         temperature=settings.temperature,
         ks=settings.k,
+        problems=len(data.held_out),
         top_p=settings.top_p,
         max_new_tokens=settings.max_new_tokens,
     )

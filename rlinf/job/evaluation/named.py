@@ -54,6 +54,7 @@ async def evaluate_named(
                 roles["rollout"],
                 roles["judge"],
                 n=benchmark.samples,
+                problems=len(left),
                 temperature=benchmark.temperature,
                 top_p=benchmark.top_p,
                 max_new_tokens=longest_answer(name, benchmark, prompts, model_config),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
@@ -21,6 +21,7 @@ async def evaluate(
     temperature: float = 0.0,
     ks: Sequence[int] = (),
     problems: int | None = None,
+    heard: Callable[[Group], None] | None = None,
     **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
@@ -33,6 +34,7 @@ async def evaluate(
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
         problems: how many prompts there are; None if nobody knows.
+        heard: told of each group as soon as it is judged.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
@@ -43,11 +45,13 @@ async def evaluate(
     scored = judge.score.map(answers)
     if reward_model is not None:
         scored = reward_model.score(scored)
+    groups: list[Group] = []
     with work("evaluating", problems, "problems") as evaluating:
-        groups = []
         async for group in scored:
             groups.append(group)
             evaluating.advance()
+            if heard is not None:
+                heard(group)
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)

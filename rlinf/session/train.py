@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.supervised import SUPERVISED
 from rlinf.job.start import locked, loop_of, plainly_told, run_to_end
+from rlinf.metrics.console.progress import shown
 from rlinf.session.configure import configured, key_of, name_of
 from rlinf.session.result import Result, result_of
 
@@ -117,7 +118,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     named = {name: rest.pop(name) for name in _Call.__slots__[3:-1] if name in rest}
     try:
         given = await asyncio.to_thread(_sorted, _Call(model, rewards, data, **named, settings=rest), 1)
-        with locked(given.run_dir, WHO) as lock:
+        with locked(given.run_dir, WHO) as lock, shown():
             ready = await asyncio.to_thread(opened, given, 1, lock)
             stall_after = ready.config.system.stall_after
             with plainly_told(), switching_often():
@@ -139,7 +140,7 @@ def _train(call: _Call) -> Result | None:
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
-    with locked(given.run_dir, WHO) as lock:
+    with locked(given.run_dir, WHO) as lock, shown():
         ready = opened(given, hosts, lock)
         grace = ready.config.checkpoint.grace
         return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)

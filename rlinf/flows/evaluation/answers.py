@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
+from rlinf.runtime.base.progress import work
 from rlinf.training.text.batch_metrics import rewards_by_agent
 
 
@@ -19,6 +20,8 @@ async def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     ks: Sequence[int] = (),
+    problems: int | None = None,
+    heard: Callable[[Group], None] | None = None,
     **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
@@ -30,6 +33,8 @@ async def evaluate(
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
+        problems: how many prompts there are; None if nobody knows.
+        heard: told of each group as soon as it is judged.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
@@ -40,7 +45,13 @@ async def evaluate(
     scored = judge.score.map(answers)
     if reward_model is not None:
         scored = reward_model.score(scored)
-    groups = [group async for group in scored]
+    groups: list[Group] = []
+    with work("evaluating", problems, "problems") as evaluating:
+        async for group in scored:
+            groups.append(group)
+            evaluating.advance()
+            if heard is not None:
+                heard(group)
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)

@@ -37,6 +37,7 @@ from rlinf.metrics.explain.explainer import Explainer, in_short
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
@@ -182,7 +183,8 @@ class TrainingLoop(RunKind[E]):
                 await self.system.trace(directory.trace)
 
     async def _told_at_end(self) -> None:
-        await asyncio.to_thread(write_report, self.directory.path)
+        with work("writing the report"):
+            await asyncio.to_thread(write_report, self.directory.path)
         if self.leaving.asked and not self.over:
             self.report.line(self.leaving.told())
             return
@@ -192,13 +194,9 @@ class TrainingLoop(RunKind[E]):
         self.report.ends(said, await self.system.device_memory(), why=in_short(self.recorder.explained))
 
     def _changes(self) -> Changes:
-        placement = self.placement
+        placement, prepared = self.placement, self.prepared
         return Changes(
-            self.config,
-            lambda: placement.ledger.profile,
-            lambda: placement.placed,
-            self.prepared.staleness,
-            self.prepared.path,
+            self.config, lambda: placement.ledger.profile, lambda: placement.placed, prepared.staleness, prepared.path
         )
 
     def step_begins(self) -> None:

@@ -34,7 +34,7 @@ def test_what_programs_take_is_taken(script, of_ours):
         ("rlinf train --config quickstart stepz=3", "stepz"),
         ("python launch.py --config configs/quickstart.yaml placement.trainer=0-1 steps=-1", "steps"),
         ("rlinf train --config configs/nowhere.yaml", "nowhere"),
-        ("rlinf evaluate --model DIR", "--config"),
+        ("rlinf evaluate --config quickstart", "--model"),
         ("rlinf lodger outputs/x", "lodger"),
         ("rlinf plan --profile x --devices 2 --strange", "strange"),
         ("make quickstarted", "quickstarted"),

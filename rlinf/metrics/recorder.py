@@ -30,7 +30,8 @@ from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.tracking import Tracking
 from rlinf.placement.profiling.ledger import Ledger
-from rlinf.runtime.system.observer import Lap, Watch
+from rlinf.runtime.observe.lap import Lap
+from rlinf.runtime.system.observer import Watch
 
 
 class Recorder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ def token_rows(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     return told
 
 
-def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What each token adds to the text; joined they are the text.
 
     A token that ends in the middle of a character adds nothing, and the one that completes it the whole character.

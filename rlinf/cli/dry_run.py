@@ -16,7 +16,7 @@ from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.data import look_at_data
 from rlinf.job.checks.embodied import without_path
 from rlinf.job.checks.modelled.step import modelled, plans
-from rlinf.job.prepare import Prepared, prepare
+from rlinf.job.prepare import Prepared, prepare, refuse_idle
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
 
@@ -28,6 +28,7 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
     prepared = prepare(config, hosts)
+    refuse_idle(config.placement, prepared)
     placed = prepared.placed
     lines = [
         *_roles(config, placed),

@@ -35,7 +35,7 @@ from rlinf.job.algorithm import (
     roles_of,
 )
 from rlinf.job.callbacks import Callbacks
-from rlinf.job.checks.by_kind import device_kind
+from rlinf.job.checks.by_kind import device_kind, elsewhere
 from rlinf.job.checks.fits import Fitted, fit
 from rlinf.job.checks.model import other_models, policy_model, split_mistakes
 from rlinf.job.checks.naming import RAISED, naming, problem
@@ -197,7 +197,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
         *problems,
         *_tracker_problems(config.metrics),
     ]
-    if (lacks := lacking(config.rollout.engine, config.rollout.engine_args)) is not None:
+    lacks = lacking(config.rollout.engine, config.rollout.engine_args)
+    if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))

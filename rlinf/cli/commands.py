@@ -7,6 +7,7 @@
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
+    rlinf watch DIR [DIR ...]                       the page of runs, while they go on and afterwards
     rlinf compare DIR DIR                           runs on one page: curves, speed, what is not the same
     rlinf plan | trace | report | config            around a run
 
@@ -35,6 +36,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
 from rlinf.job.validate import is_embodied, load_config, load_embodied
+from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
@@ -49,8 +51,12 @@ _ELSEWHERE = {
         "rlinf.cli.convert_command",
         "a configuration of verl's or RLinf's as ours; demonstrations in another format",
     ),
-    "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
-    "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
+    "ledger": ("rlinf.cli.runs.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
+    "watch": (
+        "rlinf.cli.runs.watch_command",
+        "the page of runs, live or over: curves, answers, lanes, queues; controls",
+    ),
+    "trace": ("rlinf.cli.runs.trace_command", "draw or sum up what devices did over time"),
 }
 """Commands with modules of their own, which read what follows: module, and what it does."""
 _HERE = ("evaluate", "report", "compare", "config")
@@ -62,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _ELSEWHERE:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_ELSEWHERE[given[0]][0]).main
-        return command(given[1:])
+        with shown():
+            return command(given[1:])
     if given and not given[0].startswith("-") and given[0] not in _HERE:
         near = nearest(given[0], known := [*_ELSEWHERE, *_HERE])
         advice = f"did you mean {near}?" if near else f"there is {', '.join(known)}"
@@ -70,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = _parser().parse_args(given or ["--help"])
     try:
-        options.run(options)
+        with shown():
+            options.run(options)
     except (InputError, RunFailure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

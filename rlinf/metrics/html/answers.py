@@ -7,7 +7,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from rlinf.metrics.html.run_data import Row, RunData
+from rlinf.metrics.html.run_data import RunData
+from rlinf.metrics.html.state.samples import Row
 
 LONG = 160
 """Characters; with longer answers the steps stand below each other instead of side by side."""

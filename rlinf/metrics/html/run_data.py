@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from rlinf.metrics.console.table import ACCURACY, GRADED
-from rlinf.metrics.files import read_lines
-from rlinf.metrics.recorder import ENVIRONMENT, METRICS, SAMPLES
+from rlinf.metrics.files import ENVIRONMENT, METRICS, SAMPLES, read_lines
+from rlinf.metrics.html.state.samples import Row, Samples
 
 MOST_POINTS = 800
 """Points per curve: more than a chart has pixels; a longer run is shown by means of so many parts."""
@@ -21,14 +21,14 @@ SHOWN_SAMPLES = 6
 """Answers that are shown of each chosen step."""
 SHOWN_PROBLEMS = 12
 """Held-out problems whose answers are shown, before and after."""
-MOST_TEXT = 6_000
-"""Characters of one text; the whole is in samples.jsonl."""
-
+MOST_ANSWERS = 120_000
+"""Characters of answers that a page carries, about; with longer ones it has those of fewer steps."""
 MOST_REMARK = 300
 """Characters of the first remark on an answer that could not be scored."""
 
-Row = dict[str, Any]
-"""One line of metrics.jsonl or samples.jsonl."""
+_SHOWN_STEPS = (0, 1, *(part / 16 for part in (8, 4, 12, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)))
+"""Shares of the way from the first step to the last, in the order in which they are looked at."""
+_SHOWN_ANYWAY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,11 @@ class RunData:
     accuracies: Sequence[tuple[int, float]]
     """(step, mean reward on held-out problems), step 0 included."""
     answers: Mapping[int, Sequence[Row]]
-    """Sampled answers of an early, a middle and a late step."""
+    """Sampled answers of a few steps, the first and the last among them."""
     held_out: Sequence[tuple[Row, Row]]
     """The same held-out problems before and after; those first whose answer changed."""
+    sampled: Sequence[int] = ()
+    """Steps of which samples.jsonl has answers."""
     remark: str = ""
     """Why the first answer could not be scored; empty if all could."""
 
@@ -108,8 +110,13 @@ def read_run(directory: Path) -> RunData:
     """
     if not (directory / METRICS).is_file():
         raise FileNotFoundError(f"{directory} is no run's directory: it has no {METRICS}")
-    by_step = {int(row["step"]): row for row in read_lines(directory / METRICS) if isinstance(row.get("step"), int)}
+    by_step: dict[int, Row] = {}
+    for row in read_lines(directory / METRICS):
+        if isinstance(step := row.get("step"), int):
+            by_step.setdefault(step, {}).update(row)  # an evaluation that somebody asked for is a line of its own
     rows = [by_step[step] for step in sorted(by_step)]
+    samples = Samples(directory / SAMPLES)
+    samples.refresh()
     text = _text(directory / "resolved.yaml")
     config = _mapping(text)
     return RunData(
@@ -120,11 +127,10 @@ def read_run(directory: Path) -> RunData:
         before=[row for row in rows if row["step"] <= 0],
         rows=[row for row in rows if row["step"] > 0],
         accuracies=[(row["step"], row[name]) for name in (ACCURACY,) for row in rows if _known(row, name)],
-        answers=_answers(directory / SAMPLES),
-        held_out=_held_out(directory / SAMPLES),
-        remark=next((str(row["remark"]) for _, row in _sampled(directory / SAMPLES) if row.get("remark")), "")[
-            :MOST_REMARK
-        ],
+        answers=shown_answers(samples),
+        held_out=samples.held_out(SHOWN_PROBLEMS),
+        sampled=samples.steps,
+        remark=samples.remark[:MOST_REMARK],
     )
 
 
@@ -166,46 +172,20 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _is_held_out(row: Row) -> bool:
-    return row.get("kind") == "held-out"
-
-
-def _answers(path: Path) -> dict[int, list[Row]]:
-    """Answers of three steps. Read twice, for the file of a long run is large and only little of it is shown."""
-    steps = sorted({step for step, _ in _sampled(path)})
+def shown_answers(samples: Samples) -> dict[int, list[Row]]:
+    """Answers of the first, the middle and the last step; and where these are short, of more steps between."""
+    steps = samples.steps
     if not steps:
         return {}
-    chosen: dict[int, list[Row]] = {step: [] for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]})}
-    for step, row in _sampled(path):
-        if step in chosen and len(chosen[step]) < SHOWN_SAMPLES:
-            chosen[step].append(_cut(row))
-    return chosen
-
-
-def _sampled(path: Path) -> Iterator[tuple[int, Row]]:
-    for row in read_lines(path):
-        if not _is_held_out(row) and isinstance(row.get("step"), int):
-            yield row["step"], row
-
-
-def _held_out(path: Path) -> list[tuple[Row, Row]]:
-    first: dict[str, Row] = {}
-    last: dict[str, Row] = {}
-    for row in filter(_is_held_out, read_lines(path)):
-        prompt = str(row.get("prompt"))
-        first.setdefault(prompt, _cut(row))
-        last[prompt] = _cut(row)
-    pairs = [(first[prompt], last[prompt]) for prompt in first]
-    pairs.sort(key=lambda pair: pair[0].get("response") == pair[1].get("response"))  # stable
-    return pairs[:SHOWN_PROBLEMS]
-
-
-def _cut(row: Row) -> Row:
-    cut = {}
-    for name, value in row.items():
-        long = isinstance(value, str) and len(value) > MOST_TEXT
-        cut[name] = f"{value[:MOST_TEXT]}… ({len(value):,} characters)" if long else value
-    return cut
+    chosen: dict[int, list[Row]] = {}
+    characters = 0
+    for share in _SHOWN_STEPS:
+        step = steps[round(share * (len(steps) - 1))]
+        if step in chosen or (len(chosen) >= _SHOWN_ANYWAY and characters > MOST_ANSWERS):
+            continue
+        chosen[step] = samples.rows(step, SHOWN_SAMPLES)
+        characters += len(json.dumps(chosen[step]))
+    return dict(sorted(chosen.items()))
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlinf.metrics.html.report import write_report
-from rlinf.metrics.html.run_data import MOST_POINTS, MOST_TEXT, curves, read_run
+from rlinf.metrics.html.run_data import MOST_POINTS, curves, read_run
+from rlinf.metrics.html.state.samples import MOST_TEXT
 from tests.spans import call, write_trace
 from tests.spans import step as step_of
 
@@ -201,6 +202,12 @@ def test_a_long_run_with_long_answers_makes_a_small_page(tmp_path):
 def test_of_a_step_that_was_taken_twice_the_second_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 2, "loss": 3}\n')
     assert read_run(tmp_path).values("loss") == [1, 3]
+
+
+def test_an_evaluation_that_somebody_asked_for_is_joined_to_its_step(tmp_path):
+    lines = [{"step": 1, "loss": 1}, {"step": 1, "evaluation/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).rows == [{"step": 1, "loss": 1, "evaluation/accuracy": 0.5}]
 
 
 # In a browser --------------------------------------------------------------------------------------------------------

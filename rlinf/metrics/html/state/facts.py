@@ -1,0 +1,131 @@
+"""What a page says of a run in numbers: its headline, where the time of a step went, how far from the possible it was.
+
+In: a `RunData`. Out: lists and mappings as JSON knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlinf.metrics.html.run_data import RunData
+from rlinf.metrics.timing import ACTIVITIES
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
+
+EDGE = 5
+"""Steps at both ends whose mean reward is compared: one step alone is noise."""
+Fact = dict[str, str]
+"""`label`, `value` and `note`; `before` where a value is set beside that of the run's beginning."""
+
+
+def about(run: RunData) -> list[str]:
+    """What was trained, by what, on how many processes, since when."""
+    told = [
+        str(run.config.get("flow") or _named(run.config.get("algorithm"))),
+        _model(run.config.get("model")),
+        f"{run.environment['hosts']} processes" if run.environment.get("hosts", 1) != 1 else "",
+        str(run.environment.get("started", "")).replace("T", " "),
+    ]
+    return [each for each in told if each]
+
+
+def headline(run: RunData) -> list[Fact]:
+    """What one wants to know of a run first."""
+    return [*_learned(run), *_spoilt(run), *_spent(run)]
+
+
+def time(run: RunData) -> dict[str, Any]:
+    """Where the time of a step went, medians over all steps; empty where that is not known.
+
+    Returns:
+        `step`, seconds, and `parts`: pairs of an activity and its seconds. Roles work at the same time, so the parts
+        may add up to more than the step.
+    """
+    step = run.median("timing/step")
+    told = [(name, run.median(f"timing/{name}")) for name in (*ACTIVITIES, "switching", "overlap", "other")]
+    found = [(name, seconds) for name, seconds in told if seconds is not None]
+    return {"step": step, "parts": found} if step and found else {}
+
+
+def possible(run: RunData) -> dict[str, Any]:
+    """How far a step was from what is possible; empty where the run does not tell.
+
+    Returns:
+        `step`, seconds; `efficiency`, a share; `devices`; and `parts`: (name, seconds, meaning), the least possible
+        first, which add up to the step.
+    """
+    told = typical(run.rows)
+    if not told:
+        return {}
+    which = binding(told)
+    least = ("the least possible", told["bound/seconds"], f"{which}: {BINDING[which]}")
+    return {
+        "step": told["timing/step"],
+        "efficiency": told["bound/efficiency"],
+        "devices": round(told["bound/devices"]),
+        "parts": [least, *((part, told.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
+    }
+
+
+def _named(algorithm: Any) -> str:
+    return str(algorithm.get("name", "")) if isinstance(algorithm, Mapping) else ""
+
+
+def _model(model: Any) -> str:
+    if not isinstance(model, Mapping):
+        return ""
+    made = model.get("config")
+    return str(model.get("path") or (f"a new {made.get('model_type')}" if isinstance(made, Mapping) else ""))
+
+
+def _learned(run: RunData) -> Iterator[Fact]:
+    if run.accuracies:
+        (_, before), (step, after) = run.accuracies[0], run.accuracies[-1]
+        label, style = ("Held-out reward", ".3f") if run.graded else ("Accuracy", ".1%")
+        fact = {"label": label, "value": f"{after:{style}}", "note": f"on held-out problems, after step {step}"}
+        if len(run.accuracies) > 1:
+            gained = f"{after - before:+.3f}" if run.graded else f"{(after - before) * 100:+.1f} points"
+            fact |= {"before": f"{before:{style}}", "note": f"{gained} {fact['note']}"}
+        yield fact
+    if run.best is not None:
+        metric, step, value = run.best
+        yield _fact("Best", f"{value:.4g}", f"{metric}, after step {step}; in checkpoints/best")
+    if rewards := run.values("reward/mean"):
+        edge = min(EDGE, len(rewards))
+        first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
+        yield {**_fact("Mean reward", f"{last:.3f}", f"of the first and last {edge} steps"), "before": f"{first:.3f}"}
+
+
+def _spoilt(run: RunData) -> Iterator[Fact]:
+    if (failed := run.values("reward/failed")) and any(failed):
+        why = f"; the first: {run.remark}" if run.remark else ""
+        yield _fact("Not scored", f"{sum(failed) / len(failed):.1%}", f"of answers, over all steps{why}")
+    left_out, cut = (max(run.values(f"data/{name}"), default=0.0) for name in ("dropped", "truncated"))
+    if left_out or cut:
+        yield _fact("Prompts too long", f"{left_out:,.0f}", f"left out, and {cut:,.0f} cut at their beginning")
+
+
+def _spent(run: RunData) -> Iterator[Fact]:
+    if run.rows:
+        step_time = run.median("timing/step")
+        note = f"{step_time:.3g} s per step (median)" if step_time is not None else ""
+        yield _fact("Time", _duration(run.seconds), note)
+    for metric, label, counted in (
+        ("tokens_per_s", "Tokens per second", ("samples", "answers")),
+        ("env_steps_per_s", "Environment steps per second", ("env_steps", "steps of environments")),
+    ):
+        if (speed := run.median(metric)) is not None:
+            total = sum(run.values(counted[0]))
+            yield _fact(label, f"{speed:,.0f}", f"median; {total:,.0f} {counted[1]} in all" if total else "median")
+
+
+def _fact(label: str, value: str, note: str) -> Fact:
+    return {"label": label, "value": value, "note": note}
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole / 3600
+    return f"{minutes} min" if minutes < 120 else f"{hours:.1f} h"

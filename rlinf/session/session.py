@@ -329,7 +329,7 @@ def _made(
     if steps is None and settings.get("schedule", "constant") != "constant":
         text = "a learning rate that falls needs to know how many steps there will be; set steps too"
         raise ConfigError([Problem(who, "schedule", settings["schedule"], text)])
-    what = given(objects, {"algorithm": algorithm, **settings}, run_dir, resume)
+    what = given(objects, {"algorithm": objects.take_algorithm(algorithm), **settings}, run_dir, resume)
     return Session(what, system, steps, judges=rewards is not None)
 
 

@@ -60,7 +60,8 @@ def train(
             or notebook will do. None compares with the answer. Given texts (`sft`, `dpo`, `reward_model`) have none.
         data: what to learn from: a file, directory or hub name, a list of dicts, a `datasets.Dataset`, an iterable, an
             async iterable, or a function that makes one. None takes the generated problems of `task`.
-        algorithm: name of a recipe, or `sft`, `dpo` or `reward_model`; or a mapping of keys of the section `algorithm`.
+        algorithm: name of a recipe, or `sft`, `dpo` or `reward_model`; or a mapping of keys of the section `algorithm`,
+            in which `advantage` and `loss` may be functions (docs/algorithms.md).
         tokenizer: directory, hub name, {"characters": …} or a tokenizer; None takes the model's own.
         evaluation: problems that are never trained on, in any of the forms of `data`.
         run_dir: directory of the run; None takes outputs/run.
@@ -197,7 +198,7 @@ def _sorted(call: _Call, hosts: int) -> Given:
     if callable(call.agent):
         objects.passed = replace(objects.passed, agent=call.agent)
     spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(call.settings) else {}
-    settings = {"algorithm": call.algorithm, **named, **spread, **call.settings}
+    settings = {"algorithm": objects.take_algorithm(call.algorithm), **named, **spread, **call.settings}
     return given(objects, settings, call.run_dir, call.resume)
 
 

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"
+"""File names in a run directory."""
+
 
 class JsonLines:
     """A file to which lines are added; each is flushed."""

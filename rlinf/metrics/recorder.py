@@ -15,15 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.explain.explainer import Explained, Explainer
-from rlinf.metrics.files import JsonLines, MetricsFile, SamplesFile, read_lines
+from rlinf.metrics.files import (
+    ENVIRONMENT,
+    EXPLAINED,
+    METRICS,
+    SAMPLES,
+    JsonLines,
+    MetricsFile,
+    SamplesFile,
+    read_lines,
+)
 from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.tracking import Tracking
 from rlinf.placement.profiling.ledger import Ledger
 from rlinf.runtime.system.observer import Lap, Watch
-
-METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"
-"""File names in a run directory."""
 
 
 class Recorder:

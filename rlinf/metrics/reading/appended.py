@@ -1,0 +1,69 @@
+"""Lines that a file has got since one looked last.
+
+In: a file to which a run adds lines, which may be cut, replaced or removed. Out: blocks of whole lines, each once. Who
+wakes whom: nobody; whoever watches the file calls `blocks` when it has changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+BLOCK = 1 << 20
+"""Bytes read at once: far more than a line has, and little beside a run's memory."""
+_MARK = 64
+"""Bytes before the place reached that are compared, so that a file that was written anew is told from one that grew."""
+
+
+class Appended:
+    """A file that grows.
+
+    Args:
+        path: of it; it may come later.
+        forget: called when the file no longer begins with what was read: it was cut, replaced or removed, as a run does
+            that begins anew or goes on from a checkpoint. All of it is then read again.
+    """
+
+    def __init__(self, path: Path, forget: Callable[[], None] = lambda: None) -> None:
+        self.path, self._forget = path, forget
+        self._identity: tuple[int, int] | None = None
+        self._offset, self._mark = 0, b""
+
+    def blocks(self) -> Iterator[tuple[int, bytes]]:
+        """What has been added since the last call: (offset in the file, whole lines).
+
+        A last line without its end waits until that is written.
+        """
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError:
+            self._anew()
+            return
+        with file:
+            if not self._goes_on(file.fileno()):
+                self._anew()
+            longest = BLOCK
+            while block := os.pread(file.fileno(), longest, self._offset):
+                end = block.rfind(b"\n") + 1
+                if not end:
+                    if len(block) < longest:
+                        return
+                    longest *= 2
+                    continue
+                start, self._offset, longest = self._offset, self._offset + end, BLOCK
+                self._mark = block[max(0, end - _MARK) : end]
+                yield start, block[:end]
+
+    def _goes_on(self, file: int) -> bool:
+        """Whether an open file begins with what was read."""
+        now = os.fstat(file)
+        same, self._identity = self._identity in (None, (now.st_dev, now.st_ino)), (now.st_dev, now.st_ino)
+        if not same or now.st_size < self._offset:
+            return False
+        return os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+
+    def _anew(self) -> None:
+        if self._offset:
+            self._offset, self._mark = 0, b""
+            self._forget()

@@ -171,7 +171,7 @@ function episodesSection(place) {
     const wanted = (run.state.episodes ?? []).filter((each) => String(each.step) === step.value && (kind.value === "all" || each.success === (kind.value === "successes")));
     const what = wanted.slice(0, count);
     films.replaceChildren(...what.map((each) => {
-      const path = each.video.split("/").map(encodeURIComponent).join("/"), src = board.live ? `api/runs/${encodeURIComponent(run.id)}/video/${path}` : `videos/${path}`;
+      const path = each.video.split("/").map(encodeURIComponent).join("/"), src = board.live ? `api/runs/${encodeURIComponent(run.id)}/video/${path}` : `${run.state.videos ?? "videos"}/${path}`;
       const outcome = each.success === null ? "" : each.success ? "success" : "failure";
       const film = /\.(webp|gif)$/.test(each.video) ? el("img", { src, alt: `episode ${each.video}`, loading: "lazy" }) : el("video", { src, controls: true, loop: true, muted: true, preload: "metadata", playsinline: true });
       return el("figure", { class: "card" }, film, el("figcaption", {}, outcome ? el("span", { class: `badge ${each.success ? "good" : "bad"}` }, outcome) : null, el("span", {}, [each.task, each.video.split("/").at(-1).replace(/(-success|-failure)?\.\w+$/, "")].filter(Boolean).join(" · "))));

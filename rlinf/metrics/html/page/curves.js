@@ -75,9 +75,9 @@ class Chart {
     this.stale = false;
     this.width = width;
     this.curves = board.drawn.map((run) => {
-      const values = run.curves.metrics[this.metric];
-      const x = along(run), there = [];
-      values?.forEach((value, i) => { if (isNumber(value) && (!axis.log || value > 0)) there.push(i); });
+      const told = run.curves.metrics[this.metric] ?? [], x = along(run), there = [];
+      const values = axis.log ? told.map((value) => (value > 0 ? value : null)) : told;  // a logarithm of the others is none
+      values.forEach((value, i) => { if (isNumber(value)) there.push(i); });
       return there.length ? { run, values, x, there, line: smooth(values, there.length > DOTS ? axis.smoothing : 0) } : null;
     }).filter(Boolean);
     this.svg.replaceChildren();

@@ -1,6 +1,6 @@
 // Lanes: what each actor did when. The last minute of a live run, and steps early, in the middle and at the end of one.
 
-const THIN = new Set(["waiting"]), STRIPED = new Set(["loading", "parking"]);
+const THIN = new Set(["waiting", "side by side"]), STRIPED = new Set(["loading", "parking"]);
 const rowHeight = (count) => (count <= 12 ? 22 : count <= 24 ? 16 : 11);
 
 /** Draws stretches into a canvas that is `width` wide, CSS pixels; `from` and `to` in the lanes' own seconds. */
@@ -47,7 +47,7 @@ function tellLanes(canvas, view) {
   canvas.addEventListener("pointerleave", () => tip.hide());
 }
 
-const namesOf = (lanes, row) => lanes.map(({ actor, host }) => el("li", { style: { height: `${row}px`, "line-height": `${row}px`, "font-size": `${Math.min(12, row)}px` }, title: `${actor}, host ${host}` }, actor));
+const namesOf = (lanes, row) => lanes.map(({ actor, host }) => el("li", { style: { height: `${row}px`, "line-height": `${row}px`, "font-size": `${Math.min(12, row)}px` }, title: host === "" ? actor : `${actor}, host ${host}` }, actor));
 
 const activitiesOf = (lanes) => {
   const found = new Set(lanes.flatMap((lane) => lane.stretches.map(([activity]) => activity)));
@@ -110,8 +110,9 @@ function stepsSection(place) {
     const longest = Math.max(...steps.map((step) => step.seconds)), titles = { 1: [""], 2: ["early", "late"], 3: ["early", "in the middle", "at the end"] }[steps.length] ?? [];
     const panels = steps.map((step, i) => {
       const lanes = step.lanes.slice(0, MOST_LANES), row = rowHeight(lanes.length);
+      if (has(step.overlap)) lanes.push({ host: "", actor: "side by side", stretches: step.overlap.map(([start, end]) => ["side by side", start, end]) });
       const canvas = el("canvas", { role: "img", "aria-label": `step ${step.step}: ${sums(step.timing)}` });
-      const body = el("div", { class: "track" }, canvas), cut = step.lanes.length - lanes.length;
+      const body = el("div", { class: "track" }, canvas), cut = step.lanes.length - Math.min(step.lanes.length, MOST_LANES);
       const view = { lanes, from: 0, to: longest, width: 1, row, title: (start) => `, ${lasting(start)} after the step began` };
       tellLanes(canvas, () => view);
       const panel = el("div", { class: "panel" }, el("h3", {}, `Step ${step.step}`, el("small", {}, ` ${titles[i] ?? ""}`)), el("p", { class: "soft small" }, `${lasting(step.seconds)}: ${sums(step.timing)}`),

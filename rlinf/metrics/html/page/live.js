@@ -17,7 +17,7 @@ const server = {
   async read(ids) {
     await Promise.all(ids.map(async (id) => {
       const run = board.get(id), state = await this.json(`api/runs/${encodeURIComponent(id)}/state`);
-      run.take({ ...state, id });
+      run.take({ ...state, id, name: run.state.name ?? state.name });
       run.read = true;
       this.refreshed.set(id, performance.now());
       board.told(run, ["state"]);

@@ -26,7 +26,7 @@ class Run {
   }
 
   get name() { return this.state.name ?? this.id; }
-  get step() { return this.status?.step ?? this.state.step ?? 0; }
+  get step() { return Math.max(this.status?.step ?? 0, this.state.step ?? 0); }
   get steps() { return this.roles?.steps ?? this.state.steps ?? null; }
   get live() { return Boolean(this.status && this.status.status !== "ended"); }
   get said() { return this.live ? this.status.status : this.state.status ?? ""; }

@@ -71,7 +71,7 @@ function besideSection(place) {
     const runs = board.drawn;
     const unlike = (pick) => {
       const sides = runs.map((run) => pick(run.state) ?? {});
-      const keys = [...new Set(sides.flatMap(Object.keys))].filter((key) => key !== "name" && key !== "output_dir");
+      const keys = [...new Set(sides.flatMap(Object.keys))];
       const told = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
       return keys.map((key) => [key, sides.map((side) => told(side[key]))]).filter(([, values]) => new Set(values).size > 1);
     };

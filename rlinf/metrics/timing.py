@@ -8,13 +8,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rlinf.runtime.observe.busy import UNKNOWN
 from rlinf.runtime.observe.intervals import Interval, union
-
-if TYPE_CHECKING:  # it brings torch, for which whoever only looks at a run would wait
-    from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""

@@ -106,6 +106,14 @@ format: install  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: docs docs-serve
+docs: install  ## build the documentation site into site/, offline: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "site/index.html"
+
+docs-serve: install  ## show the documentation at http://127.0.0.1:8000, and again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dirty
+
 .PHONY: quickstart
 quickstart: install  ## train a small model by GRPO on this machine's CPU
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml
@@ -194,5 +202,5 @@ $(VLLM)/.installed: constraints-vllm.txt | $(VLLM)/bin/python
 
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SGLANG) $(VLLM) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SGLANG) $(VLLM) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ import functools
 import math
 import random
 import re
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def _alone(file: Path) -> bool:
 def _slow(file: Path) -> int:
     """How often a file's tests are marked slow."""
     return file.read_text(encoding="utf-8").count("mark.slow")
+
+
+_BROKE: list[str] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_internalerror(excrepr: Any) -> None:
+    """Keep what broke pytest itself: the first such error tends to be followed by others that hide it."""
+    _BROKE.append(str(excrepr))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Tell the first of them once more, last of all."""
+    if _BROKE and not hasattr(config, "workerinput"):
+        first = "\n".join(_BROKE[0].splitlines()[-15:])
+        print(f"the first of {len(_BROKE)} errors of pytest itself ended with:\n{first}", file=sys.stderr)
 
 
 @pytest.fixture(autouse=True)

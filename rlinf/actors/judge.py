@@ -8,11 +8,13 @@ sample's `outcome` and `remark` tell. A reward that cannot work at all ends the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlinf.config.schema import settings as settings_of
 from rlinf.config.text import RewardConfig
+from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.sample import Group, Outcome, Sample
 from rlinf.metrics.alarm import MOST_ROWS, Scored
 from rlinf.rewards.base import OFFERED, ON_REQUEST, RESPONSES, Reward, RewardSource
@@ -61,110 +63,64 @@ class FailureStreak:
             raise RewardError(f"{text}{first.remark}" + (f"\n\n{first.trace}" if first.trace else ""))
 
 
-class Judge(Actor):
-    """Scores samples with a reward function."""
+class _Scoring:
+    """A reward function, and where it runs.
 
-    async def setup(  # type: ignore[override]
-        self,
-        *,
-        reward: RewardSource | None = None,
-        columns: Iterable[str] | None = None,
-        **given: Any,
-    ) -> None:
-        """Find the reward function and start its child processes.
+    Args:
+        source: the function, or several by name.
+        settings: of the reward.
+        owner: whose it is, for errors and names of processes.
 
-        Args:
-            reward: `reward(response, answer, **row) -> float | Score`, plain or async, or its dotted path; or several
-                by name, each a function or a mapping with `function`, `weight` and `args`, which are summed. None takes
-                what `function` and `parts` of the settings say.
-            columns: of the data set, to see at once whether the function's arguments are there.
-            given: any of `config.text.RewardConfig`, such as timeout=60.0. Functions that are marked `trusted` run in
-                this process unless isolate="always"; in this process, plain functions have no deadline.
+    Raises:
+        ValueError: the function is not found, or is given what it does not take.
+    """
 
-        Raises:
-            ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
-                sent to a child process.
-            ChildDied: a child cannot be started; the text has what it printed.
-        """
-        settings = settings_of(RewardConfig, given, self._cell.name)
-        reward, args, isolate = reward or settings.source, settings.args, settings.isolate
-        isolated = isolate == "always" or (isolate == "auto" and not Reward.of(reward, args, make=False).trusted)
-        self._reward = Reward.of(reward, args, make=not isolated)
-        if columns is not None:
-            self._reward.check({*OFFERED, "messages", *columns})
-        self._timeout = settings.timeout
-        self._failures = FailureStreak(f"reward {self._reward.name}")
-        self._scored = Scored()
-        self._pool: RewardPool | None = None
+    def __init__(self, source: RewardSource, settings: RewardConfig, owner: str):
+        args, isolate = settings.args, settings.isolate
+        isolated = isolate == "always" or (isolate == "auto" and not Reward.of(source, args, make=False).trusted)
+        self.reward = Reward.of(source, args, make=not isolated)
+        self.timeout = settings.timeout
+        self.failures = FailureStreak(f"reward {self.reward.name}")
+        self.pool: RewardPool | None = None
         if isolated:
-            self._pool = RewardPool(
-                reward,
+            self.pool = RewardPool(
+                source,
                 args,
-                is_async=self._reward.is_async,
-                name=f"reward of {self._cell.name}",
+                is_async=self.reward.is_async,
+                name=f"reward of {owner}",
                 workers=settings.workers or max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)),
                 timeout=settings.timeout,
             )
-            await self._pool.start()
         else:
-            self._scorer = Scorer(reward, args)
+            self.scorer = Scorer(source, args)
 
-    async def close(self) -> None:
-        """End the child processes."""
-        if self._pool is not None:
-            await self._pool.stop()
+    async def start(self) -> None:
+        """Start the child processes, if it has any."""
+        if self.pool is not None:
+            await self.pool.start()
 
-    @endpoint
-    async def score(self, group: Group) -> Group:
-        """The group with every sample's reward and outcome filled in; those that failed have a remark instead.
+    async def stop(self) -> None:
+        """End them."""
+        if self.pool is not None:
+            await self.pool.stop()
 
-        Raises:
-            ValueError: the reward function takes a column that there is not.
-            RewardError: not one of the last 64 samples could be scored, or a module that the function needs is missing.
-        """
-        if self._reward.over_group:
-            (found,) = await self._judge([self._of_group(group)])
-            verdicts = list(found.members) or [found] * len(group.samples)
-        else:
-            verdicts = await self._judge(self._arguments(group))
-        judged = Group(group.prompt, tuple(_judged(*each) for each in zip(group.samples, verdicts, strict=True)))
-        self._scored += _counted(judged)
-        for verdict in verdicts:
-            self._failures.notice(verdict)
-        return judged
-
-    @endpoint
-    async def scored(self) -> Scored:
-        """What became of the answers that were judged here since this was last called."""
-        found, self._scored = self._scored, Scored()
-        return found
-
-    async def _judge(self, batch: Sequence[Arguments]) -> list[Verdict]:
-        if self._pool is not None:
-            return await self._pool.score(batch)
-        if self._reward.is_async:
-            return await self._scorer.together(batch, self._timeout)
-        if self._reward.trusted:  # takes microseconds: less than the way to another thread
-            return [self._scorer.one(offered) for offered in batch]
-        return await self.compute(_all, self._scorer, batch)
-
-    def _of_group(self, group: Group) -> Arguments:
-        """What a reward function that scores groups may take; see `_arguments`."""
-        answers = self._arguments(group)
+    def of_group(self, group: Group) -> Arguments:
+        """What a reward function that scores groups may take; see `arguments`."""
+        answers = self.arguments(group)
         lists = ["truncated", *([ON_REQUEST] if ON_REQUEST in answers[0] else [])]
         together = {name: [answer[name] for answer in answers] for name in lists}
         shared = {name: value for name, value in answers[0].items() if name != "response"}
         return {**shared, **together, RESPONSES: [answer["response"] for answer in answers]}
 
-    def _arguments(self, group: Group) -> list[Arguments]:
+    def arguments(self, group: Group) -> list[Arguments]:
         """What the reward function may take, for each sample: only what it wants, since it may go to a child."""
         prompt = group.prompt
         shared = {**prompt.row, "answer": prompt.answer, "prompt": prompt.text}
-        self._reward.check((*shared, *OFFERED))
-        wanted = self._reward.wanted
+        self.reward.check((*shared, *OFFERED))
+        wanted = self.reward.wanted
         if wanted is not None:
             shared = {name: value for name, value in shared.items() if name in wanted}
-        ids = any(ON_REQUEST in part.names for part in self._reward.parts)
+        ids = any(ON_REQUEST in part.names for part in self.reward.parts)
         return [
             {
                 **shared,
@@ -174,6 +130,88 @@ class Judge(Actor):
             }
             for sample in group.samples
         ]
+
+
+class Judge(Actor):
+    """Scores samples with a reward function."""
+
+    async def setup(  # type: ignore[override]
+        self,
+        *,
+        reward: RewardSource | None = None,
+        columns: Iterable[str] | None = None,
+        named: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+        **given: Any,
+    ) -> None:
+        """Find the reward function and start its child processes.
+
+        Args:
+            reward: `reward(response, answer, **row) -> float | Score`, plain or async, or its dotted path; or several
+                by name, each a function or a mapping with `function`, `weight` and `args`, which are summed. None takes
+                what `function` and `parts` of the settings say.
+            columns: of the data set, to see at once whether the function's arguments are there.
+            named: further functions, each a dotted path and its arguments, by the name that a prompt's row has in the
+                column "scored_by".
+            given: any of `config.text.RewardConfig`, such as timeout=60.0. Functions that are marked `trusted` run in
+                this process unless isolate="always"; in this process, plain functions have no deadline.
+
+        Raises:
+            ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
+                sent to a child process.
+            ChildDied: a child cannot be started; the text has what it printed.
+        """
+        settings = settings_of(RewardConfig, given, self._cell.name)
+        own = _Scoring(reward or settings.source, settings, self._cell.name)
+        if columns is not None:
+            own.reward.check({*OFFERED, "messages", *columns})
+        self._scorings: dict[str | None, _Scoring] = {None: own}
+        for name, (path, args) in (named or {}).items():
+            asked = replace(settings, function=path, parts={}, args=dict(args))
+            same = reward is None and (asked.source, asked.args) == (settings.source, settings.args)
+            self._scorings[name] = own if same else _Scoring(asked.source, asked, f"{self._cell.name}, {name}")
+        self._scored = Scored()
+        for scoring in dict.fromkeys(self._scorings.values()):
+            await scoring.start()
+
+    async def close(self) -> None:
+        """End the child processes."""
+        for scoring in dict.fromkeys(self._scorings.values()):
+            await scoring.stop()
+
+    @endpoint
+    async def score(self, group: Group) -> Group:
+        """The group with every sample's reward and outcome filled in; those that failed have a remark instead.
+
+        Raises:
+            ValueError: the reward function takes a column that there is not.
+            RewardError: not one of the last 64 samples could be scored, or a module that the function needs is missing.
+        """
+        scoring = self._scorings[group.prompt.row.get(SCORED_BY) if len(self._scorings) > 1 else None]
+        if scoring.reward.over_group:
+            (found,) = await self._judge(scoring, [scoring.of_group(group)])
+            verdicts = list(found.members) or [found] * len(group.samples)
+        else:
+            verdicts = await self._judge(scoring, scoring.arguments(group))
+        judged = Group(group.prompt, tuple(_judged(*each) for each in zip(group.samples, verdicts, strict=True)))
+        self._scored += _counted(judged)
+        for verdict in verdicts:
+            scoring.failures.notice(verdict)
+        return judged
+
+    @endpoint
+    async def scored(self) -> Scored:
+        """What became of the answers that were judged here since this was last called."""
+        found, self._scored = self._scored, Scored()
+        return found
+
+    async def _judge(self, scoring: _Scoring, batch: Sequence[Arguments]) -> list[Verdict]:
+        if scoring.pool is not None:
+            return await scoring.pool.score(batch)
+        if scoring.reward.is_async:
+            return await scoring.scorer.together(batch, scoring.timeout)
+        if scoring.reward.trusted:  # takes microseconds: less than the way to another thread
+            return [scoring.scorer.one(offered) for offered in batch]
+        return await self.compute(_all, scoring.scorer, batch)
 
 
 def _all(scorer: Scorer, batch: Sequence[Arguments]) -> list[Verdict]:

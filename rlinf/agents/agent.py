@@ -197,7 +197,7 @@ class AgentLLM:
             sampling: as of `chat`.
 
         Raises:
-            As `chat`.
+            UserError: as `chat`; `ContextFull`: not one token fits.
         """
         return Awaited(self._generated(prompt, sampling), "llm.generate(…)")
 

@@ -88,6 +88,35 @@ def majority_at_k(answers: Sequence[Hashable], right: Sequence[float], k: int, *
     return total / len(draws)
 
 
+def standard_errors(right: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """How far a mean over problems of means over answers may be off: by drawing answers, and by choosing problems.
+
+        sqrt(sum_i s_i^2 / n_i) / N             the same N problems, answered again: of n_i answers with variance s_i^2
+        sqrt(sum_i (m_i - m)^2 / (N (N - 1)))   other problems of the same kind: of means m_i with mean m
+
+    "Adding Error Bars to Evals" (arXiv:2411.00640). The first belongs to a comparison of two models on one
+    benchmark, the second to a claim about more than it.
+
+    Args:
+        right: of each problem, of each answer, from 0 to 1.
+
+    Returns:
+        Both; None where a problem has one answer alone, or there is one problem alone.
+    """
+    means = [sum(each) / len(each) for each in right]
+    count, total = len(right), sum(means) / len(right)
+    drawing = choosing = None
+    if all(len(each) > 1 for each in right):
+        spread = (
+            sum((one - mean) ** 2 for one in each) / (len(each) - 1) / len(each)
+            for each, mean in zip(right, means, strict=True)
+        )
+        drawing = sqrt(sum(spread)) / count
+    if count > 1:
+        choosing = sqrt(sum((mean - total) ** 2 for mean in means) / (count * (count - 1)))
+    return drawing, choosing
+
+
 def _checked(name: str, count: int, k: int) -> int:
     if not 1 <= k <= count:
         raise ValueError(f"{name}: k={k} must be between 1 and the number of answers, {count}")

@@ -2,6 +2,7 @@
 
     rlinf train --config FILE [key=value ...]       a run; `torchrun ... -m rlinf train` starts it in several processes
     rlinf evaluate --model DIR --config FILE        scores a saved model; by torchrun in several processes, too
+    rlinf evaluate --model DIR --named aime24,aime25    by benchmarks
     rlinf record --config FILE --episodes N --out DIR   demonstrations of a policy, or of a script
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
@@ -35,6 +36,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
 from rlinf.job.validate import is_embodied, load_config, load_embodied
+from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _ELSEWHERE:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_ELSEWHERE[given[0]][0]).main
-        return command(given[1:])
+        with shown():
+            return command(given[1:])
     if given and not given[0].startswith("-") and given[0] not in _HERE:
         near = nearest(given[0], known := [*_ELSEWHERE, *_HERE])
         advice = f"did you mean {near}?" if near else f"there is {', '.join(known)}"
@@ -74,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = _parser().parse_args(given or ["--help"])
     try:
-        options.run(options)
+        with shown():
+            options.run(options)
     except (InputError, RunFailure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -104,8 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="Hugging Face directory (or hub name), or a policy",
     )
+    evaluate.add_argument("--config", metavar="FILE", help="problems, reward and sampling, as in training")
     evaluate.add_argument(
-        "--config", required=True, metavar="FILE", help="problems, reward and sampling, as in training"
+        "--named",
+        metavar="LIST",
+        help="benchmarks instead, such as aime24,aime25,gpqa-diamond; evaluation.named.NAME=FILE says where one is",
     )
     evaluate.add_argument("--output", metavar="FILE", help="write every answer there, a JSON object per line")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the configuration")
@@ -126,13 +133,15 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    options.config = shipped(options.config)
+    if options.config is None and options.named is None:
+        raise InputError("evaluate: name a --config whose problems are answered, or benchmarks by --named")
+    options.config = None if options.config is None else shipped(options.config)
     look_in_working_directory()
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     if is_embodied(options.config):
         _evaluate_embodied(options, hosts)
         return
-    config = load_config(options.config, [*options.overrides, f"model.path={options.model}"], hosts)
+    config = load_config(options.config, [*_asked(options, hosts), f"model.path={options.model}"], hosts)
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
@@ -143,9 +152,19 @@ def _evaluate(options: argparse.Namespace) -> None:
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
 
-    if os.environ.get("RANK", "0") == "0":
-        prepare(config, hosts)
+    if os.environ.get("RANK", "0") == "0" and options.config is not None:
+        prepare(config, hosts)  # without a file nothing says how the model would be trained: it need not fit
     run_to_end(main, config.system)
+
+
+def _asked(options: argparse.Namespace, hosts: int) -> list[str]:
+    """The overrides of an evaluation: the user's, those for `--named`, and without a file all processes answer."""
+    everywhere = [] if options.config or hosts == 1 else ["placement.rollout,judge,trainer=all"]
+    named = [name.strip() for name in (options.named or "").split(",") if name.strip()]
+    own = {each.partition("=")[0].strip() for each in options.overrides}
+    added = [f"evaluation.named.{name}={{}}" for name in named if f"evaluation.named.{name}" not in own]
+    none = ["evaluation.named={}", "evaluation.data=null", "data.train=null"] if named else []
+    return [*everywhere, *none, *added, *options.overrides]
 
 
 def _evaluate_embodied(options: argparse.Namespace, hosts: int) -> None:

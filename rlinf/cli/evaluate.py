@@ -25,10 +25,13 @@ from rlinf.flows.agentic.step import agentic
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.job.checks.by_kind import by_kind
 from rlinf.job.checks.model import policy_model
+from rlinf.job.evaluation.held_out import answers_of, evaluate_on
+from rlinf.job.evaluation.kept import KeptAnswers, model_mark
+from rlinf.job.evaluation.named import PASS, beside, evaluate_named
 from rlinf.job.roles.agents import configured_agent, running_of
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import Roles, spawn_roles
-from rlinf.job.text import answers_of, evaluate_on, load_data_of
+from rlinf.job.text import load_data_of
 from rlinf.metrics.alarm import Scored
 from rlinf.metrics.console.answers import measure_of
 from rlinf.placement.seats import TEXT, place
@@ -38,19 +41,28 @@ from rlinf.runtime.system.system import ActorSystem
 async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | None) -> Evaluation:
     """Answer the evaluation's problems with the model of a configuration, print how good it is, and note the answers.
 
+    Where it names benchmarks, their problems are answered and no others.
+
     Args:
         system: where.
         config: what.
-        output: file for the answers, one JSON object per line; None writes none.
+        output: file for the answers, one JSON object per line; None writes none. Answers to benchmarks that are there
+            already are taken as they are.
 
     Raises:
         InputError: there is no problem to answer.
         RunFailure: not one answer could be scored.
     """
     config, _ = by_kind(config)
+    model, problems = policy_model(config)
+    if problems:
+        raise ConfigError(problems)
     data = load_data_of(config)
-    if not data.held_out:
+    if not (data.held_out or data.named):
         raise InputError("evaluation.data: name problems to evaluate on")
+    kept = None
+    if data.named and output is not None:
+        kept = KeptAnswers(output, model_mark(str(config.model.path)), config.seed)
     # a mode or a plan is for training: here nobody else is on a device
     as_written = replace(config.placement, mode=None, plan=None)
     starting = roles_to_start(config, data)
@@ -58,14 +70,21 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     roles = await spawn_roles(system, placed, starting)
     start = time.perf_counter()
     try:
-        outcome = await _evaluated(data, roles, config)
+        if data.named:
+            for note in data.notes:
+                print(note)
+            outcome = beside(None, await evaluate_named(data, roles, config, model, kept))
+        else:
+            outcome = await _evaluated(data, roles, config)
     except (NotScored, RewardError) as error:
         raise RunFailure(str(error)) from error
     _print(config, outcome, time.perf_counter() - start)
     scored = Scored.total(await roles["judge"].scored())
     if scored.failed:
         print(scored)
-    if output is not None:
+    if kept is not None:
+        print(f"answers: {output}")
+    elif output is not None:
         saved = answers_of(outcome)
         assert saved is not None
         lines = [json.dumps(answer) + "\n" for answer in saved["answers"]]
@@ -91,7 +110,31 @@ async def _evaluated(data: Data, roles: Roles, config: RunConfig) -> Evaluation:
     return await session.evaluate(data.held_out, n=config.evaluation.samples)
 
 
+def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None:
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{config.model.path}: {len(outcome.named)} benchmarks, {seconds:.1f} s")
+    table = Table()
+    for heading in ("benchmark", "problems", "each", PASS, "±", "cut", "tokens"):
+        table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
+    for name, each in outcome.named.items():
+        found = each.metrics
+        error = found.get(f"{PASS}/stderr")
+        table.add_row(
+            name,
+            f"{found['problems']:.0f}",
+            f"{found['samples']:.0f}",
+            f"{found[PASS]:.2%}",
+            "" if error is None else f"{error:.2%}",
+            f"{found['truncated']:.1%}",
+            f"{found['response_length/mean']:.0f}",
+        )
+    console.print(table)
+
+
 def _print(config: RunConfig, outcome: Evaluation, seconds: float) -> None:
+    if outcome.named:
+        _print_named(config, outcome, seconds)
+        return
     evaluation = config.evaluation
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
     several = f", {evaluation.samples} answers each" if evaluation.samples > 1 else ""

@@ -215,6 +215,10 @@ class _Loader:
             advice = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
             self._note(place, key, value, advice)
             return
+        above = key.rpartition(".")[0]
+        if len(above) > len(leaf.key) and isinstance(OmegaConf.select(self.values, above), str):
+            self._note(place, key, value, f"{above} is a text, which has no keys: write a mapping with this in it")
+            return
         try:
             if key != leaf.key and isinstance(name := OmegaConf.select(self.values, leaf.key), str):
                 OmegaConf.update(self.values, leaf.key, {"name": name}, merge=False)  # what text is short for

@@ -281,6 +281,10 @@ class EvaluationConfig:
     """Longest answer; null takes rollout.max_new_tokens."""
     k: list[int] = number([], low=1)
     """For which k to tell pass@k (one of k answers is right) and maj@k (the most frequent of k is), up to samples."""
+    named: dict[str, Any] = field(default_factory=dict)
+    """Benchmarks to evaluate on beside, {aime24: {}, aime25: {}, gpqa-diamond: {}}, each with its own prompts, sampling
+    and scoring; a file or a mapping in place of {} says where the data are and what else differs. See
+    docs/evaluation.md."""
 
 
 @dataclass

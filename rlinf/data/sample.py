@@ -396,3 +396,5 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """`accuracy`, `failed` (share of answers that could not be scored), `truncated`, `response_length/mean`; `graded`
     (share of rewards other than 0 and 1) if there are any; and with several answers each `pass@k` and `maj@k`."""
+    named: Mapping[str, Evaluation] = field(default_factory=dict)
+    """Those of benchmarks, by name."""

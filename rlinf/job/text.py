@@ -12,39 +12,38 @@ from contextlib import asynccontextmanager
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from rlinf.actors.judge import RewardError
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
+from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight, Ledger, Rules
 from rlinf.data.in_flight.held import held_of
 from rlinf.data.in_flight.ledger import CRITIC_ONLY
-from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
+from rlinf.data.sample import Evaluation, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
-from rlinf.flows.evaluation.answers import evaluate
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.flows.sft import sft
 from rlinf.job.algorithm import default_correction
 from rlinf.job.checks.footprint import spread_of
+from rlinf.job.evaluation.held_out import answers_of, evaluate_on, evaluation_of
+from rlinf.job.evaluation.named import beside, compared_named, evaluate_named, named_in_words, numbers_of
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.agents import running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
-from rlinf.job.roles.of_text import roles_to_start, scores_alone
-from rlinf.job.roles.running import CRITIC, REFERENCE, REWARD_MODEL, Roles, only, spawn_roles
+from rlinf.job.roles.of_text import roles_to_start
+from rlinf.job.roles.running import CRITIC, REFERENCE, Roles, only, spawn_roles
 from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
-from rlinf.rewards.base import RewardSource
 from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights.receive import LoadTorn
@@ -198,23 +197,29 @@ class TextLoop(TrainingLoop[Evaluation]):
         )
 
     async def evaluate(self) -> Evaluation | None:
-        if not self.data.held_out:
-            return None
-        if self.prepared.objects.agent is not None:
+        found = None
+        if self.data.held_out and self.prepared.objects.agent is not None:
             found = await self.session.evaluate(self.data.held_out, n=self.config.evaluation.samples)
-        else:
+        elif self.data.held_out:
             found = await evaluate_on(self.data, self.roles, self.config, self.prepared.objects.reward)
-        await self._hear_judges("evaluation")
+        if self.data.named:
+            named = await evaluate_named(self.data, self.roles, self.config, self.prepared.model_config)
+            found = beside(found, named)
+        if found is not None:
+            await self._hear_judges("evaluation")
         return found
 
     def numbers(self, evaluation: Evaluation) -> dict[str, float]:
-        return evaluation.metrics
+        return numbers_of(evaluation)
 
     def in_words(self, evaluation: Evaluation) -> str:
-        return in_words(evaluation, self.config.evaluation.temperature)
+        first = [in_words(evaluation, self.config.evaluation.temperature)] if evaluation.groups else []
+        return "; ".join([*first, *named_in_words(evaluation)])
 
     def compared(self, before: Evaluation, after: Evaluation) -> Iterator[str]:
-        return compared(before, after, self.config.evaluation.temperature)
+        if after.groups:
+            yield from compared(before, after, self.config.evaluation.temperature)
+        yield from compared_named(before, after)
 
     def answers(self, evaluation: Evaluation) -> list[dict[str, Any]]:
         return rows(evaluation)
@@ -328,70 +333,9 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
             evaluation_split=evaluation.split,
             evaluation_columns=evaluation.columns,
             problems=evaluation.problems,
+            named=benchmarks_of(evaluation.named),
             pictures=lambda tokenizer: pictures_of(config.model.path or config.model.config, tokenizer),
             **options,
         )
     except DataError as error:
         raise InputError(str(error)) from error
-
-
-async def evaluate_on(data: Data, roles: Roles, config: RunConfig, passed: RewardSource | None = None) -> Evaluation:
-    """Answer the held-out problems as a configuration says: the same while training and for a saved model.
-
-    The judge scores; a reward model does where it alone scores.
-
-    Args:
-        data: its problems.
-        roles: running.
-        config: what.
-        passed: a reward that was passed instead of being named.
-    """
-    settings = config.evaluation
-    return await evaluate(
-        Stream.of(data.held_out),
-        roles["rollout"],
-        roles["judge"],
-        roles.get(REWARD_MODEL) if scores_alone(config, passed) else None,
-        n=settings.samples,
-        temperature=settings.temperature,
-        ks=settings.k,
-        top_p=settings.top_p,
-        max_new_tokens=settings.max_new_tokens,
-    )
-
-
-def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    """An evaluation as JSON: its numbers and texts, without token ids."""
-    if evaluation is None:
-        return None
-    answers = [
-        {
-            "id": sample.prompt.id,
-            "prompt": sample.prompt.text,
-            "answer": sample.prompt.answer,
-            "text": sample.text,
-            "reward": sample.reward,
-            "outcome": sample.outcome,
-            "truncated": sample.truncated,
-            **({"remark": sample.remark} if sample.remark else {}),
-        }
-        for group in evaluation.groups
-        for sample in group.samples
-    ]
-    return {"metrics": evaluation.metrics, "answers": answers}
-
-
-def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
-    """What `answers_of` wrote, with empty token ids."""
-    if saved is None:
-        return None
-    groups: dict[int, list[Sample]] = {}
-    none, nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    for answer in saved["answers"]:
-        prompt = Prompt(answer["id"], none, answer["prompt"], answer["answer"])
-        its_group = groups.setdefault(prompt.id, [])
-        read = (none, nothing, none.astype(np.int32), answer["text"], answer["truncated"])
-        sample = Sample(prompt, len(its_group), *read, reward=answer["reward"], outcome=answer["outcome"])
-        its_group.append(sample)
-    judged = tuple(Group(samples[0].prompt, tuple(samples)) for samples in groups.values())
-    return Evaluation(saved["metrics"]["accuracy"], judged, saved["metrics"])

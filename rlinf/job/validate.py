@@ -23,6 +23,7 @@ from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, d
 from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
+from rlinf.data.datasets.benchmarks import benchmark_mistakes
 from rlinf.engines import ENGINES
 from rlinf.job.embodied.keys import imitation_mistakes, off_policy_mistakes
 from rlinf.job.embodied.suites import suite_mistakes, suites_of
@@ -225,7 +226,8 @@ def _evaluation_mistakes(evaluation: EvaluationConfig, data: DataConfig) -> Iter
         yield "evaluation.samples", "at temperature 0 all answers to a problem are equal; set evaluation.temperature"
     if any(k > evaluation.samples for k in evaluation.k):
         yield "evaluation.k", f"more than the {evaluation.samples} answers per problem; raise evaluation.samples"
-    if data.train is not None and evaluation.data is None and evaluation.every:
+    yield from benchmark_mistakes(evaluation.named)
+    if data.train is not None and evaluation.data is None and evaluation.every and not evaluation.named:
         yield "evaluation.every", "there is nothing to evaluate on: data.train is yours, so name evaluation.data too"
 
 

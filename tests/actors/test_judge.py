@@ -254,3 +254,20 @@ async def test_functions_of_trl_and_with_keywords_get_groups_where_they_are_mark
 async def test_a_group_reward_that_asks_for_one_response_is_told_what_there_is(system):
     with pytest.raises(ValueError, match=r"takes \['response'\].*'responses'"):
         await judge_of(system, over_group(lambda response: [1.0]), isolate="never", columns=["level"])
+
+
+@pytest.mark.parametrize("isolate", ["never", "auto"])
+async def test_answers_to_a_benchmark_are_scored_by_its_own_function(system, isolate):
+    named = {
+        "letters": ("rlinf.rewards.regex", {"pattern": "(?P<answer>[A-D])"}),
+        "same": ("rlinf.rewards.exact.exact", {}),
+    }
+    judge = await judge_of(system, function="rlinf.rewards.exact.exact", isolate=isolate, workers=1, named=named)
+
+    async def rewards(**row):
+        return [sample.reward for sample in (await judge.score(answered("12", "so A", **row))).samples]
+
+    assert await rewards() == [1.0, 0.0]
+    assert await rewards(scored_by="same") == [1.0, 0.0]
+    assert await rewards(scored_by="letters") == [0.0, 0.0]  # A is not 12
+    assert (await judge.scored()).answers == 6

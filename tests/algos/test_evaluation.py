@@ -4,11 +4,12 @@ import itertools
 from collections import Counter
 from math import comb
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algos.evaluation import majority_at_k, pass_at_k, wilson_interval
+from rlinf.algos.evaluation import majority_at_k, pass_at_k, standard_errors, wilson_interval
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -80,3 +81,23 @@ def test_an_interval_is_the_textbooks_and_needs_an_attempt():
     for solved, count in ((0, 0), (3, 2), (-1, 2)):
         with pytest.raises(ValueError, match=f"{solved} of {count} attempts"):
             wilson_interval(solved, count)
+
+
+def test_standard_errors_are_the_spread_that_answering_again_and_other_problems_would_have():
+    rng = np.random.default_rng(0)
+    chances = rng.beta(0.5, 0.5, size=30)
+    means, drawing = [], []
+    for _ in range(400):
+        answers = rng.random((30, 32)) < chances[:, None]
+        means.append(answers.mean())
+        drawing.append(standard_errors(answers.astype(float).tolist())[0])
+    assert np.mean(drawing) == pytest.approx(np.std(means), rel=0.15)  # of 400 means: within 3.5 % in most cases
+    of_problems = [(rng.random((30, 32)) < rng.beta(0.5, 0.5, size=(30, 1))).astype(float) for _ in range(400)]
+    found = [standard_errors(each.tolist())[1] for each in of_problems]
+    assert np.mean(found) == pytest.approx(np.std([each.mean() for each in of_problems]), rel=0.15)
+
+
+def test_an_error_that_cannot_be_known_is_none():
+    assert standard_errors([[1.0], [0.0]]) == (None, pytest.approx(0.5))
+    assert standard_errors([[1.0, 0.0]]) == (pytest.approx(0.5), None)
+    assert standard_errors([[1.0, 1.0], [1.0, 1.0]]) == (0.0, 0.0)

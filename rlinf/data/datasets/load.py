@@ -7,13 +7,14 @@ generated tasks.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from rlinf.data.datasets.benchmarks import SCORED_BY, Benchmark
 from rlinf.data.datasets.columns import Columns
 from rlinf.data.datasets.prompt_maker import Drawn, Overlong, PromptMaker
 from rlinf.data.datasets.prompt_stream import PromptStream
@@ -85,6 +86,8 @@ class Data:
     """What was found, in lines for a log."""
     learn_prompt: bool
     """Worked examples teach the question too."""
+    named: Mapping[str, list[Prompt]] = field(default_factory=dict)
+    """The problems of benchmarks, by name."""
 
     def examples(self, count: int) -> list[Example]:
         """The next worked problems, for supervised training."""
@@ -127,6 +130,7 @@ def load_data(
     evaluation_split: str = "test",
     evaluation_columns: Mapping[str, Any] | None = None,
     problems: int = 500,
+    named: Mapping[str, Benchmark] | None = None,
     pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
     **options: Any,
 ) -> Data:
@@ -143,6 +147,7 @@ def load_data(
         evaluation_split: which split of it.
         evaluation_columns: like the option `columns`, which holds for what is not named here.
         problems: how many to evaluate on at most, the same ones every time.
+        named: benchmarks to evaluate on beside, by name.
         pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
         options: see `PromptOptions`; they hold for data of the user's own.
 
@@ -171,6 +176,10 @@ def load_data(
         columns = {**(evaluation_columns or {})}
         held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, shown, columns, problems)
         notes += more
+    asked: dict[str, list[Prompt]] = {}
+    for name, benchmark in (named or {}).items():
+        asked[name], more = _asked(name, benchmark, encoder, shown)
+        notes += more
     warm_up, steps = opened.streams(seed, shuffle)
     return Data(
         encoder,
@@ -181,6 +190,7 @@ def load_data(
         opened.columns,
         notes,
         learn_prompt=made is not None,
+        named=asked,
     )
 
 
@@ -322,6 +332,30 @@ def _evaluated_on(
     note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
     note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
     return batch.prompts, (*opened.notes, note)
+
+
+def _asked(
+    name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+) -> tuple[list[Prompt], tuple[str, ...]]:
+    """The problems of a benchmark, all of them, and lines about them."""
+    try:
+        rows = open_rows(benchmark.data, split=benchmark.split)
+    except DataError as error:
+        raise DataError(f"evaluation.named.{name}={{data: FILE}}: {str(error).removeprefix('data: ')}") from error
+    if isinstance(rows, Iterated):
+        raise DataError(f"evaluation.named.{name}: {rows.name} comes row by row; give a file or a hub name")
+    chat = bool(tokenizer.chat_template) if benchmark.chat is None else benchmark.chat
+    how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system)
+    opened = _prepared(rows, tokenizer, how, pictures)
+    assert isinstance(opened.maker, PromptMaker)
+    made = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in range(len(rows))])
+    notes = [f"{name}: {note}" for note in opened.notes]
+    if benchmark.problems not in (None, len(rows)):
+        notes.append(
+            f"warning: evaluation.named.{name} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
+            "published: figures of others cannot be compared with these"
+        )
+    return [replace(prompt, row={**prompt.row, SCORED_BY: name}) for prompt in made.prompts], tuple(notes)
 
 
 def template_text(template: str) -> str:

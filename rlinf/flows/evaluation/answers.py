@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
@@ -19,6 +19,7 @@ async def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     ks: Sequence[int] = (),
+    heard: Callable[[Group], None] | None = None,
     **sampling: Any,
 ) -> Evaluation:
     """Answer the prompts and score the answers.
@@ -30,6 +31,7 @@ async def evaluate(
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
+        heard: told of each group as soon as it is judged.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
     Raises:
@@ -40,7 +42,11 @@ async def evaluate(
     scored = judge.score.map(answers)
     if reward_model is not None:
         scored = reward_model.score(scored)
-    groups = [group async for group in scored]
+    groups: list[Group] = []
+    async for group in scored:
+        groups.append(group)
+        if heard is not None:
+            heard(group)
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)

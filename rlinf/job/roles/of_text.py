@@ -19,6 +19,7 @@ from rlinf.config.learning import NamedTeacher
 from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets import columns
+from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
 from rlinf.data.step import works_ahead
 from rlinf.job.prepare import Prepared
@@ -49,6 +50,7 @@ def roles_to_start(
     """
     passed = None if prepared is None else prepared.objects.reward
     check_reward(config, data, passed)
+    asked = benchmarks_of(config.evaluation.named)
     shared: dict[str, Any] = {
         "model": config.model.path or config.model.config,
         "tokenizer": data.tokenizer_source,
@@ -56,7 +58,15 @@ def roles_to_start(
     }
     found: dict[str, tuple[type[Any], dict[str, Any]]] = {
         "rollout": (Rollout, {**shared, **_rollout(config), "directory": rescue}),
-        "judge": (Judge, {**asdict(config.reward), "reward": passed, "columns": data.columns or None}),
+        "judge": (
+            Judge,
+            {
+                **asdict(config.reward),
+                "reward": passed,
+                "columns": data.columns or None,
+                "named": {name: (each.reward, dict(each.args)) for name, each in asked.items()},
+            },
+        ),
     }
     if config.reward_model.path is not None:
         found[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))

@@ -1,0 +1,173 @@
+"""Benchmarks by name: what is read of their files, how they are asked, and what is wrong with an entry."""
+
+import csv
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.config.loading import ConfigError
+from rlinf.data.datasets.benchmarks import KNOWN, SCORED_BY, benchmark_mistakes, benchmark_of, benchmarks_of
+from rlinf.data.datasets.load import load_data
+from rlinf.data.datasets.rows import DataError
+from rlinf.data.tokenizer import character_tokenizer
+from rlinf.job.validate import load_config
+from rlinf.rewards.regex import regex
+from tests.stand_in import TEMPLATE
+
+WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+@pytest.fixture
+def tokenizer():
+    import string
+
+    made = character_tokenizer(string.printable)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def save_aime(path, count=30):
+    rows = [{"id": n, "problem": f"{n} + 1?", "solution": "by counting", "answer": n + 1} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def save_gpqa(path, count):
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["Record ID", "Question", "Correct Answer", *WRONG, "Subdomain"])
+        for n in range(count):
+            table.writerow([f"rec{n}", f"Which is {n}?", f"right {n}", f"one {n}", f"two {n}", f"three {n}", "x"])
+    return str(path)
+
+
+def asked(tokenizer, **named):
+    data = load_data(tokenizer, problems=3, named=benchmarks_of(named))
+    return data.named, data.notes
+
+
+def test_aime_is_asked_in_the_chat_template_for_a_boxed_answer(tokenizer, tmp_path):
+    found, notes = asked(tokenizer, aime24=save_aime(tmp_path / "a.jsonl"), aime25=save_aime(tmp_path / "b.jsonl"))
+    first = found["aime25"][0]
+    assert first.text == (
+        "[user]0 + 1?\n\nPlease reason step by step, and put your final answer within \\boxed{}.\n[assistant]"
+    )
+    assert (first.answer, first.row[SCORED_BY]) == ("1", "aime25")
+    assert [len(prompts) for prompts in found.values()] == [30, 30]
+    assert not [note for note in notes if "warning" in note]
+
+
+def test_without_a_chat_template_or_where_it_is_told_so_the_problem_stands_alone(tokenizer, tmp_path):
+    path = save_aime(tmp_path / "a.jsonl")
+    plain, _ = asked(tokenizer, aime24={"data": path, "chat": False, "template": "{problem}\nAnswer:"})
+    assert plain["aime24"][1].text == "1 + 1?\nAnswer:"
+
+
+def test_options_of_gpqa_stand_in_an_order_of_their_own_that_stays(tokenizer, tmp_path):
+    path = save_gpqa(tmp_path / "gpqa.csv", 198)
+    found, notes = asked(tokenizer, **{"gpqa-diamond": path})
+    again, _ = asked(tokenizer, **{"gpqa-diamond": path})
+    prompts = found["gpqa-diamond"]
+    assert [(each.text, each.answer) for each in prompts] == [(e.text, e.answer) for e in again["gpqa-diamond"]]
+    for number, prompt in enumerate(prompts):
+        options = {line[0]: line[3:] for line in prompt.text.splitlines() if line[1:3] == ") "}
+        assert options[prompt.answer] == f"right {number}"
+        assert sorted(options.values()) == sorted(f"{name} {number}" for name in ("right", "one", "two", "three"))
+    letters = [prompt.answer for prompt in prompts]
+    assert all(25 < letters.count(letter) < 75 for letter in "ABCD")  # 49.5 +- 6.1, by chance
+    assert not [note for note in notes if "warning" in note]
+
+
+def test_a_set_of_another_size_is_told(tokenizer, tmp_path):
+    _, notes = asked(tokenizer, aime24=save_aime(tmp_path / "a.jsonl", 12))
+    assert notes[-1].startswith("warning: evaluation.named.aime24 has 12 problems here, and 30 as it is published")
+
+
+def test_a_set_of_ones_own_is_asked_like_aime_and_any_size_is_right(tokenizer, tmp_path):
+    found, notes = asked(tokenizer, mine={"data": save_aime(tmp_path / "a.jsonl", 2), "samples": 4, "k": [4]})
+    assert [prompt.row[SCORED_BY] for prompt in found["mine"]] == ["mine", "mine"]
+    assert not [note for note in notes if "warning" in note]
+
+
+@pytest.mark.parametrize(
+    ("said", "letter"),
+    [
+        (r"so \boxed{C}", "C"),
+        (r"\boxed{A}, no, \boxed{ B }", "B"),
+        (r"\boxed{\text{D}}", "D"),
+        (r"\boxed{(A) seven}", "A"),
+        (r"\boxed{\textbf{B) seven}}", "B"),
+        ("**Answer:** C", "C"),
+        ("Answer: **C**", "C"),
+        ("The answer is (D).", "D"),
+        ("the final answer is: B", "B"),
+        ("Answer: A\nwait. Answer: C", "C"),
+        ("Answer: All of them", None),
+        (r"\boxed{Carbon}", None),
+        ("A, B, C or D", None),
+    ],
+)
+def test_the_letter_is_looked_for_where_models_write_it(said, letter):
+    pattern = KNOWN["gpqa-diamond"].args["pattern"]
+    for right in "ABCD":
+        assert regex(said, right, pattern=pattern).value == float(right == letter)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"aime26": None}, "there is no benchmark of that name"),
+        ({"aime26": {"samples": 2}}, "there is no benchmark of that name"),
+        ({"aime24": 3}, "write a file, or a mapping"),
+        ({"aime24": {"sample": 3}}, "it has no sample; its keys are args, chat"),
+        ({"aime24": {"samples": 0}}, "a whole number from 1 on"),
+        ({"aime24": {"samples": True}}, "a whole number from 1 on"),
+        ({"aime24": {"temperature": -1}}, "a number from 0 on"),
+        ({"aime24": {"temperature": 0}}, "take samples: 1"),
+        ({"aime24": {"top_p": 2}}, "at most 1"),
+        ({"aime24": {"k": 3}}, "a list of whole numbers"),
+        ({"aime24": {"k": [64]}}, "more than the 32 answers"),
+        ({"aime24": {"chat": "yes"}}, "true, false or null"),
+        ({"aime24": {"reward": "rlinf.rewards.nothing_there"}}, "reward: "),
+        ({"a b": {"data": "x.jsonl"}}, "letters, digits"),
+    ],
+    ids=str,
+)
+def test_a_wrong_entry_is_one_line_with_its_key(entry, said):
+    ((key, advice),) = benchmark_mistakes(entry)
+    assert key == f"evaluation.named.{next(iter(entry))}"
+    assert said in advice
+    assert "\n" not in advice
+
+
+anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers())
+
+
+@given(st.dictionaries(st.sampled_from(["data", "samples", "k", "top_p", "reward", "args", "what"]), anything))
+def test_an_entry_is_refused_or_can_be_used(entry):
+    if not [*benchmark_mistakes({"aime24": entry})]:
+        made = benchmark_of("aime24", entry)
+        assert made.samples >= 1
+        assert all(k <= made.samples for k in made.k)
+
+
+def test_a_file_that_is_not_there_is_told_with_the_key(tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"^evaluation\.named\.aime24=\{data: FILE\}: there is no file .*none\.jsonl"):
+        asked(tokenizer, aime24=str(tmp_path / "none.jsonl"))
+
+
+def test_a_key_below_a_text_is_refused_and_does_not_replace_it():
+    with pytest.raises(ConfigError, match=r"evaluation\.named\.aime24 is a text, which has no keys"):
+        load_config(None, ["evaluation.named.aime24=a.jsonl", "evaluation.named.aime24.samples=3"])
+    mapping = load_config(None, ["evaluation.named.aime24.data=a.jsonl", "evaluation.named.aime24.samples=3"])
+    assert mapping.evaluation.named == {"aime24": {"data": "a.jsonl", "samples": 3}}
+
+
+def test_what_is_not_said_is_the_benchmarks_own():
+    assert benchmarks_of({"aime24": None, "gpqa-diamond": {}}) == {
+        name: KNOWN[name] for name in ("aime24", "gpqa-diamond")
+    }
+    changed = benchmark_of("gpqa-diamond", {"reward": "rlinf.rewards.exact"})
+    assert (changed.reward, changed.args) == ("rlinf.rewards.exact", {})

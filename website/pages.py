@@ -1,0 +1,57 @@
+"""Hooks of mkdocs: pages that are made when the site is built, and links that leave docs/.
+
+In: the pages of docs/. Out: the same, with links to files of the repository leading to pages that show these files;
+beside them the reference (`reference.py`) and CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "website")]
+
+import reference  # noqa: E402
+import repository  # noqa: E402
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Leave pages out of the navigation that are not written yet."""
+
+    def there(entry: Any) -> Any:
+        if isinstance(entry, dict):
+            entry = {name: there(value) for name, value in entry.items()}
+            return entry if all(entry.values()) else None
+        if isinstance(entry, list):
+            return [kept for each in entry if (kept := there(each))]
+        made = entry.startswith("reference/") or entry == "contributing.md"
+        return entry if made or (Path(config.docs_dir) / entry).is_file() else None
+
+    config.nav = there(config.nav)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that no file of docs/ holds."""
+    made = {name: (text, InclusionLevel.UNDEFINED) for name, text in reference.pages().items()}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    made["contributing.md"] = (repository.with_links(contributing, "", "contributing.md"), InclusionLevel.UNDEFINED)
+    for file in files.documentation_pages():
+        repository.note(file.content_string, f"docs/{file.src_uri}")
+    repository.note(contributing, "CONTRIBUTING.md")
+    made |= {name: (text, InclusionLevel.NOT_IN_NAV) for name, text in repository.pages().items()}
+    for name, (text, inclusion) in made.items():
+        files.append(File.generated(config, name, content=text, inclusion=inclusion))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links to files outside docs/ into links to the pages that show them."""
+    if page.file.generated_by is not None:
+        return markdown
+    return repository.with_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)

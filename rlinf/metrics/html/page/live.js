@@ -8,9 +8,10 @@ const server = {
   refreshed: new Map(),
 
   async json(path, options) {
-    const reply = await fetch(path, { credentials: "same-origin", ...options });
-    if (!reply.ok && reply.status !== 409) throw new Error(reply.status === 403 ? "open the page by the address with its token" : `${path}: ${reply.status}`);
-    return reply.json();
+    const reply = await fetch(path, { credentials: "same-origin", ...options, headers: { "X-Rlinf": "1", ...options?.headers } });
+    const told = await reply.json().catch(() => ({}));
+    if (!reply.ok) throw new Error(told.said ?? `${path}: ${reply.status}`);
+    return told;
   },
 
   /** The states of runs that are shown and not yet read. */
@@ -48,11 +49,11 @@ const server = {
   },
 
   follow(ids) {
-    const wanted = [...ids].sort().join();
+    const wanted = [...ids].sort().join(), known = [...ids].sort().map((id) => board.get(id)?.curves.steps.at(-1) ?? 0);
     if (wanted === this.following || !wanted) return;
     this.following = wanted;
     this.source?.close();
-    this.source = new EventSource(`api/events?runs=${encodeURIComponent(wanted)}`);
+    this.source = new EventSource(`api/events?runs=${encodeURIComponent(wanted)}&since=${known.join()}`);
     let lost = false;
     this.source.onopen = () => {
       board.connection("");
@@ -65,6 +66,7 @@ const server = {
       if (message.kind === "runs") { board.list(message.runs); return; }
       const run = board.get(message.run);
       if (!run) return;
+      if (message.kind === "anew") { this.read([run.id]).catch(() => {}); return; }
       const was = run.live;
       run.hear(message);
       if (message.kind === "rows") this.again(run);
@@ -117,7 +119,7 @@ function controls(place) {
     say(said, "asked …");
     try {
       const reply = await server.json(`api/runs/${encodeURIComponent(run.id)}/do`, {
-        method: "POST", headers: { "Content-Type": "application/json", "X-Rlinf": "1" }, body: JSON.stringify({ what }),
+        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ what }),
       });
       say(said, reply.said ?? "");
       said.classList.toggle("bad", reply.ok === false);

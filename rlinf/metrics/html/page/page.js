@@ -40,10 +40,10 @@ class Section {
   }
 
   news(kinds) {
-    if (!kinds.some((kind) => this.kinds.has(kind)) && !this.element.hidden) return;
     const run = board.focus, shown = Boolean(run && this.there(run));
+    const concerned = kinds.some((kind) => this.kinds.has(kind)) || this.element.hidden;
     if (this.element.hidden === shown) this.element.hidden = this.link.hidden = !shown;
-    if (!shown || !kinds.some((kind) => this.kinds.has(kind))) { this.stale ||= shown; if (!shown) return; }
+    if (!shown || !concerned) return;
     this.stale = true;
     if (this.details.open) frames.draw(this.drawing);
   }

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.metrics.files import EXPLAINED, read_lines
+from rlinf.metrics.html.lanes import Lanes, Stretch, actor_lanes
 from rlinf.metrics.html.run_data import MOST_POINTS, RunData, read_run
 from rlinf.metrics.html.state.episodes import episodes, success
 from rlinf.metrics.html.state.facts import about, headline, possible, side_by_side, time
 from rlinf.metrics.html.state.samples import Samples
+from rlinf.metrics.html.trace import Trace
 from rlinf.metrics.reading.metric_rows import MetricRows
 from rlinf.metrics.run_directory import flat
-
-if TYPE_CHECKING:
-    from rlinf.metrics.html.lanes import Lanes, Stretch
 
 SECTIONS = (
     (
@@ -146,9 +145,6 @@ def run_lanes(directory: Path) -> list[dict[str, Any]]:
     path = directory / "trace.json"
     if not path.is_file():
         return []
-    from rlinf.metrics.html.lanes import actor_lanes  # these bring torch, for which a page would wait
-    from rlinf.metrics.html.trace import Trace
-
     trace = Trace(path)
     return [lanes_json(each) for each in actor_lanes(trace, trace.first_middle_last())]
 

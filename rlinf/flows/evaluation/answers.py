@@ -7,7 +7,6 @@ from typing import Any
 
 from rlinf.algos.evaluation import majority_at_k, pass_at_k
 from rlinf.data.sample import Evaluation, Group, NotScored, Prompt, Sample
-from rlinf.runtime.base.progress import work
 from rlinf.training.text.batch_metrics import rewards_by_agent
 
 
@@ -20,7 +19,6 @@ async def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     ks: Sequence[int] = (),
-    problems: int | None = None,
     heard: Callable[[Group], None] | None = None,
     **sampling: Any,
 ) -> Evaluation:
@@ -33,7 +31,6 @@ async def evaluate(
         n: answers per prompt.
         temperature: 0 takes the likeliest token.
         ks: for which k, up to n, to tell pass@k and maj@k.
-        problems: how many prompts there are; None if nobody knows.
         heard: told of each group as soon as it is judged.
         sampling: further settings of `rollout.generate`, such as max_new_tokens.
 
@@ -46,12 +43,10 @@ async def evaluate(
     if reward_model is not None:
         scored = reward_model.score(scored)
     groups: list[Group] = []
-    with work("evaluating", problems, "problems") as evaluating:
-        async for group in scored:
-            groups.append(group)
-            evaluating.advance()
-            if heard is not None:
-                heard(group)
+    async for group in scored:
+        groups.append(group)
+        if heard is not None:
+            heard(group)
     if not groups:
         raise ValueError("evaluate: there was no prompt to answer")
     groups.sort(key=lambda group: group.prompt.id)

@@ -171,10 +171,13 @@ class RunningSession(Gathering):
                     "session.evaluate: answers need a reward function: give the session rewards=…, or an episode"
                 )
             roles, made = running.roles(), [self._trial(given, number) for number, given in enumerate(tasks)]
-            return Awaited(
-                evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, problems=len(made), **chosen),
-                "session.evaluate(…)",
-            )
+
+            async def answered() -> Evaluation:
+                with work("evaluating", len(made), "problems") as evaluating:
+                    told = {"heard": lambda _: evaluating.advance(), **chosen}
+                    return await evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **told)
+
+            return Awaited(answered(), "session.evaluate(…)")
         trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
         groups = Stream.of(trials.groups(tasks), name="episodes")
 

@@ -73,7 +73,7 @@ if __name__ == "__main__":
         sft={"steps": 250, "batch_size": 64, "lr": 2e-3},
         prompts_per_step=16,
         epochs=2,
-        optimizer={"lr": 5e-4, "warmup_steps": 5, "grad_clip": 0.3},
+        lr=5e-4,
         max_new_tokens=32,
         run_dir="outputs/search_r1",
         callbacks=[told],

@@ -10,6 +10,7 @@ import pytest
 from docs.pictures import gallery
 from tests.launching import ROOT, launch, metrics_of
 
+pytestmark = pytest.mark.timeout(240)
 LONGEST, OF_DOCSTRING = 80, 6
 """Lines of an example, and of its docstring."""
 LARGEST = 60_000
@@ -18,7 +19,7 @@ LARGEST = 60_000
 
 def shown(name, directory):
     """What an example prints."""
-    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory).stdout
+    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory, timeout=220).stdout
 
 
 def failed_none(run):
@@ -127,7 +128,6 @@ def test_a_model_that_gives_up_learns_to_use_the_calculator(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_model_that_guesses_learns_to_search(tmp_path):
     said = shown("search_r1", tmp_path)
     right, turns = numbers(said, r"right +(\d+)%"), numbers(said, r"turns per question ([\d.]+)")
@@ -137,7 +137,6 @@ def test_a_model_that_guesses_learns_to_search(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_programs_that_pass_more_tests_are_learned(tmp_path):
     passed = numbers(shown("code_with_tests", tmp_path), r"tests passed +(\d+)%")
     assert passed[0] < 6
@@ -147,7 +146,6 @@ def test_programs_that_pass_more_tests_are_learned(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_model_that_plays_against_itself_becomes_better_against_others(tmp_path):
     said = shown("self_play", tmp_path)
     after = dict(re.findall(r"against (\w+) .*after +(\d+)%", said))
@@ -156,7 +154,6 @@ def test_a_model_that_plays_against_itself_becomes_better_against_others(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_team_learns_and_its_roles_are_told_apart(tmp_path):
     shown("team", tmp_path)
     found = metrics_of(tmp_path / "outputs" / "team")

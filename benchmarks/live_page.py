@@ -169,11 +169,13 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the figures to this file as JSON")
     given = parser.parse_args()
     found: dict[str, float] = {}
-    for hosts in (1, 8, ROLES):
-        cost = asyncio.run(look_cost(hosts))
+    for roles, hosts in ((3, 1), (ROLES, 1), (ROLES, 8), (ROLES, ROLES)):
+        cost = asyncio.run(look_cost(hosts, roles))
         share = cost / 1e3 / PERIOD
-        found[f"look of {ROLES} roles on {hosts} hosts, ms"] = round(cost, 2)
-        print(f"a look at {ROLES} roles on {hosts:>2} hosts takes {cost:.2f} ms: {share:.2%} of a core, once a second")
+        found[f"look of {roles} roles on {hosts} hosts, ms"] = round(cost, 2)
+        print(
+            f"a look at {roles:>2} roles on {hosts:>2} hosts takes {cost:.2f} ms: {share:.2%} of a core, once a second"
+        )
     if not given.quick:
         found |= (turns := in_turns(given.steps))
         for name in ("s", "processor s"):

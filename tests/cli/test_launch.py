@@ -186,7 +186,8 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
     check_run_directory(tmp_path / "quickstart")
     assert "rollout, judge, trainer in one process" in done.stdout
     assert "accuracy on 20 held-out problems" in done.stdout
-    assert done.stderr == "", "nothing but our own lines"
+    slow = r"(?m)^.+: (.+, )?\d+:\d\d gone.*\n|^.+: done in \d+:\d\d\n"  # what takes long on a busy machine
+    assert re.sub(slow, "", done.stderr) == "", "nothing but our own lines"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     prompt = tokenizer("3142>", return_tensors="pt")

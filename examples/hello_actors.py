@@ -1,4 +1,10 @@
-"""Actors in one minute: python examples/hello_actors.py, or torchrun --nproc-per-node 2 examples/hello_actors.py."""
+"""Actors in one minute: a group of two, calls to all or one of them, a value that travels, streams.
+
+    python examples/hello_actors.py                             # seconds on a CPU
+    torchrun --nproc-per-node 2 examples/hello_actors.py        # the same, in two processes
+
+You will see who runs where, and what each call returns.
+"""
 
 import os
 

@@ -1,8 +1,9 @@
-"""Three stages that overlap by themselves: python examples/pipeline.py, or under torchrun --nproc-per-node 3.
+"""Three stages that overlap by themselves, since their flow says what depends on what, and not when anything runs.
 
-The flow below is three statements that say what depends on what. Each stage takes some milliseconds per item (here it
-sleeps, as if a device computed). Run one after the other the stages would take their sum; as streams they overlap, and
-the printed lanes show it.
+    python examples/pipeline.py                             # seconds on a CPU
+    torchrun --nproc-per-node 3 examples/pipeline.py        # a stage in each process
+
+Each stage sleeps for some milliseconds per item, as if a device computed. You will see the lanes of the three.
 """
 
 import asyncio
@@ -61,8 +62,6 @@ async def main(system: ActorSystem) -> None:
     slowest = max(SECONDS.values())
     ideal = sum(SECONDS.values()) + (ITEMS - 1) * slowest
     print(f"one stage after the other {apart:.2f} s, ideal overlap {ideal:.2f} s, this run {took:.2f} s")
-    await system.trace("trace.json")
-    print("open trace.json at https://ui.perfetto.dev")
 
 
 if __name__ == "__main__":

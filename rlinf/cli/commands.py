@@ -35,6 +35,7 @@ from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
 from rlinf.job.validate import is_embodied, load_config, load_embodied
+from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _ELSEWHERE:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_ELSEWHERE[given[0]][0]).main
-        return command(given[1:])
+        with shown():
+            return command(given[1:])
     if given and not given[0].startswith("-") and given[0] not in _HERE:
         near = nearest(given[0], known := [*_ELSEWHERE, *_HERE])
         advice = f"did you mean {near}?" if near else f"there is {', '.join(known)}"
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = _parser().parse_args(given or ["--help"])
     try:
-        options.run(options)
+        with shown():
+            options.run(options)
     except (InputError, RunFailure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

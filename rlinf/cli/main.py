@@ -28,6 +28,7 @@ from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.start import train
 from rlinf.job.validate import is_embodied, load_any
+from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
 
 FAILED = 1
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line in this process, one of those that torchrun started or the only one; returns the exit code."""
     rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
+        with shown():
+            return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
     except (InputError, RunFailure) as error:
         return _report(error, rank)
     except HostLost:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.base.tensor_bytes import flat_bytes
 
 CHUNK = 32 << 20
@@ -68,14 +69,15 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     with explained(path, size), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            data = flat_bytes(tensor).numpy().data
-            for start in range(0, len(data), CHUNK):
-                if stop is not None and stop.is_set():
-                    raise WritingStopped(f"{path} was not finished")
-                file.write(data[start : start + CHUNK])
-        file.flush()
-        os.fsync(file.fileno())
+        with work(f"writing {path.parent.name}/{path.name}", size, "bytes") as writing:
+            for _, tensor in ordered:
+                data = flat_bytes(tensor).numpy().data
+                for start in range(0, len(data), CHUNK):
+                    if stop is not None and stop.is_set():
+                        raise WritingStopped(f"{path} was not finished")
+                    writing.advance(file.write(data[start : start + CHUNK]))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:

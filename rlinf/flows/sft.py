@@ -6,6 +6,7 @@ from collections.abc import AsyncIterable, Iterable, Sequence
 from typing import Any
 
 from rlinf.data.sample import Example
+from rlinf.runtime.base.progress import work
 
 
 async def sft(
@@ -25,6 +26,7 @@ async def sft(
     Returns:
         The trainer's metrics.
     """
-    metrics: dict[str, float] = await trainer.sft(batches, lr=lr)
-    await rollout.load(trainer.weights())
+    with work("warming up"):
+        metrics: dict[str, float] = await trainer.sft(batches, lr=lr)
+        await rollout.load(trainer.weights())
     return metrics

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from rlinf.algos import recipes, spec
@@ -30,12 +31,16 @@ CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
 taken back has large weights: tokens that have become likely since they were drawn and turned out bad."""
 
 
-def algorithm_of(config: RunConfig) -> AlgorithmSpec:
+def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType({})) -> AlgorithmSpec:
     """The algorithm of a run.
 
     What a recipe cannot know is filled in unless it was set: the length limit of `shaping` and the constant length of
     `seq-mean-token-sum-norm` are the longest answer of this run, `rollout.max_new_tokens`; the penalty of `shaping`
     begins as far before its limit as in the recipe, relative to it.
+
+    Args:
+        config: of the run.
+        parts: functions in memory in place of `advantage` or `loss`.
 
     Raises:
         ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
@@ -43,6 +48,7 @@ def algorithm_of(config: RunConfig) -> AlgorithmSpec:
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     values = {place: getattr(algorithm, place) for place in PLACES}
     changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    changes.update(parts)
     chosen = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
     if chosen.shaping is not None and not _sets(changes, "shaping", "longest"):
         cache = chosen.shaping.cache

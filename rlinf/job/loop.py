@@ -35,6 +35,7 @@ from rlinf.metrics.explain.explainer import Explainer, in_short
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
 from rlinf.runtime.system.system import ActorSystem
@@ -170,7 +171,8 @@ class TrainingLoop(RunKind[E]):
                 await self.checkpoints.abandon()
             if config.trace:
                 await self.system.trace(directory.trace)
-        await asyncio.to_thread(write_report, directory.path)
+        with work("writing the report"):
+            await asyncio.to_thread(write_report, directory.path)
         if self.leaving.asked and not self.over:
             self.report.line(self.leaving.told())
             return

@@ -85,6 +85,8 @@ class InMemory:
     """Problems to evaluate on."""
     agent: Agent | None = None
     """What works on a task."""
+    parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions in place of the algorithm's `advantage` or `loss`."""
     callbacks: tuple[Any, ...] = ()
     """What is told of the run besides the configuration's `callbacks`; see `job.callbacks`."""
 
@@ -172,7 +174,7 @@ def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemor
 
 
 def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
-    algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config))
+    algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
     path = config.flow or flow_of(algorithm, with_agent=bool(config.agent.function or objects.agent))
     if objects.flow is not None:
         path = f"{objects.flow.__module__}.{objects.flow.__qualname__}"

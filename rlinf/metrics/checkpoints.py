@@ -17,6 +17,7 @@ from typing import Any
 from rlinf.config.loading import RunFailure
 from rlinf.metrics.durable.manifest import MANIFEST
 from rlinf.metrics.run_directory import QUEUE, RunDirectory
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.base.tasks import finish
 
 
@@ -78,7 +79,8 @@ class Checkpoints:
         """
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            await writing
+            with work("waiting for the checkpoint to be written"):
+                await writing
 
     async def abandon(self) -> None:
         """Give up what is under way; whole checkpoints stay."""

@@ -23,6 +23,8 @@ from rlinf.rewards.base import ByValue, RewardSource
 
 MODEL, TOKENIZER = "model", "tokenizer"
 """What models and tokenizers that were objects are called in a run directory."""
+PARTS = ("advantage", "loss")
+"""Keys of `algorithm` that may be functions."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,17 @@ class Objects:
             return ByValue.of(function)
         except Exception:
             return function
+
+    # Algorithm --------------------------------------------------------------------------------------------------------
+
+    def take_algorithm(self, algorithm: Any) -> Any:
+        """A recipe's name, or a mapping of keys of the section `algorithm`, in which `advantage` and `loss` may be
+        functions; returns what of it a configuration can say."""
+        if not isinstance(algorithm, Mapping):
+            return algorithm
+        own = {name: algorithm[name] for name in PARTS if callable(algorithm.get(name))}
+        self.passed = replace(self.passed, parts=own)
+        return {name: value for name, value in algorithm.items() if name not in own}
 
     # Saved aside ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from rlinf.data.sample import Evaluation
 from rlinf.metrics.console.answers import ACCURACY, measure_of
-from rlinf.metrics.console.live_picture import clock, curve
+from rlinf.metrics.console.live_picture import curve
+from rlinf.metrics.console.progress_lines import clock
 from rlinf.metrics.files import read_lines
 
 _CURVE = 24

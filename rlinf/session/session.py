@@ -29,6 +29,7 @@ from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.job.start import locked
 from rlinf.metrics.console.answers import in_words, rows
+from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.runtime.system.torchrun import switching_often
@@ -162,6 +163,7 @@ class Session(RunningSession):
 
     async def _start(self, stack: AsyncExitStack) -> None:
         what = self._given
+        stack.enter_context(shown())
         lock = stack.enter_context(locked(what.run_dir, what.objects.who))
         hosts = 1 if self._system is None else self._system.hosts
         run = await asyncio.to_thread(opened, what, hosts, lock)
@@ -327,7 +329,7 @@ def _made(
     if steps is None and settings.get("schedule", "constant") != "constant":
         text = "a learning rate that falls needs to know how many steps there will be; set steps too"
         raise ConfigError([Problem(who, "schedule", settings["schedule"], text)])
-    what = given(objects, {"algorithm": algorithm, **settings}, run_dir, resume)
+    what = given(objects, {"algorithm": objects.take_algorithm(algorithm), **settings}, run_dir, resume)
     return Session(what, system, steps, judges=rewards is not None)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.supervised import SUPERVISED
 from rlinf.job.start import locked, loop_of, plainly_told, run_to_end
+from rlinf.metrics.console.progress import shown
 from rlinf.session.configure import configured, key_of, name_of
 from rlinf.session.result import Result, result_of
 
@@ -59,7 +60,8 @@ def train(
             or notebook will do. None compares with the answer. Given texts (`sft`, `dpo`, `reward_model`) have none.
         data: what to learn from: a file, directory or hub name, a list of dicts, a `datasets.Dataset`, an iterable, an
             async iterable, or a function that makes one. None takes the generated problems of `task`.
-        algorithm: name of a recipe, or `sft`, `dpo` or `reward_model`; or a mapping of keys of the section `algorithm`.
+        algorithm: name of a recipe, or `sft`, `dpo` or `reward_model`; or a mapping of keys of the section `algorithm`,
+            in which `advantage` and `loss` may be functions (docs/algorithms.md).
         tokenizer: directory, hub name, {"characters": …} or a tokenizer; None takes the model's own.
         evaluation: problems that are never trained on, in any of the forms of `data`.
         run_dir: directory of the run; None takes outputs/run.
@@ -116,7 +118,7 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     named = {name: rest.pop(name) for name in _Call.__slots__[3:-1] if name in rest}
     try:
         given = await asyncio.to_thread(_sorted, _Call(model, rewards, data, **named, settings=rest), 1)
-        with locked(given.run_dir, WHO) as lock:
+        with locked(given.run_dir, WHO) as lock, shown():
             ready = await asyncio.to_thread(opened, given, 1, lock)
             stall_after = ready.config.system.stall_after
             with plainly_told(), switching_often():
@@ -138,7 +140,7 @@ def _train(call: _Call) -> Result | None:
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
-    with locked(given.run_dir, WHO) as lock:
+    with locked(given.run_dir, WHO) as lock, shown():
         ready = opened(given, hosts, lock)
         grace = ready.config.checkpoint.grace
         return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)
@@ -196,7 +198,7 @@ def _sorted(call: _Call, hosts: int) -> Given:
     if callable(call.agent):
         objects.passed = replace(objects.passed, agent=call.agent)
     spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(call.settings) else {}
-    settings = {"algorithm": call.algorithm, **named, **spread, **call.settings}
+    settings = {"algorithm": objects.take_algorithm(call.algorithm), **named, **spread, **call.settings}
     return given(objects, settings, call.run_dir, call.resume)
 
 

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlinf
+from rlinf.algos import losses
 from rlinf.config.loading import load
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
@@ -39,6 +40,24 @@ def right(response, answer):
 
 def trl_style(completions, **kwargs):
     return [0.1 * len(completion) for completion in completions]
+
+
+def test_parts_of_an_algorithm_may_be_functions(tmp_path):
+    called = []
+
+    def nothing(answers, penalty, reduce):
+        called.append(len(answers.rewards))
+        return torch.zeros_like(answers.rewards)
+
+    def loss(batch, aggregation, weights):
+        called.append("loss")
+        return losses.cispo(batch.logprobs, batch.need("old_logprobs"), batch.need("advantages"), batch.mask)
+
+    algorithm = {"name": "grpo", "advantage": nothing, "loss": loss}
+    result = rlinf.train(MODEL, right, ROWS, algorithm=algorithm, run_dir=tmp_path / "run", steps=1, **SMALL)
+    assert "loss" in called
+    assert len({*called}) > 1, "the advantage was asked too"
+    assert result.history("grad_norm") == [0.0], "where every advantage is 0, nothing is learned"
 
 
 def test_rewards_with_weights_are_summed_and_each_is_told(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlinf.config.loading import InputError
@@ -20,6 +20,7 @@ from rlinf.data.demonstrations.save import WRITTEN, chosen_of, save_demonstratio
 from rlinf.data.demonstrations.source import ACTIONS, RGB, Episodes
 from rlinf.data.demonstrations.statistics import statistics_of
 from rlinf.data.demonstrations.statistics_files import FILES, as_groot, as_openpi, as_openvla, write_statistics
+from rlinf.runtime.base.progress import counted
 
 UNREADABLE = (ValueError, OSError, ImportError)
 """What data sets and disks are refused with."""
@@ -104,23 +105,10 @@ def names_of(given: Sequence[str] | None) -> dict[str, str] | None:
     return {theirs: ours for theirs, _, ours in pairs}
 
 
-def progress(what: str, count: int) -> Callable[[int], None]:
-    """Tells how many of `count` are done, in ten lines at most."""
-    told = 0
-
-    def tell(done: int) -> None:
-        nonlocal told
-        if done * 10 // count > told:
-            told = done * 10 // count
-            sys.stderr.write(f"{what} {done} of {count}\n")
-
-    return tell
-
-
 def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
     written = save_demonstrations(
         Path(options.target).expanduser(),
-        chosen_of(episodes, places, progress("read", len(places))),
+        chosen_of(episodes, counted(places, f"converting {options.source}", unit="episodes")),
         options.format,
         fps=rate_of(options, episodes),
         videos=not options.png,
@@ -131,7 +119,7 @@ def _converted(options: argparse.Namespace, episodes: Episodes, places: Sequence
 
 
 def _statistics(options: argparse.Namespace, episodes: Episodes, places: Sequence[int]) -> str:
-    found = statistics_of(episodes, places, told=progress("read", len(places)))
+    found = statistics_of(episodes, places)
     found[ACTIONS] = found[ACTIONS].masked(options.unmasked)
     if options.statistics == "openvla":
         content: Mapping[str, object] = as_openvla(found, options.name, len(places))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from rlinf.config.importing import look_in_working_directory, mistake_in, shippe
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.job.validate import is_embodied, load_embodied
 from rlinf.runtime.base.errors import HostLost
+from rlinf.runtime.base.progress import work
 
 if TYPE_CHECKING:
     from rlinf.runtime.system.system import ActorSystem
@@ -112,22 +113,10 @@ def _run(options: argparse.Namespace, config: EmbodiedConfig, out: Path) -> None
     )
 
     async def recorded(system: ActorSystem) -> None:
-        played = await record_episodes(system, config, wanted, _progress(options.episodes))
+        with work("recording", options.episodes, "episodes") as recording:
+            played = await record_episodes(system, config, wanted, lambda kept, _: recording.at(kept))
         sys.stdout.write(
             f"{options.out}: {options.episodes} episodes as {options.format}, of {played} that were played\n"
         )
 
     run_to_end(recorded, config.system)
-
-
-def _progress(episodes: int) -> Callable[[int, int], None]:
-    """Tells how many episodes are kept, in ten lines at most, and when none was."""
-    told = 0
-
-    def tell(kept: int, played: int) -> None:
-        nonlocal told
-        if kept * 10 // episodes > told:
-            told = kept * 10 // episodes
-            sys.stderr.write(f"recorded {kept} of {episodes}, played {played}\n")
-
-    return tell

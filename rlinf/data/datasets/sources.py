@@ -25,6 +25,7 @@ from rlinf.data.datasets.rows import (
     read_json,
     read_parquet,
 )
+from rlinf.data.library_bars import fold_datasets
 
 Source = str | Path | Iterable[Row] | AsyncIterable[Row] | Callable[[], Iterable[Row] | AsyncIterable[Row]]
 """A file, several by a pattern with `*`, a directory, a hub name, `module.name` of an object; or that object: a list,
@@ -164,4 +165,5 @@ def _datasets(source: str) -> Any:
         import datasets
     except ImportError as error:
         raise DataError(f"data: {source} needs the library `datasets`: pip install rlinf[data]") from error
+    fold_datasets()
     return datasets

@@ -72,16 +72,12 @@ def save_demonstrations(
     return written
 
 
-def chosen_of(
-    episodes: Episodes, places: Iterable[int], told: Callable[[int], None] = lambda done: None
-) -> Iterator[Demonstration]:
+def chosen_of(episodes: Episodes, places: Iterable[int]) -> Iterator[Demonstration]:
     """Episodes of a data set, one in memory at a time.
 
     Args:
         episodes: the data set.
-        places: which.
-        told: called with how many were taken before each.
+        places: which; the next one is asked for when one is done.
     """
-    for done, place in enumerate(places):
-        told(done)
+    for place in places:
         yield episodes.read(place)

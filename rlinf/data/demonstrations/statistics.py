@@ -7,7 +7,7 @@ more, they are those of `keep` rows drawn evenly by a fixed seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlinf.data.demonstrations.episode import Demonstration
 from rlinf.data.demonstrations.source import ACTIONS, STATE, Episodes
+from rlinf.runtime.base.progress import counted
 
 KEEP = 1_000_000
 """Rows whose values are kept for quantiles. The share of all rows below the quantile q that is found is off by
@@ -124,9 +125,7 @@ class Accumulator:
         return FeatureStatistics(mean, std, least, greatest, q01, q99, mask, self._count)
 
 
-def statistics_of(
-    episodes: Episodes, places: Iterable[int], *, keep: int = KEEP, told: Callable[[int], None] = lambda done: None
-) -> dict[str, FeatureStatistics]:
+def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP) -> dict[str, FeatureStatistics]:
     """Statistics of the actions, of the state, and of every other array of numbers that is shown, one episode in
     memory at a time.
 
@@ -134,19 +133,17 @@ def statistics_of(
         episodes: to read.
         places: which.
         keep: see `Accumulator`.
-        told: called with the number of episodes that are done.
 
     Raises:
         ValueError: there are none, or a file is broken.
     """
     found: dict[str, Accumulator] = {}
-    for done, place in enumerate(places):
+    for place in counted(places, f"statistics of {episodes.path}", unit="episodes"):
         for name, rows in features_of(episodes.read(place, pictures=False)).items():
             try:
                 found.setdefault(name, Accumulator(keep)).add(rows)
             except ValueError as error:
                 raise ValueError(f"{episodes.path}: {name} of episode {place}: {error}") from error
-        told(done + 1)
     return {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlinf.envs.episodes import Episode
+from rlinf.runtime.base.progress import Work, work
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +45,7 @@ async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True, v
         RuntimeError: every episode of a round was lost.
     """
 
-    async def play(rank: int, epoch: int) -> _Round:
+    async def play(rank: int, epoch: int, trying: Work) -> _Round:
         simulation, decider, key = env[rank], policy[rank % len(policy)], (rank, 0)
         played = _Round(rank, epoch)
         seen = await simulation.reset(0, epoch)
@@ -52,6 +53,7 @@ async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True, v
             actions = decider.act(key, seen, greedy=greedy, keep=False)
             seen = await simulation.step(0, actions)
             played.episodes += seen.chunk.episodes
+            trying.advance(len(seen.chunk.episodes))
             if videos:
                 played.actions.append(await actions)
         played.episodes.sort(key=lambda episode: episode.env)
@@ -59,13 +61,14 @@ async def trials(env: Any, policy: Any, episodes: int, *, greedy: bool = True, v
 
     rounds: list[_Round] = []
     found: list[tuple[_Round, Episode]] = []
-    while len(found) < episodes:
-        epoch = len(rounds) // len(env)
-        played = await asyncio.gather(*(play(rank, epoch) for rank in range(len(env))))
-        if not any(each.episodes for each in played):
-            raise RuntimeError("not one trial ended in a whole round: the simulators lose every episode")
-        rounds += played
-        found += [(each, episode) for each in played for episode in each.episodes]
+    with work("trying the policy", episodes, "episodes") as trying:
+        while len(found) < episodes:
+            epoch = len(rounds) // len(env)
+            played = await asyncio.gather(*(play(rank, epoch, trying) for rank in range(len(env))))
+            if not any(each.episodes for each in played):
+                raise RuntimeError("not one trial ended in a whole round: the simulators lose every episode")
+            rounds += played
+            found += [(each, episode) for each in played for episode in each.episodes]
     found = found[:episodes]
     if videos:
         await _record(env, failures_first(found)[:videos])

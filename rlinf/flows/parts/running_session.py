@@ -11,7 +11,7 @@ its own. Who wakes whom: the rollout's answers wake conversations; the ends of e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Mapping, Sized
 from typing import Any
 
 from rlinf.agents.agent import Agent
@@ -25,6 +25,7 @@ from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.flows.parts.answering import TRIALS
 from rlinf.flows.parts.gathering import Gathering
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream, each
 
 
@@ -170,14 +171,23 @@ class RunningSession(Gathering):
                     "session.evaluate: answers need a reward function: give the session rewards=…, or an episode"
                 )
             roles, made = running.roles(), [self._trial(given, number) for number, given in enumerate(tasks)]
-            return Awaited(
-                evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **chosen), "session.evaluate(…)"
-            )
+
+            async def answered() -> Evaluation:
+                with work("evaluating", len(made), "problems") as evaluating:
+                    told = {"heard": lambda _: evaluating.advance(), **chosen}
+                    return await evaluate(Stream.of(made), roles["rollout"], roles["judge"], n=count, **told)
+
+            return Awaited(answered(), "session.evaluate(…)")
         trials = self._played("evaluate", tasks, episode, count, TRIALS, chosen, None, None, ())
         groups = Stream.of(trials.groups(tasks), name="episodes")
 
         async def played() -> Evaluation:
-            found = sorted(await groups.collect(), key=lambda group: group.prompt.id)
+            found = []
+            with work("evaluating", len(tasks) if isinstance(tasks, Sized) else None, "tasks") as evaluating:
+                async for group in groups:
+                    found.append(group)
+                    evaluating.advance()
+            found.sort(key=lambda group: group.prompt.id)
             metrics = measure(found)
             return Evaluation(metrics["accuracy"], tuple(found), metrics)
 

@@ -26,6 +26,7 @@ from rlinf.job.embodied.suites import suites_of
 from rlinf.job.roles.running import Role, Roles, spawn_roles
 from rlinf.placement.seats import CONTROL, place
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.progress import counted
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.system.system import ActorSystem
 
@@ -133,7 +134,7 @@ def _moved(rounds: Path, wanted: Recording) -> None:
     found = open_episodes(rounds)
     save_demonstrations(
         wanted.directory,
-        chosen_of(found, range(len(found))),
+        chosen_of(found, counted(range(len(found)), f"writing {wanted.directory}", unit="episodes")),
         wanted.form,
         fps=wanted.fps,
         videos=wanted.videos,

@@ -16,6 +16,7 @@ from rlinf.flows.evaluation.answers import evaluate
 from rlinf.job.roles.of_text import scores_alone
 from rlinf.job.roles.running import REWARD_MODEL, Roles
 from rlinf.rewards.base import RewardSource
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream
 
 
@@ -31,17 +32,19 @@ async def evaluate_on(data: Data, roles: Roles, config: RunConfig, passed: Rewar
         passed: a reward that was passed instead of being named.
     """
     settings = config.evaluation
-    return await evaluate(
-        Stream.of(data.held_out),
-        roles["rollout"],
-        roles["judge"],
-        roles.get(REWARD_MODEL) if scores_alone(config, passed) else None,
-        n=settings.samples,
-        temperature=settings.temperature,
-        ks=settings.k,
-        top_p=settings.top_p,
-        max_new_tokens=settings.max_new_tokens,
-    )
+    with work("evaluating", len(data.held_out), "problems") as evaluating:
+        return await evaluate(
+            Stream.of(data.held_out),
+            roles["rollout"],
+            roles["judge"],
+            roles.get(REWARD_MODEL) if scores_alone(config, passed) else None,
+            n=settings.samples,
+            temperature=settings.temperature,
+            ks=settings.k,
+            heard=lambda _: evaluating.advance(),
+            top_p=settings.top_p,
+            max_new_tokens=settings.max_new_tokens,
+        )
 
 
 def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:

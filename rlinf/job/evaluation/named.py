@@ -8,6 +8,7 @@ other by the model alone, also where an agent learns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlinf.algos.evaluation import standard_errors
@@ -20,6 +21,7 @@ from rlinf.flows.evaluation.answers import evaluate, measure
 from rlinf.job.evaluation.kept import KeptAnswers
 from rlinf.job.roles.running import Roles
 from rlinf.models.language.generation import context_length
+from rlinf.runtime.base.progress import Work, work
 from rlinf.runtime.streams.stream import Stream
 
 PASS = "pass@1"
@@ -49,19 +51,28 @@ async def evaluate_named(
         left = [prompt for prompt in prompts if prompt.id not in done]
         groups = [*done.values()]
         if left:
-            asked = await evaluate(
-                Stream.of(left),
-                roles["rollout"],
-                roles["judge"],
-                n=benchmark.samples,
-                temperature=benchmark.temperature,
-                top_p=benchmark.top_p,
-                max_new_tokens=longest_answer(name, benchmark, prompts, model_config),
-                heard=None if kept is None else kept.heard,
-            )
+            with work(f"evaluating {name}", len(prompts), "problems") as evaluating:
+                evaluating.at(len(done))
+                asked = await evaluate(
+                    Stream.of(left),
+                    roles["rollout"],
+                    roles["judge"],
+                    n=benchmark.samples,
+                    temperature=benchmark.temperature,
+                    top_p=benchmark.top_p,
+                    max_new_tokens=longest_answer(name, benchmark, prompts, model_config),
+                    heard=partial(_heard, kept, evaluating),
+                )
             groups += asked.groups
         found[name] = measured(groups, benchmark)
     return found
+
+
+def _heard(kept: KeptAnswers | None, evaluating: Work, group: Group) -> None:
+    """One more problem is answered."""
+    if kept is not None:
+        kept.heard(group)
+    evaluating.advance()
 
 
 def longest_answer(name: str, benchmark: Benchmark, prompts: Sequence[Prompt], model_config: Any) -> int:

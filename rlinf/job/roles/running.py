@@ -15,6 +15,7 @@ from typing import Any
 from rlinf.actors.base.spmd import JointActor
 from rlinf.placement.seats import Placed
 from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.base.tasks import all_or_none
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
@@ -74,11 +75,13 @@ async def spawn_roles(
             group = found[name] = await system.spawn(role.actor, name=name, **where, **role.settings)
             if say is not None and "computes" in group.endpoints and (words := await group[0].computes()):
                 say(f"{name}: {words}")
+            starting.advance()
 
     # Each of these makes its model on all its ranks together, with a lock held in every process: two at once could wait
     # for each other for ever, one on each of two hosts.
     joint = [name for name, role in roles.items() if issubclass(role.actor, JointActor)]
-    await all_or_none([spawn(joint), *(spawn([name]) for name in roles if name not in joint)])
+    with work("starting", len(roles), "roles") as starting:
+        await all_or_none([spawn(joint), *(spawn([name]) for name in roles if name not in joint)])
     return {name: found[name] for name in roles}
 
 

@@ -30,6 +30,7 @@ from rlinf.job.supervised.prepare import REFERENCE, TRAINER, objective_of
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.supervised.batches import measured
@@ -71,7 +72,11 @@ class SupervisedLoop(TrainingLoop[Numbers]):
     async def evaluate(self) -> Numbers | None:
         if not self.data.held_out:
             return None
-        found = [group async for group in self.roles[TRAINER].outputs(self.data.held_out)]
+        found = []
+        with work("evaluating", len(self.data.held_out), "rows") as evaluating:
+            async for group in self.roles[TRAINER].outputs(self.data.held_out):
+                found.append(group)
+                evaluating.advance()
         found.sort(key=lambda group: group.id)
         if REFERENCE in self.roles:
             found = await told(found, self.roles[REFERENCE])

@@ -18,7 +18,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
-from rlinf.metrics.console.live_picture import Shown, picture
+from rlinf.metrics.console.live_picture import FRAME, Shown, picture
+from rlinf.metrics.console.progress import progress_shown
 from rlinf.runtime.system.observer import Moment
 
 REDRAW_SECONDS = 0.25
@@ -46,6 +47,9 @@ class LiveView:
         self._over = False
         self._began = time.monotonic()
         self._changed = threading.Condition()  # guards all of the above
+        self._progress = progress_shown()
+        if self._progress is not None:
+            self._progress.lend(self._more)
         self._thread = threading.Thread(target=self._draw, name="live view", daemon=True)
         self._thread.start()
 
@@ -79,13 +83,21 @@ class LiveView:
             self._over = True
             self._touch()
         await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        if self._progress is not None:
+            self._progress.take_back()
+
+    def _more(self) -> None:
+        """Long work has begun or ended."""
+        with self._changed:
+            self._touch()
 
     def _touch(self) -> None:
         self._version += 1
         self._changed.notify()
 
     def _draw(self) -> None:
-        """The thread: consumes changes; unblocked by the next one, a quarter of a second after the last drawing."""
+        """The thread: consumes changes; unblocked by the next one, a quarter of a second after the last drawing, or
+        then by the clock while long work is under way."""
         with Live(
             console=self._console,
             auto_refresh=False,
@@ -96,11 +108,16 @@ class LiveView:
             drawn, over = 0, False
             while not over:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._version != drawn)  # noqa: B023
+                    works = self._progress is not None and self._progress.busy
+                    self._changed.wait_for(lambda: self._version != drawn, 0.0 if works else None)  # noqa: B023
                     drawn, over = self._version, self._over
                     lines, self._lines = self._lines, []
+                width, height = self._console.size
+                works_shown = () if self._progress is None else self._progress.lines(width, max(0, height - FRAME))
+                with self._changed:
                     self._shown.elapsed = time.monotonic() - self._began
-                    drawing = picture(self._shown, *self._console.size)
+                    self._shown.works = works_shown
+                    drawing = picture(self._shown, width, height)
                 for line in lines:
                     live.console.print(line, markup=False, soft_wrap=True)
                 live.update(drawing, refresh=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from rich.console import Group
 from rich.text import Text
 
+from rlinf.metrics.console.progress_lines import clock
 from rlinf.metrics.console.table import ACCURACY, FAILED, GRADED, HELD_OUT
 from rlinf.metrics.timing import sentence
 from rlinf.runtime.system.introspection import ActorState, QueueState
@@ -63,6 +64,8 @@ class Shown:
     """Seconds per step, smoothed."""
     moment: Moment | None = None
     """What everybody is at."""
+    works: Sequence[Text] = ()
+    """A line about each long work under way."""
 
 
 def picture(shown: Shown, width: int, height: int) -> Group:
@@ -72,13 +75,13 @@ def picture(shown: Shown, width: int, height: int) -> Group:
         shown: what is known.
         width, height: of the terminal, characters.
     """
-    lines = [_progress(shown, width)]
+    lines = [_progress(shown, width), *shown.works]
     if shown.metrics:
         lines.append(_numbers(shown, width))
         if told := sentence(shown.metrics):
             lines.append(Text(f" {told}", style="dim"))
     if shown.moment is not None:
-        lines += _roles(shown.moment, max(0, height - FRAME))
+        lines += _roles(shown.moment, max(0, height - FRAME - len(shown.works)))
     for line in lines:
         line.no_wrap = True
         line.truncate(max(1, width - 1), overflow="ellipsis")
@@ -95,13 +98,6 @@ def curve(values: Sequence[float], columns: int) -> str:
     low, high = min(means), max(means)
     spread = high - low
     return "".join(BARS[0 if spread == 0 else round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 0:34, 12:05 or 3:04:59."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _progress(shown: Shown, width: int) -> Text:

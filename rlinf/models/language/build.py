@@ -43,6 +43,7 @@ from rlinf.models.language.parallel.matrices import TensorRanks, halves, split_m
 from rlinf.models.language.parallel.tokens import Division
 from rlinf.models.language.policy_model import Attention, Compile, PolicyModel
 from rlinf.models.language.value_model import ScoreModel, ValueModel
+from rlinf.runtime.base.progress import work
 
 M = TypeVar("M", bound=PolicyModel)
 
@@ -275,18 +276,25 @@ def fill(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
     """Read this rank's slices of what the files have, and make the buffers anew."""
     for buffer, value in _remade_buffers(model) or ():
         buffer.copy_(value)
+    stacked: list[tuple[nn.Parameter, StackedExperts]] = []
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
         if (experts := StackedExperts.of(plain_name(name), files)) is not None:
-            place(parameter, experts)
+            stacked.append((parameter, experts))
         elif plain_name(name) in files:
             by_file.setdefault(files[plain_name(name)], []).append((plain_name(name), parameter))
-    for path, members in by_file.items():
-        with safe_open(path, framework="pt") as file:
-            for name, parameter in members:
-                place(parameter, file.get_slice(name))
+    total = len(stacked) + sum(map(len, by_file.values()))
+    with work("loading weights", total, "tensors") as loading:
+        for parameter, experts in stacked:
+            place(parameter, experts)
+            loading.advance()
+        for path, members in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name, parameter in members:
+                    place(parameter, file.get_slice(name))
+                    loading.advance()
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
+from rlinf.data.library_bars import fold_transformers
 from rlinf.data.pictures.processor import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 
-transformers_logging.disable_progress_bar()  # of loading and saving: bars would tear the lines of a run apart
+fold_transformers()
 
 ModelSource = str | Mapping[str, Any]
 """A Hugging Face directory (or hub name), or the configuration of a new model: `model_type` and that type's keys."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
+from rlinf.runtime.base.progress import work
 
 if TYPE_CHECKING:
     from rlinf.models.policy.vla.embodiment.actions import RobotActions
@@ -171,13 +172,16 @@ def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a file is damaged, or lacks a tensor that it should have.
     """
-    for path in sorted(set(files.values())):
-        with _opened(path) as file:
-            for name in sorted(name for name, where in files.items() if where == path):
-                try:
-                    yield name, file.get_tensor(name)
-                except Exception as error:
-                    raise ValueError(f"{path} has no {name} that can be read: {error}") from error
+    paths = sorted(set(files.values()))
+    with work(f"loading {paths[0].parent if paths else 'nothing'}", len(files), "tensors") as loading:
+        for path in paths:
+            with _opened(path) as file:
+                for name in sorted(name for name, where in files.items() if where == path):
+                    try:
+                        yield name, file.get_tensor(name)
+                    except Exception as error:
+                        raise ValueError(f"{path} has no {name} that can be read: {error}") from error
+                    loading.advance()
 
 
 def tensors_in(path: Path) -> dict[str, Path]:

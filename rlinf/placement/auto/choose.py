@@ -31,6 +31,7 @@ from rlinf.placement.profiling.profile import Profile
 from rlinf.placement.profiling.workload import Workload
 from rlinf.placement.simulator.simulate import Cast, Flow, Rehearsal, rehearse, trial
 from rlinf.runtime.actor.actor import Actor
+from rlinf.runtime.base.progress import counted, work
 
 FINALISTS = 3
 """Plans of each mode that are rehearsed: its best, and two neighbours."""
@@ -202,7 +203,8 @@ def choose_for(
         flow = None
     if flow is not None and per_mode:
         cast = cast or trial(flow, [stage.name for stage in workload.stages])
-    found = list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
+    with work("searching for plans"):
+        found = list(plan_ahead(workload, staleness).values()) if staleness else finalists(workload, max(1, per_mode))
     if not found:
         raise PlacementError([_nothing_fits(workload)])
     rows = [
@@ -210,7 +212,7 @@ def choose_for(
             _row(one, workload, items, flow if per_mode else None, limit, cast, staleness),
             risk=risk(one, workload, cost_error, staleness),
         )
-        for one in found
+        for one in counted(found, "rehearsing plans", unit="plans")
     ]
     rows.sort(key=lambda row: row.expected)
     why = _why(_firsts(rows), limit, cost_error)

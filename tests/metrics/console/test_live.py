@@ -15,7 +15,8 @@ from rich.console import Console
 
 from rlinf.metrics.console import live
 from rlinf.metrics.console.live import LiveView
-from rlinf.metrics.console.live_picture import BARS, Shown, clock, curve, picture
+from rlinf.metrics.console.live_picture import BARS, Shown, curve, picture
+from rlinf.metrics.console.progress_lines import clock
 from rlinf.runtime.system.introspection import ActorState, QueueState
 from rlinf.runtime.system.observer import Moment
 from tests.metrics.console.terminal import Terminal, plain

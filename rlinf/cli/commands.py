@@ -7,6 +7,7 @@
     rlinf convert THEIRS.yaml OURS.yaml             a configuration of verl's or RLinf's as ours
     rlinf convert FROM TO --format F                demonstrations in another format, or their statistics
     rlinf ledger DIR                                what became of every sample that a run has drawn
+    rlinf watch DIR [DIR ...]                       the page of runs, while they go on and afterwards
     rlinf compare DIR DIR                           runs on one page: curves, speed, what is not the same
     rlinf plan | trace | report | config            around a run
 
@@ -50,8 +51,12 @@ _ELSEWHERE = {
         "rlinf.cli.convert_command",
         "a configuration of verl's or RLinf's as ours; demonstrations in another format",
     ),
-    "ledger": ("rlinf.cli.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
-    "trace": ("rlinf.cli.trace_command", "draw or sum up what devices did over time"),
+    "ledger": ("rlinf.cli.runs.ledger_command", "what became of every sample of a run: trained, dropped or in flight"),
+    "watch": (
+        "rlinf.cli.runs.watch_command",
+        "the page of runs, live or over: curves, answers, lanes, queues; controls",
+    ),
+    "trace": ("rlinf.cli.runs.trace_command", "draw or sum up what devices did over time"),
 }
 """Commands with modules of their own, which read what follows: module, and what it does."""
 _HERE = ("evaluate", "report", "compare", "config")

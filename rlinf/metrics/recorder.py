@@ -29,7 +29,8 @@ from rlinf.metrics.machine import environment
 from rlinf.metrics.timing import parts, timing
 from rlinf.metrics.tracking import Tracking
 from rlinf.placement.profiling.ledger import Ledger
-from rlinf.runtime.system.observer import Lap, Watch
+from rlinf.runtime.observe.lap import Lap
+from rlinf.runtime.system.observer import Watch
 
 
 class Recorder:
@@ -69,6 +70,10 @@ class Recorder:
     def step_begins(self) -> None:
         """The flow starts its next step."""
         self._watch.begins()
+
+    def rested(self, seconds: float) -> None:
+        """So long the run stood still between two steps because somebody wanted it to: no time of the run."""
+        self._began += seconds
 
     async def step_ends(self, step: int, returned: Mapping[str, float]) -> dict[str, float]:
         """The flow has returned: its metrics with how long the step took, and where that went.

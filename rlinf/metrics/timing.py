@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from rlinf.runtime.observe.busy import UNKNOWN
 from rlinf.runtime.observe.intervals import Interval, union
-from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 ACTIVITIES = ("generation", "simulation", "acting", "scoring", "training", "sync")
 """What a step consists of; `timing/other` is the time in which none of them went on."""

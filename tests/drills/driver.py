@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.actors.base.in_flight import PartialGroup
-from rlinf.cli.ledger_command import account
+from rlinf.cli.runs.ledger_command import account
 from rlinf.data.in_flight.kept_files import read_kept
 from rlinf.data.in_flight.ledger import of_ranges
 from rlinf.job.roles.keeper import KINDS

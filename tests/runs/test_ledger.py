@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli.ledger_command import account
+from rlinf.cli.runs.ledger_command import account
 from rlinf.metrics.files import read_lines
 from tests.launching import QUICKSTART, TINY, launch, metrics_of
 

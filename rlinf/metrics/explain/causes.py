@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlinf.metrics.explain.idle import Waited
 from rlinf.placement.profiling.step_costs import Seen, role_of
-from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 Name = Literal[
     "tail", "slow host", "bound on staleness", "waiting", "reward", "environment", "beside", "switching", "weights",

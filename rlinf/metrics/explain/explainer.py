@@ -13,7 +13,7 @@ from typing import Protocol
 from rlinf.metrics.explain.causes import Cause, Causes
 from rlinf.metrics.explain.idle import waited
 from rlinf.placement.profiling.step_costs import Seen
-from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 WORTH = 0.03
 """Share of a step; below it nothing needs to be explained."""

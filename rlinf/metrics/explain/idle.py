@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rlinf.placement.profiling.spans import Spans, in_turn, joined, length, spans
 from rlinf.placement.profiling.step_costs import ASIDE, MOVING, PUBLISHING, Seen, role_of
-from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from rlinf.metrics.html.trace import Trace
 from rlinf.metrics.timing import activity_of, timing
 from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.intervals import Interval, clip, union, without
+from rlinf.runtime.observe.lap import Lap
 from rlinf.runtime.observe.spans import OF_ACTORS, Span
-from rlinf.runtime.system.observer import Lap
 
 WAITING = "waiting"
 """A call runs, but waits for its input, for room for its output, or for the device."""

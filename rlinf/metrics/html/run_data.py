@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from rlinf.metrics.console.table import ACCURACY, GRADED
-from rlinf.metrics.files import read_lines
+from rlinf.metrics.files import ENVIRONMENT, METRICS, SAMPLES, read_lines
 from rlinf.metrics.html.state.samples import Row, Samples
-from rlinf.metrics.recorder import ENVIRONMENT, METRICS, SAMPLES
 
 MOST_POINTS = 800
 """Points per curve: more than a chart has pixels; a longer run is shown by means of so many parts."""

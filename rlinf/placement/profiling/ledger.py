@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.runtime.system.observer import Lap
+from rlinf.runtime.observe.lap import Lap
 
 from .bound import Bound, longest_row
 from .lost_time import Losses, split

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlinf.placement.hardware import KIND
-from rlinf.runtime.system.observer import Flow, Lap, Moved
+from rlinf.runtime.observe.lap import Flow, Lap, Moved
 
 from .flow_graph import condense, loops
 from .lost_time import Lane

@@ -7,75 +7,25 @@ busy, and a picture of this moment. Nobody is woken: the actor that every host h
     watch.begins()                        # a step of the flow starts
     step = await watch.ends("step 12")    # it is over: `step.busy` says who was busy when, on all hosts
     now = await watch.look()              # what each actor is doing
+    back = await watch.look_back(1, since)  # what host 1 did since then, too
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlinf.runtime.base.calls import FLOW
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.dataflow import edges
 from rlinf.runtime.observe.intervals import clip
-from rlinf.runtime.observe.spans import Span
+from rlinf.runtime.observe.lap import Flow, Lap, Moved
 from rlinf.runtime.observe.tracing import ask, offsets
 
-from .introspection import ActorState, QueueState
+from .introspection import ActorState, LookBack, QueueState
 from .system import ActorSystem
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """What went from one endpoint to another in a step, on all hosts and from all ranks together.
-
-    Arguments are seen, and streams wherever they are read. A value that the flow function awaited and passed on is a
-    value like any other, and is not.
-    """
-
-    source: str
-    """Such as "rollout.generate"; "flow" for the flow function itself."""
-    target: str
-    """Such as "judge.score"; "flow" for the flow function itself."""
-    items: int
-    """Items of streams that the target took, and promises that it got."""
-    released: tuple[float, ...] = ()
-    """When items of those streams left the source, seconds since the step's start; ascending. For more than 256 items
-    they are thinned to as many, evenly, the last item's among them. Empty for promises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The lease manager had an actor loaded or parked."""
-
-    actor: str
-    """Such as "trainer[0]"."""
-    what: str
-    """Either "onload" or "offload"."""
-    start: float
-    """Seconds of the clock of whoever asked."""
-    end: float
-    """Seconds of the clock of whoever asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lap:
-    """One step of a flow, on all hosts."""
-
-    start: float
-    """Seconds of the controller's clock."""
-    end: float
-    """Seconds of the controller's clock."""
-    busy: tuple[Busy, ...]
-    """Who was busy with what; within the step, and empty where tracing is switched off."""
-    flows: tuple[Flow, ...] = ()
-    """What went from whom to whom; empty where tracing is switched off."""
-    moves: tuple[Moved, ...] = ()
-    """Who was loaded and parked, as far as within the step; in order of their ends."""
-    parts: tuple[Span, ...] = ()
-    """What actors told of parts of their work (`Actor.note`); seconds of the controller's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +87,26 @@ class Watch:
             for span in told
         ]
         return Lap(start, end, tuple(parts), tuple(flows), tuple(moves), tuple(noted))
+
+    @property
+    def machines(self) -> dict[int, str]:
+        """On which machine each host is, by its number."""
+        return {number: self._host.places[number].node for number in self._ahead}
+
+    async def look_back(self, number: int, since: float) -> tuple[Moment, LookBack]:
+        """What one host does now, and what it did since a time; in seconds of the controller's clock.
+
+        Raises:
+            ActorDied: it is lost.
+        """
+        ahead = self._ahead[number]
+        actors, queues, found = await ask(self._host, number, "look_back", since - ahead)
+        moved = (
+            Busy(part.actor, part.endpoint, tuple((start + ahead, end + ahead) for start, end in part.intervals))
+            for part in found.busy
+        )
+        here = replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
+        return Moment(tuple(actors), tuple(queues)), here
 
     async def look(self) -> Moment:
         """What everybody does now."""

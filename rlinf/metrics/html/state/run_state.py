@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.files import read_lines
+from rlinf.metrics.files import EXPLAINED, read_lines
 from rlinf.metrics.html.lanes import Lanes, Stretch, actor_lanes
 from rlinf.metrics.html.run_data import RunData, curves, read_run
 from rlinf.metrics.html.state.episodes import episodes, success
 from rlinf.metrics.html.state.facts import about, headline, possible, time
 from rlinf.metrics.html.trace import Trace
-from rlinf.metrics.recorder import EXPLAINED
 
 SECTIONS = (
     (

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlinf.metrics.reading.appended import Appended
+
 Row = dict[str, Any]
 """One line of metrics.jsonl or samples.jsonl."""
 HELD_OUT = "held-out"
@@ -34,8 +36,7 @@ class Samples:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
+        self._path, self._file = path, Appended(path, self._forget)
         self._answers: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._held_out: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.remark = ""
@@ -52,27 +53,24 @@ class Samples:
         Returns:
             The steps of which it has new answers.
         """
-        if not self._path.is_file():
-            return []
-        if self._path.stat().st_size < self._read:
-            self.__init__(self._path)  # type: ignore[misc]  # a run begun anew, or gone on with from earlier
         new: set[int] = set()
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # the rest of it is still to come
-                place = (self._read, len(line))
-                self._read += len(line)
-                if (told := _told(line)) is None:
-                    continue
-                step, held_out = told
-                (self._held_out if held_out else self._answers)[step].append(place)
-                if not held_out:
-                    new.add(step)
-                    if not self.remark and b'"remark": ' in line:
-                        self.remark = str((_row(line) or {}).get("remark") or "")
+        for place, block in self._file.blocks():
+            for line in block.splitlines(keepends=True):
+                if (told := _told(line)) is not None:
+                    step, held_out = told
+                    (self._held_out if held_out else self._answers)[step].append((place, len(line)))
+                    if not held_out:
+                        new.add(step)
+                        if not self.remark and b'"remark": ' in line:
+                            self.remark = str((_row(line) or {}).get("remark") or "")
+                place += len(line)
         return sorted(new)
+
+    def _forget(self) -> None:
+        """The file is another one now: of a run begun anew, or gone on with from earlier."""
+        self._answers.clear()
+        self._held_out.clear()
+        self.remark = ""
 
     def rows(self, step: int, most: int | None = None) -> list[Row]:
         """Answers of a step that were learned from, long texts cut; at most so many."""

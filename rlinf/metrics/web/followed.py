@@ -1,0 +1,225 @@
+"""A run that pages show: its files as they grow, and its job's feed.
+
+In: its directory. Out: its state as JSON, and events for the outboxes of pages. Who wakes whom: the shelf calls `look`
+each second while a page is there; lines of the feed go to the outboxes as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlinf.metrics.files import EXPLAINED, METRICS, SAMPLES
+from rlinf.metrics.html.state.samples import Samples
+from rlinf.metrics.reading.appended import Appended
+from rlinf.metrics.reading.metric_file import MetricFile, objects
+from rlinf.metrics.web.discovery import Found, Summary, summary
+from rlinf.metrics.web.feed import Feed, Message, NoFeed
+from rlinf.metrics.web.life import LIVE, Job, job_of
+from rlinf.metrics.web.outbox import Event, Outbox
+
+ALARMS, VIDEOS = "alarms.jsonl", "videos"
+"""What a run directory has besides; not of every run."""
+_GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
+_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", "trace.json", VIDEOS)
+"""What a state is made of: as long as none of these changes, it is what it was."""
+_LEAST = 5
+"""How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
+_PATIENCE = 20.0
+"""Seconds that a request waits for the job to answer; what it does then comes with its status."""
+
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+class Followed:
+    """A run.
+
+    Args:
+        found: where.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.outboxes: set[Outbox] = set()
+        """Of the pages that show it."""
+        directory = found.directory
+        self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
+        self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
+        self._reading = asyncio.Lock()
+        self._seen: Signature | None = None
+        self._summary: tuple[Signature, Summary] | None = None
+        self._state: tuple[Signature, bytes] | None = None
+        self._feed = Feed(self._send)
+        self._following: asyncio.Task[None] | None = None
+
+    async def state(self) -> bytes:
+        """All that a page shows of the run, as JSON, compressed by gzip.
+
+        Raises:
+            OSError, ValueError: its files cannot be read.
+        """
+        async with self._reading:
+            return await asyncio.to_thread(self._make_state)
+
+    async def answers(self, step: int) -> list[dict[str, Any]]:
+        """The sampled answers of a step to prompts of training."""
+        async with self._reading:
+            await self._catch_up()
+            return await asyncio.to_thread(self._samples.rows, step)
+
+    async def steps(self) -> dict[str, list[int]]:
+        """The steps that have sampled answers, and those that have videos."""
+        async with self._reading:
+            await self._catch_up()
+            return {"answers": self._samples.steps, "videos": await asyncio.to_thread(self._filmed)}
+
+    def video(self, name: str) -> Path | None:
+        """The file of a video; None if there is no such file below the run's directory of videos."""
+        top = (self.found.directory / VIDEOS).resolve()
+        try:
+            path = (top / name).resolve()
+            return path if path.is_relative_to(top) and path.is_file() else None
+        except (OSError, ValueError):  # a name with a NUL, or one that is too long
+            return None
+
+    def summary(self) -> Summary:
+        """What a list says of it. It blocks for a moment."""
+        now = _signature(self.found.directory, (METRICS, LIVE, "environment.json", "resolved.yaml"))
+        lives = now[1] is not None  # then it may die without a file's changing
+        if self._summary is None or lives or self._summary[0] != now:
+            self._summary = (now, summary(self.found))
+        told, word = self._summary[1], self._feed.status
+        return told if word is None else replace(told, status=word)
+
+    async def show(self, outbox: Outbox) -> None:
+        """Begin to send a page what happens: at once what it does not know yet."""
+        run = self.found.id
+        async with self._reading:
+            await self._catch_up()
+            known = self._metrics.rows
+            if run not in outbox.since:
+                outbox.since[run] = known.steps[-1] if len(known) else 0
+            elif rows := known.after(outbox.since[run]):
+                outbox.put({"run": run, "kind": "rows", "rows": rows})
+            for message in self._feed.now:
+                outbox.put({**message, "run": run})
+            self.outboxes.add(outbox)
+        self._listen()
+
+    async def look(self) -> None:
+        """Tell the pages what was added to files; listen to the job as long as there are pages."""
+        if not self.outboxes:
+            await self.leave()
+            return
+        self._listen()
+        async with self._reading:
+            await self._catch_up()
+
+    async def ask(self, what: str) -> Message:
+        """Ask its job for something; returns its answer.
+
+        Raises:
+            NoFeed: nobody is there to do it.
+        """
+        job = job_of(self.found.directory)
+        if job is None or not job.lives:
+            raise NoFeed("no job writes to this run any more")
+        if not job.near:
+            raise NoFeed(f"its job is on {job.machine}: watch it there")
+        self._listen()
+        try:
+            return await self._feed.ask(what, _PATIENCE)
+        finally:
+            if not self.outboxes:
+                await self.leave()
+
+    async def leave(self) -> None:
+        """Listen to the job no longer."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
+
+    def _listen(self) -> None:
+        if self._following is not None and not self._following.done():
+            return
+        job = job_of(self.found.directory)
+        if job is not None and job.near and job.lives:
+            self._following = asyncio.create_task(self._follow(job), name=f"feed of {self.found.name}")
+
+    async def _follow(self, job: Job) -> None:
+        if await self._feed.follow(job):
+            now = await asyncio.to_thread(self.summary)
+            self._send({"kind": "status", "status": now.status, "step": now.step, "asked": []})
+
+    async def _catch_up(self) -> None:
+        """Read what was added to files, and tell the pages. Whoever calls it is the one who reads."""
+        if _signature(self.found.directory, _GROWING) != self._seen:
+            for event in await asyncio.to_thread(self._read):
+                self._send(event)
+
+    def _send(self, event: Event) -> None:
+        for outbox in self.outboxes:
+            outbox.put({**event, "run": self.found.id})
+
+    def _read(self) -> list[Event]:
+        """Read what was added; returns what pages are to be told."""
+        directory = self.found.directory
+        before, anew = self._metrics.rows.steps[-1:], self._metrics.times_anew
+        self._seen = _signature(directory, _GROWING)
+        self._metrics.update()
+        steps = self._samples.refresh()
+        told = {
+            kind: [row for _, block in file.blocks() for row in objects(block.splitlines())]
+            for kind, file in (("explained", self._explained), ("alarms", self._alarms))
+        }
+        if self._metrics.times_anew != anew:
+            return [{"kind": "anew"}]
+        events: list[Event] = []
+        # Once more the last row that is known, to which an evaluation may have added.
+        if rows := self._metrics.rows.after(before[0] - 1 if before else -1):
+            events.append({"kind": "rows", "rows": rows})
+        events += [{"kind": kind, "rows": rows} for kind, rows in told.items() if rows]
+        if steps:
+            events.append({"kind": "answers", "steps": steps})
+        return events
+
+    def _make_state(self) -> bytes:
+        now = _signature(self.found.directory, _SHOWN)
+        if self._state is None or self._state[0] != now:
+            from rlinf.metrics.html.state.run_state import run_state
+
+            state = run_state(self.found.directory)
+            state |= {"id": self.found.id, "status": self.summary().status}
+            self._state = (now, gzip.compress(json.dumps(state).encode(), _LEAST))
+        return self._state[1]
+
+    def _filmed(self) -> list[int]:
+        names = (each.name for each in _entries(self.found.directory / VIDEOS))
+        numbers = (name.removeprefix("step_") for name in names if name.startswith("step_"))
+        return sorted(int(each) for each in numbers if each.isdigit())
+
+
+def _signature(directory: Path, names: tuple[str, ...]) -> Signature:
+    """By which one sees whether files have changed: of each its number, size and time; None where it is not there."""
+    return tuple(_stat(directory / name) for name in names)
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []

@@ -30,7 +30,7 @@ _SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", "trace.json", VI
 """What a state is made of: as long as none of these changes, it is what it was."""
 _LEAST = 5
 """How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
-_PATIENCE = 20.0
+PATIENCE = 20.0
 """Seconds that a request waits for the job to answer; what it does then comes with its status."""
 
 Signature = tuple[tuple[int, int, int] | None, ...]
@@ -133,7 +133,7 @@ class Followed:
             raise NoFeed(f"its job is on {job.machine}: watch it there")
         self._listen()
         try:
-            return await self._feed.ask(what, _PATIENCE)
+            return await self._feed.ask(what, PATIENCE)
         finally:
             if not self.outboxes:
                 await self.leave()
@@ -150,6 +150,7 @@ class Followed:
             return
         job = job_of(self.found.directory)
         if job is not None and job.near and job.lives:
+            self._feed.begins()
             self._following = asyncio.create_task(self._follow(job), name=f"feed of {self.found.name}")
 
     async def _follow(self, job: Job) -> None:

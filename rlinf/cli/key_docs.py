@@ -15,8 +15,10 @@ _INTRODUCTION = """\
 
 A run is described by one YAML file; `key=value` arguments after it win over it:
 
-    torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml steps=20 optimizer.lr=1e-4
-    python launch.py --config configs/quickstart.yaml --dry-run
+```bash
+torchrun --nproc-per-node 2 launch.py --config configs/quickstart.yaml steps=20 optimizer.lr=1e-4
+python launch.py --config configs/quickstart.yaml --dry-run
+```
 
 A key that is not listed here is an error, and so is a value of the wrong type: all mistakes are reported together,
 before anything starts. `${other.key}` takes another key's value. What a run used is saved as `resolved.yaml` in its
@@ -30,7 +32,9 @@ _EMBODIED = """\
 A file with a section `env` describes a run in which a policy acts; [config.md](config.md) has the keys of all others,
 and how files, overrides and mistakes are read, which is the same here.
 
-    torchrun --nproc-per-node 2 launch.py --config configs/embodied/maniskill_pullcube_ppo.yaml steps=20
+```bash
+torchrun --nproc-per-node 2 launch.py --config configs/embodied/maniskill_pullcube_ppo.yaml steps=20
+```
 
 <!-- Written by `python -m rlinf config --embodied --markdown`; edit the fields in rlinf/config/embodied.py instead. -->
 """

@@ -42,6 +42,9 @@ class TrackingConfig:
     """Project on SwanLab (needs `pip install rlinf[swanlab]`)."""
     live: Literal["auto", "always", "never"] = "auto"
     """A view that refreshes itself; `auto` has it on terminals. Otherwise a line per few steps."""
+    web: bool = False
+    """Serve the run's live page, on this machine alone, at an address that is printed; `rlinf watch RUN_DIRECTORY` does
+    the same from outside of the run, at any time. See docs/watch.md."""
 
 
 @dataclass

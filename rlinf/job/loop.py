@@ -22,15 +22,17 @@ from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight
 from rlinf.data.in_flight.kept_files import read_kept, write_kept
 from rlinf.data.step import AnyStep
+from rlinf.flows.parts.returned import metrics_of
 from rlinf.job.changes import Changes
 from rlinf.job.ending.preemption import Leaving
 from rlinf.job.kind import E, RunKind
+from rlinf.job.live.live import Live
 from rlinf.job.placement_manager import PlacementManager
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Roles, restore_roles
-from rlinf.metrics.best import Best
+from rlinf.metrics.best import best_of
 from rlinf.metrics.checkpoints import Checkpoints
-from rlinf.metrics.console.report import Report, tracking_of
+from rlinf.metrics.console.report import report_of, tracking_of
 from rlinf.metrics.explain.explainer import Explainer, in_short
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
@@ -71,18 +73,20 @@ class TrainingLoop(RunKind[E]):
         """The evaluation before the first step; None where there is nothing to evaluate on."""
         self.after: E | None = None
         """The newest one."""
-        self.best: Best | None = None
+        self.best = best_of(config.checkpoint, self.headline, self.patience)
         """The best one after a step, where the configuration asks for it."""
-        if config.checkpoint.best is not None or self.patience:
-            keep = config.checkpoint.best is not None
-            metric = config.checkpoint.best or self.headline
-            self.best = Best(metric, config.checkpoint.best_mode, self.patience, keep)
         self.stopped: str | None = None
         """Why the step under way, or the last one, is the last one, if it is not the last of all."""
         self._over = False  # it was
-        self._saved_at: int | None = None  # steps done when a checkpoint was begun last
+        self.saved_at: int | None = None
+        """Steps done when a checkpoint was begun last."""
+        self.evaluated_at: int | None = None
+        """Steps done when it was evaluated last."""
         self.leaving = Leaving(None)
         """How the run ends if it is told to before its last step."""
+        mode = config.placement.mode or "by hand"
+        self.live = Live(self, directory.path, mode, web=config.metrics.web)
+        """What watchers see of it, and ask of it."""
 
     # The run -----------------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class TrainingLoop(RunKind[E]):
             raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
 
     async def _take_steps(self) -> None:
-        while not (self.over or self.leaving.asked):
+        while await self._goes_on():
             await self.leaving.step_begins()
             step = await self.draw(self.done)
             self.step_begins()
@@ -121,8 +125,14 @@ class TrainingLoop(RunKind[E]):
                 await self.leaving.save_beginning()
             else:
                 await self.step_ended(returned)
-        if self.leaving.asked and self.leaving.left_out is None and self._saved_at != self.done:
+        if self.leaving.asked and self.leaving.left_out is None and self.saved_at != self.done:
             await self.save()
+
+    async def _goes_on(self) -> bool:
+        """Whether there is a next step, once what was asked for between two is done."""
+        if not (self.over or self.leaving.asked):
+            await self.live.controls.between_steps()
+        return not (self.over or self.leaving.asked)
 
     @asynccontextmanager
     async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
@@ -133,19 +143,18 @@ class TrainingLoop(RunKind[E]):
         Args:
             begun: go on from here; None starts anew.
         """
-        config, directory = self.config, self.directory
         watch = await Watch.start(self.system)
-        self.report = Report(
-            config.name,
-            directory,
-            self.system.hosts,
-            steps=self.steps,
-            log_every=config.log_every,
-            live=config.metrics.live,
-            announced=(self.headline,) if self.evaluates_every else (),
-            watch=watch,
-        )
+        announced = (self.headline,) if self.evaluates_every else ()
+        self.report = report_of(self.config, self.directory, self.system.hosts, self.steps, announced, watch)
+        async with self.live.opened(watch, self.report), self._roles_up(begun, watch):
+            yield
+        await self._told_at_end()
+
+    @asynccontextmanager
+    async def _roles_up(self, begun: Checkpoint | None, watch: Watch) -> AsyncIterator[None]:
+        config, directory = self.config, self.directory
         self.roles = await self.spawn(self.prepared.placed)
+        self._tell_roles()
         self.report.begins({role: group.hosts for role, group in self.roles.items()}, self.notes)
         tracking = tracking_of(config, directory, begun, self.report)
         recorder = Recorder(
@@ -161,6 +170,7 @@ class TrainingLoop(RunKind[E]):
             try:
                 await (self._begin() if begun is None else self._resume(begun))
                 yield
+                self.live.status("saving")
                 await self.ends()
                 await self.checkpoints.finish()
             except self.failures:
@@ -171,8 +181,10 @@ class TrainingLoop(RunKind[E]):
                 await self.checkpoints.abandon()
             if config.trace:
                 await self.system.trace(directory.trace)
+
+    async def _told_at_end(self) -> None:
         with work("writing the report"):
-            await asyncio.to_thread(write_report, directory.path)
+            await asyncio.to_thread(write_report, self.directory.path)
         if self.leaving.asked and not self.over:
             self.report.line(self.leaving.told())
             return
@@ -182,17 +194,14 @@ class TrainingLoop(RunKind[E]):
         self.report.ends(said, await self.system.device_memory(), why=in_short(self.recorder.explained))
 
     def _changes(self) -> Changes:
-        placement = self.placement
+        placement, prepared = self.placement, self.prepared
         return Changes(
-            self.config,
-            lambda: placement.ledger.profile,
-            lambda: placement.placed,
-            self.prepared.staleness,
-            self.prepared.path,
+            self.config, lambda: placement.ledger.profile, lambda: placement.placed, prepared.staleness, prepared.path
         )
 
     def step_begins(self) -> None:
         """What follows, until `step_ended`, is one step."""
+        self.live.status("running")
         self.recorder.step_begins()
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
@@ -216,9 +225,8 @@ class TrainingLoop(RunKind[E]):
         if last:
             await self.in_flight.close()  # a run that is stopped had begun more
         evaluates = last or due(self.done, self.evaluates_every)
-        if evaluates and (found := await self.leaving.unless_given_up(self.evaluate())) is not None:
-            metrics |= self.evaluated(found)
-            await self._tell("on_evaluate", evaluation=self.numbers(found))
+        if evaluates:
+            metrics |= await self.evaluate_and_tell()
             last = last or self.stopped is not None
         self.recorder.write(self.done, metrics)
         self.report.stepped(self.done, metrics, last)
@@ -234,13 +242,28 @@ class TrainingLoop(RunKind[E]):
             self.report.line(f"stopped after step {self.done}: {self.stopped}")
         return metrics
 
+    async def evaluate_and_tell(self) -> dict[str, float]:
+        """Evaluate, and tell; the metrics, none if there is nothing to evaluate on or no time for it."""
+        with self.live.doing("evaluating"):
+            found = await self.leaving.unless_given_up(self.evaluate())
+        if found is None:
+            return {}
+        metrics = self.evaluated(found)
+        await self._tell("on_evaluate", evaluation=self.numbers(found))
+        return metrics
+
+    def ends_here(self) -> None:
+        """There will be no further step."""
+        self._over = True
+        self.report.line(f"stopped after step {self.done}: {self.stopped}")
+
     async def save(self, position: Mapping[str, Any] | None = None) -> None:
         """Begin to write a checkpoint of this moment.
 
         Args:
             position: in the data, where that is to be another than now.
         """
-        self._saved_at = self.done
+        self.saved_at = self.done
         best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
         save = await self.saving()
         begun = await self.in_flight.state()
@@ -251,7 +274,7 @@ class TrainingLoop(RunKind[E]):
 
             async def written() -> None:
                 await saved
-                if begun.entries:
+                if begun.entries and self.kinds:  # otherwise it is begun anew
                     await asyncio.to_thread(write_kept, directory, begun, self.kinds)
 
             return written()
@@ -273,8 +296,10 @@ class TrainingLoop(RunKind[E]):
 
     async def _begin(self) -> None:
         """What comes before the first step of a new run."""
+        self.live.status("warming up")
         await self.warm_up()
-        self.before = await self.evaluate()
+        with self.live.doing("evaluating"):
+            self.before = await self.evaluate()
         if self.before is not None:
             metrics = self.evaluated(self.before)
             self.report.evaluated(self.in_words(self.before), metrics)
@@ -293,7 +318,7 @@ class TrainingLoop(RunKind[E]):
         except (ValueError, LookupError, FileNotFoundError, DataError) as error:
             raise InputError(f"{begun.path} cannot be gone on from: {error}") from error
         await self._publish(self.roles)
-        self.done = self._saved_at = begun.step
+        self.done = self.saved_at = begun.step
         if self.best is not None:
             self.best.resume(begun.queue.get("best"), self.directory)
             if (why := self.best.exhausted) is not None:
@@ -312,31 +337,7 @@ class TrainingLoop(RunKind[E]):
             InputError: the flow returned none, or one that is no number.
         """
         flow = self.prepared.flow
-        returned = await flow(**self.prepared.arguments(self.offered(step)))
-        if not isinstance(returned, Mapping):
-            raise InputError(
-                f"flow: {flow.__qualname__} returned {returned!r}; it must return the step's metrics, a dict of "
-                "numbers by name, such as what trainer.train gives"
-            )
-        return {name: self._number(name, value) for name, value in returned.items()}
-
-    def _number(self, name: Any, value: Any) -> float:
-        """A metric of the flow: a number, or what becomes one, such as a tensor of one element.
-
-        Raises:
-            InputError: it is none, or its name is no text.
-        """
-        if isinstance(name, str) and isinstance(value, int | float):
-            return value
-        try:
-            if isinstance(name, str) and not isinstance(value, str | bytes):
-                return float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several elements
-            pass
-        raise InputError(
-            f"flow: {self.prepared.flow.__qualname__} returned the metric {name!r} = {value!r:.100}; names are texts "
-            "and values single numbers"
-        )
+        return metrics_of(flow, await flow(**self.prepared.arguments(self.offered(step))))
 
     def offered(self, step: AnyStep) -> dict[str, Any]:
         """What a flow may take, by name."""
@@ -355,7 +356,7 @@ class TrainingLoop(RunKind[E]):
         Raises:
             InputError: it lacks the metric by which the best one is found.
         """
-        self.after = found
+        self.after, self.evaluated_at = found, self.done
         self.recorder.samples(self.done, self.answers(found))
         metrics = {f"evaluation/{name}": value for name, value in self.numbers(found).items()}
         if self.best is not None:
@@ -368,12 +369,13 @@ class TrainingLoop(RunKind[E]):
         await self.prepared.callbacks.tell(event, self, step=self.done, **offered)
 
     async def _written(self, step: int, path: Path) -> None:
+        self.live.between.written(step, path)
         await self.prepared.callbacks.tell("on_checkpoint", self, step=step, path=path)
 
     async def _publish(self, roles: Mapping[str, ActorGroup]) -> None:
         await roles[self.generates].load(roles["trainer"].weights())
 
-    async def _rest(self) -> None:
+    async def rest(self) -> None:
         """Have nothing under way: checkpoints are written, and what was begun for later steps is kept for them."""
         await self.checkpoints.finish()
         await self.in_flight.suspend()
@@ -383,8 +385,12 @@ class TrainingLoop(RunKind[E]):
         """Move roles, if it is time to."""
         self.roles = await self.placement.after(
             seconds, self.system, self.roles, self.directory.path,
-            say=self.report.line, rest=self._rest, spawn=self.spawn, publish=self._publish,
+            say=self.report.line, rest=self.rest, spawn=self.spawn, publish=self._publish,
         )  # fmt: skip
+        self._tell_roles()
+
+    def _tell_roles(self) -> None:
+        self.live.roles({role: group.hosts for role, group in self.roles.items()})
 
 
 def due(done: int, every: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlinf.config.common import CheckpointConfig
 from rlinf.config.loading import InputError
 from rlinf.metrics.run_directory import RunDirectory
 
@@ -91,3 +92,15 @@ class Best:
         if self.step is not None:
             where = ", kept as checkpoints/best" if self.keep else ""
             yield f"best {self.metric}: {self.value:.4g}, after step {self.step}{where}"
+
+
+def best_of(wanted: CheckpointConfig, headline: str, patience: int) -> Best | None:
+    """What a run compares its evaluations by; None where its configuration does not ask for it.
+
+    Args:
+        wanted: the section `checkpoint`.
+        headline: the metric where that names none.
+        patience: see `Best`.
+    """
+    keep = wanted.best is not None
+    return Best(wanted.best or headline, wanted.best_mode, patience, keep) if keep or patience else None

@@ -8,9 +8,10 @@ next one waits for it. A failure is raised in the run at its next step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ class Checkpoints:
         """Steps done at the newest whole one that this process wrote."""
         self.seconds: float | None = None
         """How long that took."""
+        self._failed: Callable[[RunFailure], None] | None = None
+
+    @property
+    def writing(self) -> bool:
+        """One is under way."""
+        return self._writing is not None and not self._writing.done()
+
+    @contextlib.contextmanager
+    def asked_for(self, failed: Callable[[RunFailure], None]) -> Iterator[None]:
+        """A checkpoint that is begun in this block is one that the run can do without.
+
+        Args:
+            failed: told if it cannot be written, in place of the run.
+        """
+        self._failed = failed
+        try:
+            yield
+        finally:
+            self._failed = None
 
     async def begin(
         self, step: int, fill: Callable[[Path], Awaitable[Any]], queue: Mapping[str, Any], best: int | None = None
@@ -59,7 +79,10 @@ class Checkpoints:
         content = json.dumps({"step": step, "manifest": MANIFEST, **queue})  # who reads it knows what belongs to it
         aside = self._directory.begin_checkpoint(step)
         filled = fill(aside)  # called here, so that no later call of the run can come before it
-        self._writing = asyncio.create_task(self._write(step, aside, filled, content, best), name=f"checkpoint {step}")
+        writing = self._write(step, aside, filled, content, best)
+        if self._failed is not None:
+            writing = _told(writing, self._failed)
+        self._writing = asyncio.create_task(writing, name=f"checkpoint {step}")
 
     def check(self) -> None:
         """Raise what went wrong with the checkpoint under way, if anything has.
@@ -122,3 +145,11 @@ class Checkpoints:
         self._check_lock()
         (aside / QUEUE).write_text(content, encoding="utf-8")
         return self._directory.finish_checkpoint(step, self._keep, best)
+
+
+async def _told(writing: Coroutine[Any, Any, None], failed: Callable[[RunFailure], None]) -> None:
+    """Have a failure told, and not raised."""
+    try:
+        await writing
+    except RunFailure as error:
+        failed(error)

@@ -71,6 +71,10 @@ class Recorder:
         """The flow starts its next step."""
         self._watch.begins()
 
+    def rested(self, seconds: float) -> None:
+        """So long the run stood still between two steps because somebody wanted it to: no time of the run."""
+        self._began += seconds
+
     async def step_ends(self, step: int, returned: Mapping[str, float]) -> dict[str, float]:
         """The flow has returned: its metrics with how long the step took, and where that went.
 

@@ -1,7 +1,7 @@
 """What TRL's `GRPOTrainer` and `GRPOConfig` call things, and how the same is said to `rlinf.train`.
 
-In: the name of a setting that we do not have. Out: ours, for the error and for the table in docs/train.md. Names are
-those of TRL 1.16.
+In: the name of a setting that we do not have. Out: ours, for the error and for the tables in docs/coming-from/trl.md.
+Names are those of TRL 1.16.
 """
 
 from __future__ import annotations

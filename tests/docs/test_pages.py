@@ -1,23 +1,71 @@
-"""The pages in docs/ are true: their Python blocks run, in order, as one program per page."""
+"""The pages are true: their Python runs, in order, as one program a page; their commands are what the programs take.
 
+Each page runs in a directory of its own that has what a checkout has at the top. Blocks with a title are saved there
+first, so that later ones import them and commands name them. `snippets.py` has what a page can say about a block.
+"""
+
+from __future__ import annotations
+
+import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parents[2]
-NAMES = (
-    "runtime", "data-and-rewards", "own-loop", "library", "train", "roles", "sft", "preferences", "sandbox", "tools",
-    "flow-policies", "demonstrations", "vla", "environments",
-)  # fmt: skip
-PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
+from tests.docs import commands
+from tests.docs.snippets import COMMAND, PAGES, ROOT, Block, blocks_of, without_blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+AT_THE_TOP = ("configs", "examples", "benchmarks", "launch.py", "docs")
+WITH_CODE = [page for page in PAGES if re.search(r"^ *```(python|bash|yaml)", page.read_text(encoding="utf-8"), re.M)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty working directory beside the repository's own folders; modules imported from it are forgotten."""
+    for each in AT_THE_TOP:
+        (tmp_path / each).symlink_to(ROOT / each)
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__docs__"}
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), namespace)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for module in set(sys.modules) - before:
+        if str(getattr(sys.modules[module], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_what_a_page_shows_runs_in_order(page: Path, desk: Path) -> None:
+    names: dict[str, object] = {"__name__": "__docs__"}
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        try:
+            _do(block, f"{name(page)}:{block.line}", names, desk)
+        except Exception as error:
+            error.add_note(f"in the block of {block.language} in line {block.line} of {name(page)}")
+            raise
+
+
+def _do(block: Block, where: str, names: dict[str, object], desk: Path) -> None:
+    if block.file is not None:
+        (desk / block.file).parent.mkdir(parents=True, exist_ok=True)
+        (desk / block.file).write_text(block.text, encoding="utf-8")
+    if block.language == "python":
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if block.not_run else 0
+        code = compile("\n" * block.line + block.text, where, "exec", flags=flags, dont_inherit=True)
+        if block.not_run is None and block.file is None:
+            exec(code, names)
+    elif block.language == "bash":
+        commands.check(block.text, run=block.not_run is None)
+    elif block.language == "yaml":
+        list(yaml.safe_load_all(block.text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_stand_in_blocks_that_are_checked(page: Path) -> None:
+    assert not COMMAND.findall(without_blocks(page.read_text(encoding="utf-8"))), "write ```bash around them"

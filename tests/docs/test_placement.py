@@ -1,4 +1,4 @@
-"""docs/placement.md is true: its Python runs, its plan loads, its message is the one that is printed."""
+"""docs/placement.md is true: its plan loads, its message is the one that is printed."""
 
 import re
 from pathlib import Path
@@ -13,12 +13,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
 
 def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
-
-
-def test_its_python_runs():
-    assert len(blocks("python")) == 2
-    for block in blocks("python"):
-        exec(compile(block, "docs/placement.md", "exec"), {"__name__": "__docs__"})
 
 
 def test_its_plan_loads_and_is_what_its_comment_says():

@@ -22,7 +22,7 @@ from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
 from rlinf.session.configure import configured, key_of
-from rlinf.session.trl_names import OURS
+from rlinf.session.trl_names import OF_GIVEN_TEXTS, OURS
 from tests.launching import ROOT, launch
 
 ALPHABET = {"characters": "0123456789>"}
@@ -240,7 +240,10 @@ def test_every_name_of_trl_that_is_translated_leads_to_a_call_that_works():
         configured(None, {name: value for name, value in call.items() if name not in named}, theirs)
 
 
-def test_the_table_in_the_docs_says_the_same():
-    page = (ROOT / "docs" / "train.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)`(?:;.*)? \|$", page, re.M))
-    assert rows == {theirs: ours.partition(";")[0] for theirs, ours in OURS.items()}
+def test_the_tables_in_the_docs_say_the_same():
+    page = (ROOT / "docs" / "coming-from" / "trl.md").read_text()
+    first, _, second = page.partition("`SFTTrainer`")
+    cells = [dict(re.findall(r"^\| `(\w+)` \| `(.+?)`(?:;.*)? \|$", part, re.M)) for part in (first, second)]
+    assert cells[0] == {theirs: ours.partition(";")[0] for theirs, ours in OURS.items()}
+    given = {theirs: ours.partition(";")[0] for theirs, ours in OF_GIVEN_TEXTS.items()}
+    assert {theirs: cells[1][theirs] for theirs in given} == given

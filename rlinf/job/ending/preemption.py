@@ -43,8 +43,8 @@ class Leaving:
         self._began = self._lasted = 0.0
         self._position: Mapping[str, Any] = {}
         self._steps: list[int] = []
-        self.asked = False
-        """A signal has come: the run ends as soon as it can."""
+        self.told_to_end = asyncio.Event()
+        """A signal has come."""
         self.left_out: str | None = None
         """What was given up, in words."""
 
@@ -60,6 +60,16 @@ class Leaving:
             await cancel_all([self._watch])
         if self._preemption is not None and self._run is not None and self._run.over:
             self._preemption.complete = True
+
+    @property
+    def asked(self) -> bool:
+        """A signal has come: the run ends as soon as it can."""
+        return self.told_to_end.is_set()
+
+    def rested(self, seconds: float) -> None:
+        """So long the run stood still between two steps because somebody wanted it to."""
+        if self._began:
+            self._began += seconds
 
     async def step_begins(self) -> None:
         """Note the state in which a step begins."""
@@ -119,7 +129,7 @@ class Leaving:
         assert preemption is not None
         assert run is not None
         await preemption.asked.wait()
-        self.asked = True
+        self.told_to_end.set()
         now = asyncio.get_running_loop().time
         left = preemption.deadline - now()
         taken = run.checkpoints.seconds

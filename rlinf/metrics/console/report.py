@@ -199,6 +199,21 @@ class Report:
         return lap
 
 
+def report_of(
+    config: RunConfig | EmbodiedConfig,
+    directory: RunDirectory,
+    hosts: int,
+    steps: int | None,
+    announced: Collection[str],
+    watch: Watch,
+) -> Report:
+    """What tells of a run as its configuration wants; arguments are those of `Report`."""
+    live, every = config.metrics.live, config.log_every
+    return Report(
+        config.name, directory, hosts, steps=steps, log_every=every, live=live, announced=announced, watch=watch
+    )
+
+
 def tracking_of(
     config: RunConfig | EmbodiedConfig, directory: RunDirectory, begun: Checkpoint | None, report: Report
 ) -> Tracking:

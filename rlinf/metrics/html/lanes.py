@@ -1,7 +1,8 @@
 """Lanes of a trace: what each actor, or each device, did when during a window of time.
 
 In: a trace. Out: per actor or per host a lane of stretches, with the same notion of "busy" as the metrics `timing/...`.
-A host stands for its device. Pure apart from reading the file; `lanes_svg` draws them.
+A host stands for its device. Pure apart from reading the file; `lanes_svg` draws those of devices, the page those of
+actors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Lanes as pictures: panels of lanes on one time scale, readable on light and on dark ground.
 
-In: lanes of actors or of devices. Out: the text of an SVG without scripts, fonts or anything from outside, to stand by
-itself or inside a page that brings `STYLE`.
+In: lanes of devices. Out: the text of an SVG without scripts, fonts or anything from outside.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from rlinf.metrics.html.lanes import HELD, LOADING, PARKING, WAITING, Lane, Lanes, Stretch
-from rlinf.metrics.timing import ACTIVITIES, sentence
+from rlinf.metrics.html.lanes import HELD, LOADING, PARKING, Lane, Lanes, Stretch
 
 WIDTHS = {1: 960, 2: 1080, 3: 1260}
 """Pixels of the picture, by columns."""
@@ -123,38 +121,6 @@ class _Panel:
     """Lanes that are not among the rows."""
 
 
-def actor_lanes_svg(steps: Sequence[Lanes], *, card: bool = True) -> str:
-    """Draw what each actor did, step below step.
-
-    Args:
-        steps: lanes of actors, at least one step.
-        card: draw the ground and bring the colours, for a file of its own. A page brings `STYLE` itself.
-    """
-    there = {stretch.activity for one in steps for lane in one.lanes for stretch in (*lane.work, *lane.of(WAITING))}
-    names = [name for name in (*ACTIVITIES, *sorted(there - {*ACTIVITIES, WAITING}), WAITING) if name in there]
-    others = [name for name in names if name not in (*_OWN, _SYNC, WAITING)]
-    numbers = {**_OWN, **{name: len(_OWN) + at % (len(_LIGHT) - len(_OWN)) for at, name in enumerate(others)}}
-    looks = {name: f'class="c{numbers[name]}"' if name in numbers else f'class="{name}"' for name in names}
-
-    def row(lane: Lane, actors: set[str], several: bool) -> _Row:
-        role = lane.name.partition("[")[0]
-        bars = [_Bar(looks[WAITING], s.start, s.end, WAITING, BAR / 2 - 1, 2) for s in lane.of(WAITING)]
-        bars += [_Bar(looks[s.activity], s.start, s.end, s.activity) for s in lane.work]
-        label = lane.name if f"{role}[1]" in actors else role
-        return _Row(label, bars, f"host {lane.host}" if several else "")
-
-    panels = []
-    for one in steps:
-        shown = one.lanes[:MOST_LANES]
-        actors, several = {lane.name for lane in one.lanes}, len({lane.host for lane in shown}) > 1
-        together = [_Bar('class="soft"', start, end, "two roles at work", 8, 5) for start, end in one.overlap()]
-        rows = [*(row(lane, actors, several) for lane in shown), _Row("", together, "side by side", height=0)]
-        panels.append(_Panel(f"Step {one.step}", sentence(one.timing), one.seconds, rows, len(one.lanes) - len(shown)))
-    which = ", ".join(str(one.step) for one in steps)
-    label = f"What each role did during step{'s' if len(steps) > 1 else ''} {which}"
-    return _picture(panels, [(look, 12, name) for name, look in looks.items()], label, columns=1, card=card)
-
-
 def device_lanes_svg(traces: Sequence[Lanes]) -> str:
     """Draw what happened on the devices in several runs, up to three side by side.
 
@@ -187,7 +153,7 @@ def device_lanes_svg(traces: Sequence[Lanes]) -> str:
         rows = [row(lane, one.seconds) for lane in shown]
         panels.append(_Panel(one.title, told, one.seconds, rows, len(one.lanes) - len(shown)))
     label = f"What each device did: {', '.join(one.title for one in traces)}"
-    return _picture(panels, _device_legend(traces, colours), label, min(len(traces), max(WIDTHS)), card=True)
+    return _picture(panels, _device_legend(traces, colours), label, min(len(traces), max(WIDTHS)))
 
 
 def _role_colours(traces: Sequence[Lanes]) -> dict[str, int]:
@@ -217,9 +183,7 @@ def _device_legend(traces: Sequence[Lanes], colours: Mapping[str, int]) -> list[
     return legend
 
 
-def _picture(
-    panels: Sequence[_Panel], legend: Iterable[tuple[str, int, str]], label: str, columns: int, *, card: bool
-) -> str:
+def _picture(panels: Sequence[_Panel], legend: Iterable[tuple[str, int, str]], label: str, columns: int) -> str:
     """Panels in columns, all on the time scale of the longest.
 
     Args:
@@ -227,7 +191,6 @@ def _picture(
         legend: look, height in pixels and name of each kind of bar.
         label: what the picture shows, for those who cannot see it.
         columns: of panels.
-        card: draw the ground and bring the colours.
     """
     width = WIDTHS[columns]
     room = (width - 2 * MARGIN - (columns - 1) * BETWEEN) / columns
@@ -247,7 +210,7 @@ def _picture(
     return (
         f'<svg class="lanes" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'role="img" aria-labelledby="lanes-title"><title id="lanes-title">{escape(label)}</title>{_DEFINITIONS}'
-        f"{f'<style>{STYLE}</style>{ground}' if card else ''}{''.join(parts)}</svg>\n"
+        f"<style>{STYLE}</style>{ground}{''.join(parts)}</svg>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes `report.html`, a page that shows a whole run and needs no other file.
+"""Writes `report.html`, a page that shows a whole run and needs no other file but videos.
 
 In: only the files of a run directory, so a page can be made while a run goes, after a crash, or years later.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlinf.metrics.html.lanes import actor_lanes
-from rlinf.metrics.html.page import page
-from rlinf.metrics.html.run_data import read_run
-from rlinf.metrics.html.trace import Trace
+from rlinf.metrics.html.document import static_page
+from rlinf.metrics.html.state.run_state import run_state
 
 
 def write_report(directory: Path) -> Path:
     """Make, or make again, the report.html of a run. It blocks, for seconds if the trace is long.
 
     Args:
-        directory: of the run. It needs metrics.jsonl; samples.jsonl, trace.json, resolved.yaml and environment.json are
-            shown if they are there.
+        directory: of the run. It needs metrics.jsonl; samples.jsonl, trace.json, resolved.yaml and whatever else there
+            is of it is shown.
 
     Returns:
         The page's path.
@@ -27,11 +25,9 @@ def write_report(directory: Path) -> Path:
         FileNotFoundError: this is no run's directory.
         ValueError: its trace.json is none.
     """
-    run, traced = read_run(directory), directory / "trace.json"
-    trace = Trace(traced) if traced.is_file() else None
-    text = page(run, actor_lanes(trace, trace.first_middle_last()) if trace is not None else [])
+    state = run_state(directory)
     path = directory / "report.html"
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_text(static_page(f"{state['name']}: training report", [state]), encoding="utf-8")
     aside.replace(path)  # a browser that reloads it never meets half of it
     return path

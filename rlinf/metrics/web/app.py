@@ -6,6 +6,7 @@ looks, has files read; what they and feeds tell wakes the streams.
     GET  /                            the page
     GET  /api/runs                    the runs: id, name, directory, status, step, steps
     GET  /api/runs/ID/state           all that the page shows of a run
+    GET  /api/runs/ID/lanes           what each actor did in an early, a middle and a late step
     GET  /api/runs/ID/steps           the steps that have answers and videos
     GET  /api/runs/ID/answers?step=N  the answers of a step
     GET  /api/runs/ID/video/NAME      a video
@@ -23,11 +24,12 @@ from typing import Any
 
 from aiohttp import web
 
+from rlinf.metrics.html.document import live_page
+from rlinf.metrics.html.state.run_state import run_lanes
 from rlinf.metrics.web.feed import CONTROLS, NoFeed
 from rlinf.metrics.web.followed import Followed
 from rlinf.metrics.web.guard import Guard, Handler, add_headers, in_words
 from rlinf.metrics.web.outbox import Outbox, TooSlow, known_steps
-from rlinf.metrics.web.page import page
 from rlinf.metrics.web.shelf import Shelf
 
 _ALIVE = 15.0
@@ -51,7 +53,7 @@ def application(shelf: Shelf, guard: Guard) -> web.Application:
     app.router.add_get("/", routes.page)
     app.router.add_get("/api/runs", routes.runs)
     app.router.add_get("/api/events", routes.events)
-    for what in ("state", "steps", "answers"):
+    for what in ("state", "steps", "answers", "lanes"):
         app.router.add_get(f"/api/runs/{{run}}/{what}", getattr(routes, what))
     app.router.add_get("/api/runs/{run}/video/{name:.+}", routes.video)
     app.router.add_post("/api/runs/{run}/do", routes.do)
@@ -69,7 +71,7 @@ class _Routes:
         self._shelf = shelf
 
     async def page(self, request: web.Request) -> web.Response:
-        html, policy = page()
+        html, policy = live_page()
         return web.Response(text=html, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def runs(self, request: web.Request) -> web.Response:
@@ -90,6 +92,9 @@ class _Routes:
         if not step.isascii() or not step.isdigit() or len(step) > 15:
             raise web.HTTPBadRequest(text="step: give the number of a step, ?step=12")
         return web.json_response(await self._run(request).answers(int(step)))
+
+    async def lanes(self, request: web.Request) -> web.Response:
+        return web.json_response(await asyncio.to_thread(run_lanes, self._run(request).found.directory))
 
     async def video(self, request: web.Request) -> web.StreamResponse:
         path = await asyncio.to_thread(self._run(request).video, request.match_info["name"])

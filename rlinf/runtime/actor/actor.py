@@ -23,6 +23,7 @@ from rlinf.runtime.base.lease_policy import Granularity
 
 if TYPE_CHECKING:
     from rlinf.runtime.base.ports import Group, Scope, System
+    from rlinf.runtime.observe.spans import Kind
 
     from .host import Host
 
@@ -199,6 +200,8 @@ class Cell:
         self.granularity = Granularity()
         """When its device calls ask for its devices, and for how long they keep them."""
         self.scope: Scope | None = None
+        self.under_way: dict[object, tuple[Kind, str, str, float]] = {}
+        """Computations and mapped items, by what has no other: kind, endpoint, what, and since when."""
         self._context: Context | None = None
         self._thread: ComputeThread | None = None
         actor._cell = self
@@ -219,6 +222,7 @@ class Cell:
         endpoint = self._endpoint_of(call)
         async with lease.computing() if lease is not None else contextlib.nullcontext():
             start = self.host.now()  # not before: to wait for a device is not to compute
+            self.under_way[begun := object()] = ("compute", endpoint, name, start)
             if call is not None:
                 call.doing = f"{COMPUTING} {name}"
                 call.moves += 1
@@ -227,6 +231,7 @@ class Cell:
                     return await self._thread.run_briefly(name, fn, *args, **kwargs)
                 return await self._thread.run(fn, *args, **kwargs)
             finally:
+                del self.under_way[begun]
                 if call is not None:
                     call.doing = None
                 self.host.tracer.span("compute", self.name, endpoint, name, start, self.host.now())

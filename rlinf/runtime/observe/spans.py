@@ -75,12 +75,15 @@ class Tracer:
         """All spans so far, oldest first."""
         return list(map(Span._make, list(self._spans)))  # copied in one go: a thread may append meanwhile
 
-    def ended_since(self, since: float) -> list[Span]:
+    def ended_since(self, since: float, count: int = LOOK_BACK) -> list[Span]:
         """The spans that ended then or later, newest first; costs grow with their number, not with all there are.
 
         Each span is appended at its end, so the ring is in order of their ends.
+
+        Args:
+            since: seconds of the host's clock.
+            count: how many to look at first.
         """
-        count = LOOK_BACK
         while True:
             spans = list(itertools.islice(reversed(self._spans), count))
             if len(spans) < count or spans[-1][5] < since:

@@ -287,12 +287,17 @@ class _Map:
         argument = values if self.batch else values[0]
         start = host.now()
         method = getattr(self.cell.actor, self.method)
-        if self.streams:
-            await self._emit_all(consumer, taken, method(argument, **self.kwargs))
-            host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
-            return
-        result = await method(argument, **self.kwargs)
+        self.cell.under_way[begun := object()] = ("item", self.method, call.label, start)
+        try:
+            if self.streams:
+                await self._emit_all(consumer, taken, method(argument, **self.kwargs))
+            else:
+                result = await method(argument, **self.kwargs)
+        finally:
+            del self.cell.under_way[begun]
         host.tracer.span("item", self.cell.name, self.method, call.label, start, host.now())
+        if self.streams:
+            return
         results = result if self.batch else [result]
         if self.batch and (not isinstance(result, (list, tuple)) or len(result) != len(taken)):
             what = f"{len(result)}" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"

@@ -10,6 +10,7 @@ import asyncio
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from rlinf.runtime.actor.actor import Actor, Cell, endpoint
@@ -22,12 +23,21 @@ from rlinf.runtime.devices.lease_server import LeaseService, Move
 from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Extract, Outline
+from rlinf.runtime.observe.recent import Seen
 from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.observe.tracing import Exports
 from rlinf.runtime.streams.channel import Channel, QueueService
 from rlinf.runtime.streams.stages import StageService
-from rlinf.runtime.system.introspection import ActorState, QueueState, look_at, report_host
+from rlinf.runtime.system.introspection import (
+    ActorState,
+    LookBack,
+    QueueState,
+    look_at,
+    look_back,
+    report_host,
+    spans_since,
+)
 from rlinf.runtime.values.codec import Place
 from rlinf.runtime.values.p2p import GroupBulk
 from rlinf.runtime.values.relay import Answer
@@ -59,6 +69,7 @@ class Service(QueueService, StageService, LeaseService):
         self._names: dict[str, tuple[Key, ActorGroup | Channel | None]] = {}
         self._unready: set[ActorId] = set()
         self._exports = Exports(self._cell.host)
+        self._seen: Seen = {}
         self.all_here = asyncio.Event()
         self.farewell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.on_interrupt: Callable[[int], None] | None = None
@@ -278,6 +289,17 @@ class Service(QueueService, StageService, LeaseService):
     @endpoint
     async def look(self) -> tuple[list[ActorState], list[QueueState]]:
         return look_at(self._cell.host)
+
+    @endpoint
+    async def look_back(self, since: float) -> tuple[list[ActorState], list[QueueState], LookBack]:
+        """`look`, with what this host did since a time of its clock, seconds."""
+        host = self._cell.host
+        actors, queues = look_at(host)
+        now, spans = host.now(), spans_since(host, since)
+        read = partial(look_back, host, spans, since, now, self._seen)
+        if len(spans) > READ_ON_LOOP:
+            return actors, queues, await asyncio.get_running_loop().run_in_executor(None, read)
+        return actors, queues, read()
 
     @endpoint
     async def report(self) -> HostReport:

@@ -1,16 +1,25 @@
 """What one host is doing at this moment: its waits for the stall report, its actors and queues for whoever looks.
 
 Flows in: what the host keeps anyway about its calls, values, queues, locks and leases. Flows out: a `HostReport`, the
-states of actors and queues. Nobody is woken.
+states of actors and queues, what was done since a moment ago, and how full its memory is. Nobody is woken.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rlinf.runtime.actor.actor import COMPUTING, Cell
 from rlinf.runtime.base.calls import SERVICE, Call
+from rlinf.runtime.gpu.own_device import own_device
+from rlinf.runtime.observe.busy import Busy
+from rlinf.runtime.observe.recent import Seen, recent
+from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, Work, locks, open_work
 from rlinf.runtime.streams.item_queue import ItemQueue
 from rlinf.runtime.values.promise import Promise
@@ -47,6 +56,40 @@ class QueueState:
     """Items that somebody works on."""
     put: int
     """Items that ever came."""
+    capacity: int | None = None
+    """Items that it takes before whoever puts more waits; None for any number."""
+    waiting_to_take: tuple[str, ...] = ()
+    """Actors, or "flow", that wait for items."""
+    waiting_to_put: tuple[str, ...] = ()
+    """Actors, or "flow", that wait for room."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """How full what a host computes on is: its GPU, or this machine by its process."""
+
+    device: str
+    """Such as "cuda:0", or "cpu"."""
+    used: int
+    """Bytes: all that is taken of the GPU, by whichever process; or what of this process is in memory."""
+    total: int | None
+    """Bytes of the GPU, or of the machine; None where nobody can tell."""
+    owner: str
+    """What no other GPU or process has: hosts that share it tell of the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookBack:
+    """What a host did between two times of its clock."""
+
+    start: float
+    """Seconds."""
+    end: float
+    """Seconds; now."""
+    busy: tuple[Busy, ...]
+    """See `recent`."""
+    memory: MemoryState
+    """Now."""
 
 
 def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
@@ -59,7 +102,11 @@ def look_at(host: Host) -> tuple[list[ActorState], list[QueueState]]:
             waits[who.partition("/")[0]] = _plain(queue.name)
         for who, _ in facts["waiting_to_put"]:
             waits[who.partition("/")[0]] = f"space in {_plain(queue.name)}"
-        queues.append(QueueState(str(facts["name"]), *(int(facts[key]) for key in ("queued", "running", "put"))))
+        ready, taken, put = (int(facts[key]) for key in ("queued", "running", "put"))
+        takers, putters = (_actors(facts[key]) for key in ("waiting_to_take", "waiting_to_put"))
+        queues.append(QueueState(queue.name, ready, taken, put, queue.capacity, takers, putters))
+    for sent, queue_name in _remote_waits(host):
+        waits[sent.parent.partition("/")[0]] = _plain(queue_name)
     now = host.now()
     return [_state(cell, waits, now) for cell in host.cells.values() if cell.id != SERVICE], queues
 
@@ -71,12 +118,100 @@ def _state(cell: Cell, waits: dict[str, str], now: float) -> ActorState:
     since = now - calls[0].since
     computing = next((call.doing for call in calls if call.doing), None)
     waiting = next((waits[call.label] for call in calls if call.label in waits), None)
-    doing = computing or (f"waiting for {waiting}" if waiting else f"running {calls[0].name.rpartition('.')[2]}")
+    item = next((endpoint for kind, endpoint, *_ in cell.under_way.values() if kind == "item"), None)
+    running = f"running {item or calls[0].name.rpartition('.')[2]}"
+    doing = computing or (f"waiting for {waiting}" if waiting and item is None else running)
     return ActorState(cell.name, cell.host.rank, doing, since)
 
 
 def _plain(name: str) -> str:
     return name.partition("@")[0]
+
+
+def _actors(waiting: list[tuple[str, float]]) -> tuple[str, ...]:
+    """Whose calls wait, each once: "judge[0]" of "judge[0].score#0.17"."""
+    return tuple(dict.fromkeys(_actor(who) for who, _ in waiting))
+
+
+def _actor(label: str) -> str:
+    return label.partition("/")[0].partition("#")[0].rpartition(".")[0] or label.partition("/")[0]
+
+
+# Looking back --------------------------------------------------------------------------------------------------------
+
+FEW = 64
+"""Spans that are looked at first: of a quiet second there are no more."""
+_OF_QUEUES = (".take", ".put_one")
+"""How calls end that wait for a queue on another host."""
+
+
+def spans_since(host: Host, since: float) -> list[Span]:
+    """What ended then or later, and what is under way now, as if it ended now."""
+    return [*host.tracer.ended_since(since, FEW), *_under_way(host)]
+
+
+def look_back(host: Host, spans: list[Span], since: float, until: float, seen: Seen) -> LookBack:
+    """What this host did.
+
+    Args:
+        host: its memory is looked at.
+        spans: of `spans_since`.
+        since, until: seconds of its clock.
+        seen: see `recent`.
+    """
+    return LookBack(since, until, tuple(recent(spans, since, until, seen)), memory_of(host))
+
+
+def _under_way(host: Host) -> Iterator[Span]:
+    now = host.now()
+    for cell in host.cells.values():
+        if cell.id == SERVICE:
+            continue
+        for kind, endpoint, what, since in cell.under_way.values():
+            yield Span(kind, cell.name, endpoint, what, since, now)
+        for call in cell.calls:
+            endpoint = call.name.rpartition(".")[2]
+            yield Span("call", cell.name, endpoint, call.parent, call.since, now)
+            if call.doing is not None and not call.doing.startswith(COMPUTING):  # for a lease, or for work
+                yield Span("wait", cell.name, endpoint, call.doing, call.since, now)
+    for queue in host.system.queues.all():
+        facts = queue.statistics()
+        for who, since in (*facts["waiting_to_take"], *facts["waiting_to_put"]):
+            yield Span("wait", _actor(who), "", queue.name, since, now)
+    for sent, name in _remote_waits(host):
+        yield Span("wait", _actor(sent.parent), "", name, sent.since, now)
+
+
+def _remote_waits(host: Host) -> Iterator[tuple[Promise[Any], str]]:
+    """Calls from here that wait for queues on other hosts, with the queues' names."""
+    for sent in host.sent.values():
+        if isinstance(sent, Promise) and sent.name.endswith(_OF_QUEUES):
+            yield sent, sent.name.rpartition(".")[0]
+
+
+def memory_of(host: Host) -> MemoryState:
+    """How full this process's GPU is, or, without one, what of this process is in memory."""
+    device, place = own_device(), host.places[host.rank]
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryState(str(device), total - free, total, place.device)
+    return MemoryState("cpu", _resident(), _machine_memory(), place.process)
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # no such file outside of Linux
+        return 0
+
+
+@functools.cache
+def _machine_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
 
 
 # Stall reports -------------------------------------------------------------------------------------------------------

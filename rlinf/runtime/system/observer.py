@@ -7,13 +7,14 @@ busy, and a picture of this moment. Nobody is woken: the actor that every host h
     watch.begins()                        # a step of the flow starts
     step = await watch.ends("step 12")    # it is over: `step.busy` says who was busy when, on all hosts
     now = await watch.look()              # what each actor is doing
+    back = await watch.look_back(1, since)  # what host 1 did since then, too
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlinf.runtime.base.calls import FLOW
@@ -23,7 +24,7 @@ from rlinf.runtime.observe.intervals import clip
 from rlinf.runtime.observe.lap import Flow, Lap, Moved
 from rlinf.runtime.observe.tracing import ask, offsets
 
-from .introspection import ActorState, QueueState
+from .introspection import ActorState, LookBack, QueueState
 from .system import ActorSystem
 
 
@@ -86,6 +87,26 @@ class Watch:
             for span in told
         ]
         return Lap(start, end, tuple(parts), tuple(flows), tuple(moves), tuple(noted))
+
+    @property
+    def machines(self) -> dict[int, str]:
+        """On which machine each host is, by its number."""
+        return {number: self._host.places[number].node for number in self._ahead}
+
+    async def look_back(self, number: int, since: float) -> tuple[Moment, LookBack]:
+        """What one host does now, and what it did since a time; in seconds of the controller's clock.
+
+        Raises:
+            ActorDied: it is lost.
+        """
+        ahead = self._ahead[number]
+        actors, queues, found = await ask(self._host, number, "look_back", since - ahead)
+        moved = (
+            Busy(part.actor, part.endpoint, tuple((start + ahead, end + ahead) for start, end in part.intervals))
+            for part in found.busy
+        )
+        here = replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
+        return Moment(tuple(actors), tuple(queues)), here
 
     async def look(self) -> Moment:
         """What everybody does now."""

@@ -45,8 +45,7 @@ A = TypeVar("A", bound=Actor)
 K = TypeVar("K")
 
 KILL_DEADLINE = 3 * CLOSE_DEADLINE
-"""Seconds until a host that should end an actor is taken for hung: its calls, its own actors and its `close` may each
-take their time."""
+"""Seconds until a host that ends an actor is taken for hung: its calls, own actors and `close` may each take theirs."""
 REPORT_DEADLINE = 2.0
 """Seconds that a stall report waits for a host."""
 
@@ -75,6 +74,7 @@ class ActorSystem:
         self._silent: set[int] = set()
         self.root = Scope(self)
         self.preemption: Preemption | None = None  # where a signal leaves time to end in
+        self.paused = False  # the program waits for a person, and what waits for the program is not stuck
         service = Service()
         Cell(service, SERVICE, "host", host.rank, ActorGroup("host", []), host)
         host.cells[SERVICE] = service._cell
@@ -360,8 +360,7 @@ class ActorSystem:
 
     async def device_memory(self) -> dict[int, DeviceMemory]:
         """What each device holds by the book of the lease manager, and the most that it ever held."""
-        devices: dict[int, DeviceMemory] = await self._control("lease_devices")
-        return devices
+        return dict(await self._control("lease_devices"))
 
     async def stall_report(self) -> str:
         """Who waits on whom, since when, on all hosts; deadlocks first."""
@@ -396,5 +395,6 @@ class ActorSystem:
         while True:
             await asyncio.sleep(stall_after / 4)
             reports = await self._reports(stall_after / 4)
+            progress = Progress(stall_after) if self.paused else progress
             if (what := progress.stopped(reports, self._host.now())) is not None:
                 raise StallError(f"{what}\n{render(reports)}")

@@ -47,12 +47,15 @@ class Run:
         self.roles = {"trainer": Group([self.trainer])}
         self.checkpoints = Checkpoints(saves)
         self.directory = SimpleNamespace(withdraw=self.saved_withdrawn)
-        self.saved, self._saved_at = [], None
+        self.saved, self.saved_at = [], None
         self.leaving = Leaving(None)
 
     @property
     def over(self):
         return self.done >= self.steps
+
+    async def _goes_on(self):
+        return not (self.over or self.leaving.asked)
 
     def position(self):
         return {"drawn": self.drawn}
@@ -78,7 +81,7 @@ class Run:
             await self.save()
 
     async def save(self, position=None):
-        self._saved_at = self.done
+        self.saved_at = self.done
         self.saved.append((self.done, (position or self.position())["drawn"]))
 
     def saved_withdrawn(self, step):

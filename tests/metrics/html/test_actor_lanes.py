@@ -1,25 +1,20 @@
-"""Lanes show what each actor did during a step, by the rule of the metrics; and their picture is plain SVG."""
+"""Lanes show what each actor did during a step, by the rule of the metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from rlinf import Actor, ActorSystem, endpoint
 from rlinf.metrics.html.lanes import actor_lanes, device_lanes
-from rlinf.metrics.html.lanes_svg import MOST_LANES, actor_lanes_svg
 from rlinf.metrics.html.trace import Trace
 from rlinf.metrics.timing import timing
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.system.observer import Watch
-from tests.spans import call, write_trace
 from tests.spans import step as step_of
-
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.spans import write_trace
 
 
 class Rollout(Actor):
@@ -39,11 +34,6 @@ class Trainer(Actor):
             total += number
         await asyncio.sleep(2.0)
         return total
-
-
-def picture(path, steps=None):
-    trace = Trace(path)
-    return actor_lanes_svg(actor_lanes(trace, trace.first_middle_last() if steps is None else steps))
 
 
 @pytest.fixture
@@ -98,57 +88,15 @@ def test_an_early_a_middle_and_the_last_step_stand_for_a_run(traced, tmp_path):
     assert Trace(tmp_path / "one.json").first_middle_last() == [1]
 
 
-def test_a_picture_is_plain_svg_for_light_and_dark(traced):
-    text = picture(traced[0], [1, 3])
-    root = ET.fromstring(text)
-    assert {element.tag for element in root.iter()} <= {
-        SVG + name for name in ("svg", "title", "style", "defs", "pattern", "rect", "text", "tspan", "line")
-    }
-    assert "prefers-color-scheme:dark" in text
-    assert "Step 1" in text
-    assert "Step 3" in text
-    assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    width = float(root.attrib["viewBox"].split()[2])
-    height = float(root.attrib["viewBox"].split()[3])
-    for rect in (rect for rect in root.iter(SVG + "rect") if "x" in rect.attrib):
-        assert 0 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width + 0.7
-        assert 0 <= float(rect.attrib["y"]) <= float(rect.attrib["y"]) + float(rect.attrib["height"]) <= height
-
-
-def test_names_in_a_trace_are_escaped(tmp_path):
-    spans = [step_of(1, 0.0, 1.0), call("<b>&[0]", "<i>", 0.2, 0.5)]
-    write_trace(tmp_path / "t.json", [spans])
-    text = picture(tmp_path / "t.json")
-    assert "<b>" not in text
-    assert "&lt;b&gt;&amp;" in text
-    ET.fromstring(text)
-
-
-def test_many_actors_are_drawn_in_part_and_counted(tmp_path):
-    spans = [step_of(1, 0.0, 1.0)]
-    spans += [call(f"judge[{rank}]", "score", rank / 100, 0.9) for rank in range(MOST_LANES + 8)]
-    write_trace(tmp_path / "t.json", [spans])
-    text = picture(tmp_path / "t.json")
-    assert "and 8 more" in text
-    assert len(re.findall(r'class="row"', text)) == MOST_LANES
-
-
-def test_a_picture_stays_small_however_many_spans_there_are(tmp_path):
-    spans = [step_of(1, 0.0, 1.0)]
-    spans += [call("judge[0]", "score", n / 20_000, (n + 0.5) / 20_000) for n in range(20_000)]
-    write_trace(tmp_path / "t.json", [spans])
-    assert len(picture(tmp_path / "t.json")) < 20_000
-
-
 def test_what_is_not_there_is_told(traced, tmp_path):
     with pytest.raises(ValueError, match=r"step 9 is not in .*, which has steps 1 to 3"):
-        picture(traced[0], [9])
+        actor_lanes(Trace(traced[0]), [9])
     write_trace(tmp_path / "none.json", [[]])
     with pytest.raises(ValueError, match="has no step of a flow"):
         device_lanes(tmp_path / "none.json")
     (tmp_path / "else.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="is no trace in Chrome's format"):
-        picture(tmp_path / "else.json")
+        Trace(tmp_path / "else.json")
 
 
 def test_a_trace_written_anew_by_another_program_is_read(traced, tmp_path):

@@ -6,11 +6,14 @@ In: rows of metrics.jsonl, and the directory of videos. Out: rows of two tables,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlinf.metrics.console.success import SuccessRow, success_rows
+from rlinf.metrics.reading.metric_rows import MetricRows
 
 VIDEOS = "videos"
 """Directory of a run's videos."""
@@ -22,13 +25,15 @@ MOST_EPISODES = 200
 """The newest that a page offers."""
 
 
-def success(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def success(metrics: MetricRows) -> list[dict[str, Any]]:
     """How often the tasks of each suite were solved in the first and the last trials; empty where nothing tells it.
 
     Args:
-        rows: of metrics.jsonl, in order, the one before the first step included.
+        metrics: of all steps, 0 included.
     """
-    told = [found for row in rows if (found := _told(row))]
+    counts = [name for name in metrics.names if name.startswith(_EVALUATION) and name.endswith("/episodes")]
+    tried = np.flatnonzero(np.any([~np.isnan(metrics.column(name)) for name in counts], axis=0)) if counts else ()
+    told = [found for place in tried if (found := _told(metrics[int(place)]))]
     if not told:
         return []
     first, last = told[0], told[-1]

@@ -54,7 +54,7 @@ def possible(run: RunData) -> dict[str, Any]:
         `step`, seconds; `efficiency`, a share; `devices`; and `parts`: (name, seconds, meaning), the least possible
         first, which add up to the step.
     """
-    told = typical(run.rows)
+    told = _typical(run)
     if not told:
         return {}
     which = binding(told)
@@ -65,6 +65,41 @@ def possible(run: RunData) -> dict[str, Any]:
         "devices": round(told["bound/devices"]),
         "parts": [least, *((part, told.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
     }
+
+
+def side_by_side(run: RunData) -> list[tuple[str, str]]:
+    """What runs are compared by, each with its value; what a run does not tell is left out."""
+    accuracies, rewards, told = run.accuracies, run.values("reward/mean")[-EDGE:], _typical(run)
+    found = [
+        ("held-out problems, at the end", f"{accuracies[-1][1]:.{'3f' if run.graded else '1%'}}" if accuracies else ""),
+        (f"mean reward of the last {EDGE} steps", f"{sum(rewards) / len(rewards):.3f}" if rewards else ""),
+        ("steps", f"{run.steps} of {run.planned}"),
+        *(
+            (what, "" if (value := run.median(name)) is None else f"{value:{style}}")
+            for what, name, style in (
+                ("seconds of a step (median)", "timing/step", ".3g"),
+                ("tokens per second (median)", "tokens_per_s", ",.0f"),
+                ("environment steps per second (median)", "env_steps_per_s", ",.0f"),
+            )
+        ),
+        ("of what is possible", f"{told['bound/efficiency']:.0%}" if told else ""),
+        ("seconds in all", f"{run.seconds:.0f}"),
+    ]
+    return [(what, value) for what, value in found if value]
+
+
+def _typical(run: RunData) -> dict[str, float]:
+    """See `verdict.typical`, which needs these metrics alone: rows of all of them take long to make."""
+    metrics = run.metrics
+    names = [name for name in metrics.names if name.startswith(("bound/", "lost/")) or name == "timing/step"]
+    if "timing/step" not in names:
+        return {}
+    table = zip(*(metrics.column(name).tolist() for name in names), strict=True)
+    return typical(
+        {name: value for name, value in zip(names, row, strict=True) if value == value}
+        for step, row in zip(metrics.steps, table, strict=True)
+        if step > 0
+    )
 
 
 def _named(algorithm: Any) -> str:
@@ -106,7 +141,7 @@ def _spoilt(run: RunData) -> Iterator[Fact]:
 
 
 def _spent(run: RunData) -> Iterator[Fact]:
-    if run.rows:
+    if run.steps:
         step_time = run.median("timing/step")
         note = f"{step_time:.3g} s per step (median)" if step_time is not None else ""
         yield _fact("Time", _duration(run.seconds), note)

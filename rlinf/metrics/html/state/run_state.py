@@ -12,10 +12,13 @@ from typing import Any
 
 from rlinf.metrics.files import EXPLAINED, read_lines
 from rlinf.metrics.html.lanes import Lanes, Stretch, actor_lanes
-from rlinf.metrics.html.run_data import RunData, curves, read_run
+from rlinf.metrics.html.run_data import MOST_POINTS, RunData, read_run
 from rlinf.metrics.html.state.episodes import episodes, success
-from rlinf.metrics.html.state.facts import about, headline, possible, time
+from rlinf.metrics.html.state.facts import about, headline, possible, side_by_side, time
+from rlinf.metrics.html.state.samples import Samples
 from rlinf.metrics.html.trace import Trace
+from rlinf.metrics.reading.metric_rows import MetricRows
+from rlinf.metrics.run_directory import flat
 
 SECTIONS = (
     (
@@ -40,25 +43,31 @@ SECTIONS = (
 )  # fmt: skip
 """Curves that are shown at once, by heading; those of all other metrics unfold."""
 ALARMS = "alarms.jsonl"
+_OWN_KEYS = ("name", "output_dir")
+"""Keys of a configuration in which runs are never alike."""
 MOST_SENTENCES = 200
 """The newest that a page shows."""
+MOST_OVERLAPS = 1000
 FINEST = 1 / 1500
 """Share of a step; narrower holes between stretches of one kind are closed: no picture shows them."""
 
 
-def run_state(directory: Path, *, traced: bool = True) -> dict[str, Any]:
+def run_state(
+    directory: Path, *, traced: bool = True, metrics: MetricRows | None = None, samples: Samples | None = None
+) -> dict[str, Any]:
     """The state of a run, from its files. It blocks, for seconds if the trace is long.
 
     Args:
         directory: of the run. It needs metrics.jsonl; what else is there is told.
         traced: read trace.json too, for `lanes`.
+        metrics, samples: what was read of it before and is up to date; None reads them.
 
     Raises:
         FileNotFoundError: this is no run's directory.
         ValueError: its trace.json is none.
     """
     return {
-        **state_of(read_run(directory)),
+        **state_of(read_run(directory, metrics, samples)),
         **told_in(directory),
         "directory": str(directory),
         "lanes": run_lanes(directory) if traced else [],
@@ -71,7 +80,6 @@ def state_of(run: RunData) -> dict[str, Any]:
     Args:
         run: its files, as `read_run` reads them.
     """
-    rows = [*run.before, *run.rows]
     return {
         "name": run.name,
         "status": "finished" if run.steps >= run.planned else "unfinished",
@@ -80,13 +88,15 @@ def state_of(run: RunData) -> dict[str, Any]:
         "began": run.environment.get("started"),
         "about": about(run),
         "config_text": run.config_text,
+        "config": {key: value for key, value in flat(run.config) if key not in _OWN_KEYS},
         "environment": {name: value for name, value in run.environment.items() if name != "steps"},
-        "curves": curves(rows),
+        "curves": run.metrics.curves(MOST_POINTS),
         "sections": [[heading, list(names)] for heading, names in SECTIONS],
         "facts": headline(run),
+        "compared": side_by_side(run),
         "time": time(run),
         "possible": possible(run),
-        "success": success(rows),
+        "success": success(run.metrics),
         "answers": {"steps": list(run.sampled), "shown": {str(step): rows for step, rows in run.answers.items()}},
         "held_out": [list(pair) for pair in run.held_out],
     }
@@ -140,13 +150,14 @@ def run_lanes(directory: Path) -> list[dict[str, Any]]:
 
 
 def lanes_json(lanes: Lanes) -> dict[str, Any]:
-    """Lanes as JSON knows them: `title`, `step`, `seconds`, `timing`, and `lanes`, each with `host`, `actor` and
-    `stretches` of (activity, start, end), seconds since the step began."""
+    """Lanes as JSON knows them: `title`, `step`, `seconds`, `timing`, `overlap` (when two activities went on), and
+    `lanes`, each with `host`, `actor` and `stretches` of (activity, start, end), seconds since the step began."""
     return {
         "title": lanes.title,
         "step": lanes.step,
         "seconds": lanes.seconds,
         "timing": dict(lanes.timing),
+        "overlap": [(round(start, 5), round(end, 5)) for start, end in lanes.overlap()][:MOST_OVERLAPS],
         "lanes": [
             {
                 "host": lane.host,

@@ -1,0 +1,183 @@
+"""What a person may ask of a run while it goes: save, evaluate, pause, go on, stop.
+
+In: wishes, at any time. Out: each done between two steps, and a sentence to whoever asked. Who wakes whom: a wish wakes
+a run that is paused; otherwise the run looks for wishes when a step is over. Nothing of it is kept: a run that goes on
+after it was killed is neither paused nor does it do again what it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from rlinf.runtime.base.tasks import cancel_all
+
+CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = "checkpoint", "evaluate", "pause", "go_on", "stop"
+NAMES = (CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP)
+"""What may be asked for."""
+MOST_WAITING = 256
+"""Who waits for word of one wish at most: pressing a button without end must not fill memory."""
+
+Answer = Callable[[str, bool], None]
+"""Told what was done, in a sentence, and whether it is as it was wished."""
+
+
+class Steered(Protocol):
+    """A run as its controls see it: `between.BetweenSteps`."""
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+
+    @property
+    def over(self) -> bool:
+        """There is no next step."""
+
+    def stop(self, why: str) -> None:
+        """Let the step under way be the last one."""
+
+    async def told_to_end(self) -> None:
+        """Wait until a signal tells the process to end."""
+
+    async def save(self, tell: Answer) -> None:
+        """Begin a checkpoint; `tell` is told when it is whole."""
+
+    async def evaluate(self) -> tuple[str, bool]:
+        """Evaluate: what came of it, and whether all went well."""
+
+    async def stop_here(self) -> None:
+        """End the run as after its last step."""
+
+    def resting(self, *, paused: bool) -> AbstractContextManager[None]:
+        """What passes within is no time of the run."""
+
+
+class Controls:
+    """The wishes of one run.
+
+    Args:
+        run: does them.
+        changed: told whenever a wish came, or was done.
+    """
+
+    def __init__(self, run: Steered, changed: Callable[[], None]) -> None:
+        self._run, self._changed = run, changed
+        self._asked: dict[str, list[Answer]] = {}  # in order; with those who wait for word of it
+        self._saving: list[list[Answer]] = []  # who waits for a checkpoint that is being written
+        self._stirred = asyncio.Event()
+        self._over = False
+        self.paused = False
+        """The run waits between two steps."""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What is still to be done, in order."""
+        return (*((CHECKPOINT,) if self._saving else ()), *self._asked)
+
+    def ask(self, what: str, answer: Answer) -> None:
+        """Somebody wishes something; asked for again before it is done, it is done once.
+
+        Args:
+            what: one of `NAMES`.
+            answer: told once, now or later.
+        """
+        after = f"after step {self._run.done}"
+        if what not in NAMES:
+            answer(f"{what!r:.40} is nothing that a run can do; there are {', '.join(NAMES)}", False)
+        elif self._over:
+            answer("the run is over", False)
+        elif what == GO_ON:
+            self._go_on(answer, after)
+        elif what == PAUSE and self.paused:
+            answer(f"it is paused already, {after}", True)
+        elif len(waiting := self._asked.setdefault(what, [])) >= MOST_WAITING:
+            answer(f"{what} was asked for {MOST_WAITING} times, and is not done yet", False)
+        else:
+            waiting.append(answer)
+            if what == STOP:
+                self._run.stop("asked to on its live page")
+            self._stirred.set()
+            self._changed()
+
+    def _go_on(self, answer: Answer, after: str) -> None:
+        taken_back = self._asked.pop(PAUSE, [])
+        for each in taken_back:
+            each("taken back before it came to that", False)
+        if self.paused:
+            self.paused = False
+            answer(f"goes on {after}", True)
+        elif taken_back:
+            answer("goes on: it had not come to the pause", True)
+        else:
+            answer("it is not paused", True)
+        self._stirred.set()
+        self._changed()
+
+    async def between_steps(self) -> None:
+        """Do what was asked for; called by the run when no step is under way. Returns when the next one may begin."""
+        run = self._run
+        while True:
+            self._stirred.clear()
+            while self._asked and not run.over:
+                await self._do(next(iter(self._asked)))
+            if run.over or not self.paused:
+                self.paused = False
+                return
+            await self._wait()
+
+    async def _do(self, what: str) -> None:
+        run = self._run
+        if what == STOP:  # word of it is given by `close`, when all of it is on the disk
+            await run.stop_here()
+            return
+        if what == EVALUATE:
+            said, well = await run.evaluate()
+            self._done(self._asked.pop(what, []), said, well)
+            return
+        answers = self._asked.pop(what, [])
+        if what == PAUSE:
+            self.paused = True
+            self._done(answers, f"paused after step {run.done}", True)
+            return
+        self._saving.append(answers)
+
+        def told(said: str, well: bool) -> None:
+            self._saving.remove(answers)
+            self._done(answers, said, well)
+
+        await run.save(told)
+
+    def _done(self, answers: Sequence[Answer], said: str, well: bool) -> None:
+        for answer in answers:
+            answer(said, well)
+        self._changed()
+
+    async def _wait(self) -> None:
+        """Until something is asked for, or a signal tells the process to end."""
+        waits = [asyncio.create_task(self._stirred.wait()), asyncio.create_task(self._run.told_to_end())]
+        with self._run.resting(paused=True):
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_all(waits)
+
+    def close(self, *, well: bool) -> None:
+        """The run is over.
+
+        Args:
+            well: in order, with all that it has to write.
+        """
+        self._over = True
+        done, asked = self._run.done, [*self._asked.items(), *((CHECKPOINT, answers) for answers in self._saving)]
+        self._asked, self._saving = {}, []
+        for what, answers in asked:
+            if what == STOP and well:
+                said, did = f"stopped after step {done}, evaluated and saved as after the last one", True
+            elif what == CHECKPOINT and well:
+                said, did = f"the run is over: the checkpoint of step {done} is its last", True
+            else:
+                said, did = f"the run ended after step {done}, before it came to that", False
+            for answer in answers:
+                answer(said, did)

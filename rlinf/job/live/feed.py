@@ -1,0 +1,176 @@
+"""The socket to which watchers of a run connect: a Unix socket that only this user can open, one JSON object per line.
+
+In: messages for all watchers, and lines from each. Out: the same messages to each watcher, as far as it reads them.
+Who wakes whom: the first watcher wakes who measures, and the last to leave lets them rest. Nobody here ever waits for a
+watcher: one that reads too slowly misses measurements, and one that sends what is no line of ours is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+LONGEST = 64 * 1024
+"""Bytes of a line that a watcher may send: wishes have a hundred."""
+BEHIND = 1 << 20
+"""Bytes that wait to be read by a watcher from which on it gets nothing new: some hundred moments of 64 roles."""
+OWED = 64
+"""Answers that are kept for a watcher that is behind."""
+MOST = 64
+"""Watchers; one more is hung up on."""
+FAREWELL = 0.5
+"""Seconds that watchers have to read the last words."""
+LONGEST_PATH = 100
+"""Bytes of a socket's path, of which the kernel takes 107."""
+
+Message = Mapping[str, Any]
+
+
+class Watcher:
+    """One connection.
+
+    Args:
+        writer: its end.
+        again: what it has to know when it has missed something.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, again: Callable[[], Iterable[Message]]) -> None:
+        self._writer, self._again = writer, again
+        self._missed = False
+        self._owed: deque[bytes] = deque(maxlen=OWED)
+
+    def tell(self, line: bytes, *, owed: bool = False) -> None:
+        """Send a line, unless it is behind.
+
+        Args:
+            line: ends with a newline.
+            owed: an answer, which it gets later in that case.
+        """
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > BEHIND:
+            self._missed = True
+            if owed:
+                self._owed.append(line)
+            return
+        if self._missed:
+            self._missed = False
+            self._writer.writelines([*map(encoded, self._again()), *self._owed])
+            self._owed.clear()
+        self._writer.write(line)
+
+    def hang_up(self) -> None:
+        """Close the connection, with what it has not read."""
+        self._writer.transport.abort()
+
+
+class Feed:
+    """The watchers of one run.
+
+    Args:
+        hello: what a watcher is told first, and again when it has missed something.
+        hear: takes what a watcher says, with a way to answer it.
+    """
+
+    def __init__(
+        self, hello: Callable[[], Iterable[Message]], hear: Callable[[Message, Callable[[Message], None]], None]
+    ) -> None:
+        self._hello, self._hear = hello, hear
+        self._watchers: set[Watcher] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._server: asyncio.Server | None = None
+        self._directory: Path | None = None
+        self.watched = asyncio.Event()
+        """Somebody is there."""
+
+    async def open(self) -> Path:
+        """Listen; the socket's path.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._directory = directory = private_directory()
+        path = directory / "feed"
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, path, limit=LONGEST)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        os.chmod(path, 0o600)
+        return path
+
+    def tell(self, message: Message) -> None:
+        """Send a message to all who watch."""
+        if self._watchers:
+            line = encoded(message)
+            for watcher in self._watchers:
+                watcher.tell(line)
+
+    async def close(self) -> None:
+        """Hang up, once those who read have read what was said."""
+        if self._server is not None:
+            self._server.close()
+        left = {watcher._writer for watcher in self._watchers if not watcher._missed}
+        if left:
+            for writer in left:
+                with contextlib.suppress(RuntimeError, OSError):  # the other side was quicker
+                    writer.write_eof()
+            await asyncio.wait([*self._tasks], timeout=FAREWELL)
+        for watcher in [*self._watchers]:
+            watcher.hang_up()
+        if self._tasks:
+            await asyncio.wait([*self._tasks])
+        if self._directory is not None:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One watcher's lines, until it hangs up or says what is no line of ours."""
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = Watcher(writer, self._hello)
+        if len(self._watchers) >= MOST:
+            watcher.hang_up()
+            return
+        self._tasks.add(task)
+        self._watchers.add(watcher)
+        self.watched.set()
+        try:
+            for message in self._hello():
+                watcher.tell(encoded(message))
+            while line := await reader.readline():
+                said = json.loads(line)
+                if not isinstance(said, dict):
+                    break
+                self._hear(said, lambda answer: watcher.tell(encoded(answer), owed=True))
+        except (ValueError, RecursionError, OSError):  # too long, or no JSON; or it is gone
+            pass
+        except asyncio.CancelledError:  # by the end of the loop; asyncio's streams would log it as an error
+            pass
+        finally:
+            self._watchers.discard(watcher)
+            self._tasks.discard(task)
+            if not self._watchers:
+                self.watched.clear()
+            watcher.hang_up()
+
+
+def encoded(message: Message) -> bytes:
+    """A message as a line."""
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def private_directory() -> Path:
+    """A new directory that this user alone may enter, with a name that is short enough for a socket in it."""
+    for place in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(place)) + 32 <= LONGEST_PATH:
+            return Path(tempfile.mkdtemp(prefix="rlinf-live-", dir=place))
+    raise OSError(f"TMPDIR={tempfile.gettempdir()} is too long for a socket's path, and there is no /tmp")

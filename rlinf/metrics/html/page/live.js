@@ -1,0 +1,143 @@
+// The server's side of a live page: which runs there are, their states, what changes, and what a reader asks of a run.
+
+const AGAIN = 15_000;
+
+const server = {
+  source: null,
+  following: "",
+  refreshed: new Map(),
+
+  async json(path, options) {
+    const reply = await fetch(path, { credentials: "same-origin", ...options, headers: { "X-Rlinf": "1", ...options?.headers } });
+    const told = await reply.json().catch(() => ({}));
+    if (!reply.ok) throw new Error(told.said ?? `${path}: ${reply.status}`);
+    return told;
+  },
+
+  /** The states of runs that are shown and not yet read. */
+  async read(ids) {
+    await Promise.all(ids.map(async (id) => {
+      const run = board.get(id), state = await this.json(`api/runs/${encodeURIComponent(id)}/state`);
+      run.take({ ...state, id, name: run.state.name ?? state.name });
+      run.read = true;
+      this.refreshed.set(id, performance.now());
+      board.told(run, ["state"]);
+      this.lanes(run);
+    }));
+  },
+
+  async lanes(run) {
+    if (run.state.lanes?.length || run.live) return;
+    const lanes = await this.json(`api/runs/${encodeURIComponent(run.id)}/lanes`).catch(() => []);
+    if (lanes.length) {
+      run.state.lanes = lanes;
+      board.told(run, ["trace"]);
+    }
+  },
+
+  /** Facts, medians and the bound are computed by Python: read anew while steps come, not with each of them. */
+  again(run) {
+    const due = (this.refreshed.get(run.id) ?? 0) + AGAIN - performance.now();
+    if (run.due || document.hidden) return;
+    run.due = setTimeout(async () => {
+      run.due = null;
+      const { facts, time, possible, success, episodes, held_out } = await this.json(`api/runs/${encodeURIComponent(run.id)}/state`);
+      Object.assign(run.state, { facts, time, possible, success, episodes, held_out });
+      this.refreshed.set(run.id, performance.now());
+      board.told(run, ["facts"]);
+    }, Math.max(0, due));
+  },
+
+  follow(ids) {
+    const wanted = [...ids].sort().join(), known = [...ids].sort().map((id) => board.get(id)?.curves.steps.at(-1) ?? 0);
+    if (wanted === this.following || !wanted) return;
+    this.following = wanted;
+    this.source?.close();
+    this.source = new EventSource(`api/events?runs=${encodeURIComponent(wanted)}&since=${known.join()}`);
+    let lost = false;
+    this.source.onopen = () => {
+      board.connection("");
+      if (lost) this.read(wanted.split(",")).catch(() => {});
+      lost = false;
+    };
+    this.source.onerror = () => { lost = true; board.connection("The server does not answer. Trying again …"); };
+    this.source.onmessage = ({ data }) => {
+      const message = JSON.parse(data);
+      if (message.kind === "runs") { board.list(message.runs); return; }
+      const run = board.get(message.run);
+      if (!run) return;
+      if (message.kind === "anew") { this.read([run.id]).catch(() => {}); return; }
+      const was = run.live;
+      run.hear(message);
+      if (message.kind === "rows") this.again(run);
+      if (message.kind === "did") board.did(message);
+      if (was && !run.live) this.read([run.id]).catch(() => {});
+      board.told(run, [message.kind]);
+    };
+  },
+
+  async start() {
+    try {
+      const runs = await this.json("api/runs");
+      board.list(runs.runs ?? runs);
+    } catch (error) {
+      board.connection(String(error.message ?? error));
+    }
+  },
+};
+
+async function answersOf(run, step) {
+  const found = await server.json(`api/runs/${encodeURIComponent(run.id)}/answers?step=${step}`).catch(() => null);
+  return found?.rows ?? found;
+}
+
+// Controls -------------------------------------------------------------------------------------------------------------
+
+const CONTROLS = [
+  ["checkpoint", "Checkpoint", "save a checkpoint after this step"],
+  ["evaluate", "Evaluate", "evaluate after this step"],
+  ["pause", "Pause", "take no further step until told to go on"],
+  ["go_on", "Go on", "take the next step"],
+  ["stop", "Stop …", "end the run after this step, with a checkpoint"],
+];
+
+function controls(place) {
+  const said = el("output", { class: "said", "aria-live": "polite" }), buttons = new Map();
+  const sure = el("dialog", { "aria-labelledby": "sure" }, el("form", { method: "dialog" }, el("h2", { id: "sure" }, "Stop after this step?"),
+    el("p", {}, "The step that is under way is finished, a checkpoint is saved, and the run ends. ", el("code", {}, "--resume auto"), " goes on from there."),
+    el("div", { class: "tools" }, el("button", { value: "stop", class: "danger" }, "Stop after this step"), el("button", { value: "", autofocus: true }, "Keep running"))));
+  let run = null;
+  for (const [what, name, title] of CONTROLS) {
+    const button = el("button", { title, class: what === "stop" ? "danger" : null, "data-do": what }, name);
+    button.addEventListener("click", () => (what === "stop" ? sure.showModal() : ask(what)));
+    buttons.set(what, button);
+  }
+  sure.addEventListener("close", () => { if (sure.returnValue === "stop") ask("stop"); sure.returnValue = ""; });
+  place.append(el("div", { class: "controls", role: "group", "aria-label": "controls of the run" }, [...buttons.values()]), said, sure);
+
+  async function ask(what) {
+    say(said, "asked …");
+    try {
+      const reply = await server.json(`api/runs/${encodeURIComponent(run.id)}/do`, {
+        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ what }),
+      });
+      say(said, reply.said ?? "");
+      said.classList.toggle("bad", reply.ok === false);
+    } catch (error) {
+      say(said, String(error.message ?? error));
+    }
+  }
+  board.did = (message) => { if (message.said) say(said, message.said); };
+
+  return (focus) => {
+    run = focus;
+    place.hidden = !run.live;
+    const asked = run.status?.asked ?? [], paused = run.status?.status === "paused";
+    buttons.get("pause").hidden = paused;
+    buttons.get("go_on").hidden = !paused;
+    for (const [what, button] of buttons) {
+      button.disabled = asked.includes(what) || (run.status?.status === "stopping" && what !== "checkpoint");
+      button.classList.toggle("asked", asked.includes(what));
+    }
+  };
+}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.files import EXPLAINED, METRICS, SAMPLES
+from rlinf.metrics.html.state.run_state import run_state
 from rlinf.metrics.html.state.samples import Samples
 from rlinf.metrics.reading.appended import Appended
 from rlinf.metrics.reading.metric_file import MetricFile, objects
@@ -26,7 +27,7 @@ from rlinf.metrics.web.outbox import Event, Outbox
 ALARMS, VIDEOS = "alarms.jsonl", "videos"
 """What a run directory has besides; not of every run."""
 _GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
-_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", "trace.json", VIDEOS)
+_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", VIDEOS)
 """What a state is made of: as long as none of these changes, it is what it was."""
 _LEAST = 5
 """How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
@@ -58,12 +59,13 @@ class Followed:
         self._following: asyncio.Task[None] | None = None
 
     async def state(self) -> bytes:
-        """All that a page shows of the run, as JSON, compressed by gzip.
+        """All that a page shows of the run but its lanes, as JSON, compressed by gzip.
 
         Raises:
             OSError, ValueError: its files cannot be read.
         """
         async with self._reading:
+            await self._catch_up()
             return await asyncio.to_thread(self._make_state)
 
     async def answers(self, step: int) -> list[dict[str, Any]]:
@@ -193,9 +195,8 @@ class Followed:
     def _make_state(self) -> bytes:
         now = _signature(self.found.directory, _SHOWN)
         if self._state is None or self._state[0] != now:
-            from rlinf.metrics.html.state.run_state import run_state
-
-            state = run_state(self.found.directory)
+            known = {"metrics": self._metrics.rows, "samples": self._samples}
+            state = run_state(self.found.directory, traced=False, **known)
             state |= {"id": self.found.id, "status": self.summary().status}
             self._state = (now, gzip.compress(json.dumps(state).encode(), _LEAST))
         return self._state[1]

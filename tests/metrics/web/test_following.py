@@ -274,3 +274,21 @@ async def test_an_event_wakes_who_waits_for_one():
 )
 def test_the_id_of_an_event_is_read_with_care(written, known):
     assert known_steps(written) == known
+
+
+async def test_a_run_that_has_only_just_begun_is_shown_without_anything(tmp_path):
+    (tmp_path / "r").mkdir()
+    async with job(tmp_path / "r"), open_page(tmp_path / "r") as page:
+        name = await page.run()
+        state = await page.json(f"/api/runs/{name}/state")
+        assert (state["step"], state["status"], state["curves"]["steps"]) == (0, "running", [])
+
+
+async def test_a_file_that_is_damaged_is_said_to_be_and_the_rest_is_shown(tmp_path):
+    run = write_run(tmp_path / "r")
+    (run / "trace.json").write_text("[")
+    async with open_page(run) as page:
+        name = await page.run()
+        async with await page.get(f"/api/runs/{name}/lanes") as answer:
+            assert (answer.status, "trace.json" in (await answer.json())["said"]) == (500, True)
+        assert (await page.json(f"/api/runs/{name}/state"))["step"] == 4

@@ -52,6 +52,7 @@ class Followed:
         self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
         self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
         self._reading = asyncio.Lock()
+        self._asking = 0
         self._seen: Signature | None = None
         self._summary: tuple[Signature, Summary] | None = None
         self._state: tuple[Signature, bytes] | None = None
@@ -115,8 +116,8 @@ class Followed:
 
     async def look(self) -> None:
         """Tell the pages what was added to files; listen to the job as long as there are pages."""
+        await self.rest()
         if not self.outboxes:
-            await self.leave()
             return
         self._listen()
         async with self._reading:
@@ -133,12 +134,18 @@ class Followed:
             raise NoFeed("no job writes to this run any more")
         if not job.near:
             raise NoFeed(f"its job is on {job.machine}: watch it there")
+        self._asking += 1
         self._listen()
         try:
             return await self._feed.ask(what, PATIENCE)
         finally:
-            if not self.outboxes:
-                await self.leave()
+            self._asking -= 1
+            await self.rest()
+
+    async def rest(self) -> None:
+        """Listen to the job no longer, unless a page shows the run or somebody waits for the job's answer."""
+        if not self.outboxes and not self._asking:
+            await self.leave()
 
     async def leave(self) -> None:
         """Listen to the job no longer."""
@@ -195,8 +202,8 @@ class Followed:
     def _make_state(self) -> bytes:
         now = _signature(self.found.directory, _SHOWN)
         if self._state is None or self._state[0] != now:
-            known = {"metrics": self._metrics.rows, "samples": self._samples}
-            state = run_state(self.found.directory, traced=False, **known)
+            rows, samples = self._metrics.rows, self._samples
+            state = run_state(self.found.directory, traced=False, metrics=rows, samples=samples)
             state |= {"id": self.found.id, "status": self.summary().status}
             self._state = (now, gzip.compress(json.dumps(state).encode(), _LEAST))
         return self._state[1]

@@ -1,15 +1,16 @@
-"""Arithmetic with a calculator: a model that mostly gives up learns to ask for the result, and to say what it read.
+"""An agent with a tool: a model that mostly gives up learns to ask the calculator, and to say what it read.
 
-    python launch.py --config configs/agents/calculator.yaml
+    python examples/calculator.py            # half a minute on a CPU; pip install 'rlinf[agents]'
+    python launch.py --config configs/agents/calculator.yaml            # for longer
 
-Asked `47*63?`, it may call the calculator as `=47*63`, reads `2961.`, and answers `2961`; it may try again, four turns
-in all. What it reads is not learned from. The warm-up shows how to give up, `?`, more often than how
-to call: which of them pays, the reward must tell.
+Asked `47*63?`, it may write `=47*63`, read `2961.`, and answer `2961`. Its warm-up showed it to give up more often than
+to call. You will see that it calls more and more, and is right more often.
 """
 
 import random
 import re
 
+import rlinf
 from rlinf.agents.tools.arithmetic import calculator
 from rlinf.agents.tools.calls import CallFormat, Read
 from rlinf.agents.tools.tool import Tools
@@ -33,17 +34,14 @@ def short(result):
 
 
 class Equals(CallFormat):
-    """Calls of the calculator as a tiny model can write them: `=` and an expression."""
-
-    opens = re.compile("=")
+    opens = re.compile("=")  # calls as a tiny model can write them: `=` and an expression
 
     def read(self, text, match):
         return Read(len(text), (("calculator", {"expression": text[match.end() :]}),))
 
 
 def rows(count, seed):
-    """Problems with their answers, and what the warm-up imitates: giving up, or every third time the calculator.
-    `<eos>` ends a turn of the model."""
+    """Problems, and what the warm-up imitates: every third time the calculator. `<eos>` ends a turn of the model."""
     draw = random.Random(seed)
     for number in range(count):
         asked = f"{draw.randint(10, 99)}{draw.choice('+-*')}{draw.randint(10, 99)}"
@@ -53,3 +51,30 @@ def rows(count, seed):
 
 
 TRAIN, HELD_OUT = [*rows(20_000, seed=1)], [*rows(200, seed=2)]
+TEMPLATE = """{% for m in messages %}{{ m.content + {"user": "?", "tool": "."}.get(m.role, eos_token) }}{% endfor %}"""
+MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+def told(step, metrics):
+    right, calls = metrics["reward/mean"], metrics["episodes/calls"]
+    print(f"step {step:2}   right {right:4.0%} {'#' * round(25 * right):25}   answers per problem {calls:.2f}")
+
+
+if __name__ == "__main__":
+    rlinf.train(
+        MODEL,
+        data=TRAIN,
+        agent=agent,
+        tokenizer={"characters": "0123456789+-*=?.!"},
+        algorithm="grpo_clip_higher",
+        steps=12,
+        sft={"steps": 150, "batch_size": 128, "lr": 2e-3},
+        **{"agent.call_format": "__main__.Equals", "data.chat": True, "data.chat_template": TEMPLATE},
+        prompts_per_step=32,
+        epochs=2,
+        lr=7e-4,
+        max_new_tokens=10,
+        run_dir="outputs/calculator",
+        callbacks=[told],
+    )

@@ -1,10 +1,10 @@
 """A tiny model learns to write Python that passes unit tests, which run in a sandbox: who knows what it writes.
 
-python examples/code_with_tests.py                              # as a program of one's own
-python launch.py --config configs/agents/code.yaml              # the same agent in a configured run
+    python examples/code_with_tests.py            # half a minute on a CPU
+    python launch.py --config configs/agents/code.yaml            # for longer
 
 A task shows one value of a hidden function: `24` says f(2) = 4, which may be x+2 or x*2. Where the first program fails,
-the agent is told of a test that it fails (`12`: f(1) = 2), and writes another one.
+the agent is told of a test that it fails (`12`: f(1) = 2), and writes another. You will see more and more tests pass.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def agent(task, llm):
     return (shares[0] + shares[-1]) / 2
 
 
-async def main(steps=70, seed=0, run_dir="outputs/code"):
+async def main(steps=40, seed=0, run_dir="outputs/code"):
     async with rlinf.Session.local(
         model=MODEL,
         tokenizer={"characters": "x0123456789+-*"},
@@ -61,9 +61,13 @@ async def main(steps=70, seed=0, run_dir="outputs/code"):
         data=TASKS,
         max_rows=384,
         run_dir=run_dir,
+        log_every=1000,
     ) as session:
         while session.step < steps:
-            await session.train(session.gather(await session.draw(len(TASKS)), agent, n=64))
+            passed = await session.train(session.gather(await session.draw(len(TASKS)), agent, n=64))
+            if session.step % 5 == 0:
+                share = passed["reward/mean"]
+                print(f"step {session.step:2}   tests passed {share:4.0%} {'#' * round(40 * share)}")
 
 
 if __name__ == "__main__":

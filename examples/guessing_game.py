@@ -1,7 +1,10 @@
-"""A game over several turns, played and learned: three guesses at a hidden digit, and after each "higher" or "lower".
+"""An episode of your own: a game over several turns, three guesses at a digit, after each "higher" or "lower".
 
-python examples/guessing_game.py                             # as a program of one's own
-python launch.py --config configs/guessing-game.yaml         # the same episode as the flow of a configured run
+    python examples/guessing_game.py            # half a minute on a CPU
+    python launch.py --config configs/guessing-game.yaml            # the same episode as the flow of a configured run
+
+A session keeps the tokens and learns from those that the model wrote. You will see the share of games that it wins: one
+that cannot read what it is told comes to 43% at most.
 """
 
 import asyncio
@@ -31,7 +34,7 @@ async def game(step, session):
     return await session.train(session.gather(step.prompts, episode, n=step.group_size))
 
 
-async def main(steps=60, run_dir="outputs/guessing"):
+async def main(steps=30, run_dir="outputs/guessing"):
     model = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     async with rlinf.Session.local(
         model={**model, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -40,9 +43,12 @@ async def main(steps=60, run_dir="outputs/guessing"):
         lr=5e-3,
         epochs=4,
         run_dir=run_dir,
+        log_every=1000,
     ) as s:
         while s.step < steps:
-            await s.train(s.gather([*"1234567"] * 5, lambda hidden: play(s, hidden), n=8))
+            won = (await s.train(s.gather([*"1234567"] * 5, lambda hidden: play(s, hidden), n=8)))["reward/mean"]
+            if s.step % 5 == 0:
+                print(f"step {s.step:2}   won {won:4.0%} {'#' * round(50 * won)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A service that learns from its users while it serves them: each accepts or rejects what it is offered, later.
 
-python examples/online_feedback.py
+    python examples/online_feedback.py            # half a minute on a CPU
 
-The users here are simulated: one types a digit, and likes completions of two digits that go up from there. Nobody tells
-the model; it begins as a random one.
+The users are simulated: one types a digit, and likes completions of two digits that go up from there. Nobody tells the
+model; it begins as a random one. You will see the share of accepted answers rise, and how long an answer takes.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def user(service, luck, seen, until):
         seen.append((liked, waited))
 
 
-async def main(answers=12_000, users=64, seed=0, run_dir="outputs/online", resume="never"):
+async def main(answers=4_000, users=64, seed=0, run_dir="outputs/online", resume="never"):
     """Serve until so many answers were learned from; returns (liked, seconds waited) of each answer."""
     seen = []
     async with (

@@ -1,18 +1,19 @@
 """Search-R1 on facts about invented people: a model that knows nothing learns to look things up.
 
-    python launch.py --config configs/agents/search-r1-tiny.yaml
+    python examples/search_r1.py            # a minute on a CPU; pip install 'rlinf[search]'
+    python launch.py --config configs/agents/search-r1-tiny.yaml            # for longer
 
 Asked `where does mira live?`, it writes `<search>mira</search>`, reads `<information>mira lives in oslen
-</information>`, and answers `<answer>oslen</answer>`. The agent is `rlinf.agents.search.search_r1`; this file makes the
-questions, and `python examples/search_r1.py` the corpus beside it, examples/facts.jsonl. A fifth of the people
-are never asked about in training.
+</information>`, and answers `<answer>oslen</answer>`. You will see that it searches more, and is right more often.
 """
 
 import json
 import random
 from pathlib import Path
 
-FACTS = Path(__file__).with_name("facts.jsonl")
+import rlinf
+from rlinf.agents.search.search_r1 import search_r1
+
 KINDS = {
     "where does {who} live?": "{who} lives in {what}",
     "what does {who} eat?": "{who} eats {what}",
@@ -35,14 +36,45 @@ def facts(count=1000, seed=0):
 
 
 def rows(known):
-    """Questions with their answers, and what the warm-up imitates: guesses, and every other time a search."""
+    """Questions, and what the warm-up imitates: guesses, and every other time a search."""
     for number, (question, fact, who, what) in enumerate(known):
         found = f"<search>{who}</search><information>{fact}</information><answer>{what}</answer>"
         yield {"prompt": question, "answer": what, "response": f"<answer>{who}</answer>" if number % 2 else found}
 
 
-TRAIN, HELD_OUT = [*rows([*facts()][:800])], [*rows([*facts()][800:])]
+TRAIN, HELD_OUT = [*rows([*facts()][:800])], [*rows([*facts()][800:])]  # a fifth of the people are never asked about
+CORPUS = "outputs/facts.jsonl"
+
+
+async def agent(task, llm):
+    shown = {"documents": "{text}", "information": "<information>{documents}</information>", "invalid": "!"}
+    return await search_r1(task, llm, retriever=CORPUS, topk=1, turns=2, **shown)
+
+
+MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+def told(step, metrics):
+    right, calls = metrics["reward/mean"], metrics["episodes/calls"]
+    print(f"step {step:2}   right {right:4.0%} {'#' * round(25 * right):25}   turns per question {calls:.2f}")
+
 
 if __name__ == "__main__":
-    lines = [json.dumps({"text": fact}) for _, fact, _, _ in facts()]
-    FACTS.write_text("\n".join(lines) + "\n")
+    Path("outputs").mkdir(exist_ok=True)
+    Path(CORPUS).write_text("".join(json.dumps({"text": fact}) + "\n" for _, fact, _, _ in facts()))
+    rlinf.train(
+        MODEL,
+        data=TRAIN,
+        agent=agent,
+        tokenizer={"characters": "abcdefghijklmnopqrstuvwxyz <>/?!"},
+        algorithm="grpo_clip_higher",
+        steps=8,
+        sft={"steps": 250, "batch_size": 64, "lr": 2e-3},
+        prompts_per_step=16,
+        epochs=2,
+        lr=5e-4,
+        max_new_tokens=32,
+        run_dir="outputs/search_r1",
+        callbacks=[told],
+    )

@@ -31,8 +31,9 @@ TABLES = {ROOT / "examples" / "README.md": "../docs/pictures/gallery", ROOT / "d
 BEGIN, END = "<!-- gallery: begin -->", "<!-- gallery: end -->"
 SECTIONS = {
     "Actors": ("hello_actors", "pipeline"),
-    "Learning": ("grpo", "ppo_with_critic", "asynchronous"),
-    "Your own parts": ("custom_reward", "custom_algorithm", "custom_flow", "own_loop"),
+    "Learning": ("grpo", "ppo_with_critic", "asynchronous", "online_feedback"),
+    "Your own parts": ("custom_reward", "custom_algorithm", "custom_flow", "own_loop", "guessing_game"),
+    "Agents": ("calculator", "search_r1", "code_with_tests", "self_play", "team"),
     "Robots": ("sac",),
     "Placement": ("planner", "rehearsal"),
 }

@@ -146,14 +146,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
     from rlinf.cli.evaluate import evaluate_model
-    from rlinf.job.prepare import prepare
+    from rlinf.job.prepare import prepare, refuse_idle
     from rlinf.job.start import run_to_end
 
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
 
-    if os.environ.get("RANK", "0") == "0" and options.config is not None:
-        prepare(config, hosts)  # without a file nothing says how the model would be trained: it need not fit
+    if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it would be trained
+        refuse_idle(config.placement, prepare(config, hosts))
     run_to_end(main, config.system)
 
 

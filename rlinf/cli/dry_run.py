@@ -14,9 +14,9 @@ from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import device_kind
 from rlinf.job.checks.data import look_at_data
-from rlinf.job.checks.embodied import without_path
+from rlinf.job.checks.embodied import held_by, without_path
 from rlinf.job.checks.modelled.step import modelled, plans
-from rlinf.job.prepare import Prepared, prepare
+from rlinf.job.prepare import Prepared, prepare, refuse_idle
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
 
@@ -28,13 +28,15 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int) -> str:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
     prepared = prepare(config, hosts)
+    refuse_idle(config.placement, prepared)
     placed = prepared.placed
+    held = prepared.held if isinstance(config, RunConfig) else held_by(config, placed)
     lines = [
         *_roles(config, placed),
         *(f"Left to the devices: {line}" for line in prepared.became),
         *(f"Warning: {line}" for line in prepared.warnings),
         *_to_be_named(config),
-        *_memory(placed, prepared.held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
+        *_memory(placed, held, cuda=isinstance(config, RunConfig) and device_kind(config.placement) == "cuda"),
         *_prediction(prepared, config),
     ]
     if isinstance(config, RunConfig):

@@ -29,6 +29,9 @@ MOVED = {
 }
 """Modules whose old dotted paths stand in configurations and checkpoints, and where they are now."""
 
+_SCRIPT = "__main__."
+"""What paths into the script that runs begin with: no file can be found by that name, and none has to be imported."""
+
 _SHIPPED = Path(__file__).parent / "shipped"
 """Configurations that are installed with the package: `configs/` of the repository."""
 
@@ -54,7 +57,10 @@ def shipped(config: str) -> str:
 
 
 def resolve(path: str) -> Any:
-    """Import what a dotted path names; errors of the imported code pass through as they are."""
+    """Import what a dotted path names; errors of the imported code pass through as they are. `__main__.name` is of the
+    script that runs."""
+    if path.startswith(_SCRIPT):
+        return getattr(sys.modules["__main__"], path.removeprefix(_SCRIPT))
     module, names = _split(path)
     if module is None:
         raise ImportError(f"no module named {path}")
@@ -66,6 +72,8 @@ def resolve(path: str) -> Any:
 
 def mistake_in(path: str, *, must_be_async: bool = False) -> str | None:
     """What is wrong with the dotted path of a function, as advice; None if it names one, or may do."""
+    if path.startswith(_SCRIPT):
+        return None if hasattr(sys.modules["__main__"], path.removeprefix(_SCRIPT)) else "the script that runs has none"
     try:
         module, names = _split(path)
     except (Exception, SystemExit) as error:  # a parent package of the user's own, which is imported to look inside

@@ -30,6 +30,8 @@ class Placing:
     auto or null. Without one a mode takes even shares, and `auto` measures first."""
     extrapolate: bool = False
     """Let the planner use numbers of devices and items that were not profiled: a guess. `auto` always does."""
+    idle_processes: bool = False
+    """Processes that were started may have no role, and idle; otherwise they are refused."""
     profile_steps: int = number(3, low=1)
     """auto: measure so many steps of each placement before planning; the first is left out as warm-up if there are
     several."""
@@ -56,8 +58,6 @@ class PlacementConfig(Placing):
     device_kind: Literal["auto", "cpu", "cuda"] = "auto"
     """What `--dry-run` takes the devices to be, for defaults and memory that depend on it: with device_memory_gb, it
     tells on a laptop what a cluster would run. `auto` is what this machine has, and runs start on nothing else."""
-    idle_processes: bool = False
-    """Processes that were started may have no role, which idle; otherwise a run and `--dry-run` warn of them."""
     rollout: Any = None
     """Devices that generate answers."""
     trainer: Any = None

@@ -35,7 +35,7 @@ from rlinf.job.algorithm import (
     roles_of,
 )
 from rlinf.job.callbacks import Callbacks
-from rlinf.job.checks.by_kind import device_kind
+from rlinf.job.checks.by_kind import device_kind, elsewhere
 from rlinf.job.checks.fits import Fitted, fit
 from rlinf.job.checks.model import other_models, policy_model, split_mistakes
 from rlinf.job.checks.naming import RAISED, naming, problem
@@ -126,7 +126,7 @@ class Prepared:
     became: tuple[str, ...] = ()
     """Lines about the values of what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about devices that idle, and roles that may run out of memory."""
+    """Lines about roles that may run out of memory."""
     config: Any = None
     """What was prepared, with these values; None of a policy that acts, which leaves nothing to them."""
 
@@ -199,7 +199,8 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
         *problems,
         *_tracker_problems(config.metrics),
     ]
-    if (lacks := lacking(config.rollout.engine, config.rollout.engine_args)) is not None:
+    lacks = lacking(config.rollout.engine, config.rollout.engine_args)
+    if lacks is not None and not elsewhere(config.placement):  # which this machine will not run anyway
         problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
     if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
         problems.append(_problem("staleness.kv", config.staleness.kv, other))
@@ -213,6 +214,28 @@ def _prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> Prepared:
         flow, path, algorithm, kinds, model, items, placed, planned, fitted.held, model_config, objects, callbacks,
         staleness, fitted.became, fitted.warnings, config,
     )  # fmt: skip
+
+
+def refuse_idle(placement: Placing, prepared: Prepared) -> None:
+    """See that every process of a job has a role, unless idle ones are meant or a planner left them out.
+
+    Args:
+        placement: the section.
+        prepared: with where roles run.
+
+    Raises:
+        ConfigError: some have none.
+    """
+    idle, count = prepared.placed.idle, prepared.placed.devices
+    if not idle or placement.idle_processes or prepared.chosen is not None:
+        return
+    shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
+    started = f"start {idle[0]}" if idle == [*range(idle[0], count)] else "start fewer"
+    advice = (
+        f"{len(idle)} of {count} processes have no role ({shown}) and would idle: {started}, give a role more "
+        "in `placement`, or set this to true"
+    )
+    raise ConfigError([_problem("placement.idle_processes", False, advice)])
 
 
 def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:

@@ -55,10 +55,11 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
         return
     from rlinf.job.checks.by_kind import refuse_other_kind  # torch comes with them, which takes seconds
     from rlinf.job.checks.embodied import without_path
-    from rlinf.job.prepare import prepare
+    from rlinf.job.prepare import prepare, refuse_idle
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     prepared = prepare(config, hosts)
+    refuse_idle(config.placement, prepared)
     if isinstance(config, RunConfig):
         refuse_other_kind(config.placement)
     elif (missing := without_path(config)) is not None:

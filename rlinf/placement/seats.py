@@ -147,6 +147,12 @@ class Placed:
         }
 
     @property
+    def idle(self) -> list[int]:
+        """The processes that no role has, neither as a host nor as a device."""
+        used = {host for seat in self.seats.values() for host in (*seat.hosts, *frozenset().union(*seat.devices))}
+        return sorted(set(range(self.devices)) - used)
+
+    @property
     def gpus(self) -> int:
         """Devices of the job; what processes share counts once."""
         return len(set(self.first)) or self.devices

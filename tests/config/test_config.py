@@ -250,6 +250,13 @@ def test_a_flow_is_any_async_function_and_what_is_none_is_told_before_anything_s
     sys.modules.pop("mine_flow", None)
 
 
+def test_a_path_may_name_what_is_in_the_script_that_runs(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "own_part", print, raising=False)
+    assert mistake_in("__main__.own_part") is None
+    assert resolve("__main__.own_part") is print
+    assert mistake_in("__main__.no_part") == "the script that runs has none"
+
+
 def test_nearest_names_prefer_the_same_section_and_say_nothing_when_nothing_is_close():
     known = ["optimizer.lr", "sft.lr", "sft.steps", "steps"]
     assert nearest("sft.step", known) == "sft.steps"

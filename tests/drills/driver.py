@@ -80,7 +80,7 @@ class Drill:
             "algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.epochs=1",
             "model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=1",
             "rollout.max_new_tokens=24", f"rollout.engine=tests.drills.parts.{made}",
-            "reward.function=tests.drills.parts.reward", "reward.workers=1",
+            "reward.function=tests.drills.rewards.reward", "reward.workers=1",
             "evaluation.problems=16", f"evaluation.every={EVERY['evaluation']}",
             f"checkpoint.every={EVERY['checkpoint']}", "checkpoint.keep=2", "placement.trainer=1",
             "trace=false", "metrics.live=never", f"output_dir={output}", *ahead, *flow,

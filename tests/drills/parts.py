@@ -1,10 +1,9 @@
-"""What drills run: a reward in a child process, an engine with one, an engine that counts what it makes, and an
+"""What drills run beside the reward in `rewards`: an engine with one, an engine that counts what it makes, and an
 agent of several calls."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import Any
 
@@ -12,16 +11,10 @@ from rlinf.engines.base import Completion, Request
 from rlinf.engines.make import EngineSetup
 from rlinf.engines.transformers.engine import TransformersEngine
 from rlinf.runtime.streams.stream import each
+from tests.drills.rewards import reward
 
 TOKENS = "RLINF_DRILL_TOKENS"
 """Environment variable: the file to which `counting` adds how many tokens it has made, a number per line."""
-
-
-def reward(response: str, answer: str) -> float:
-    """The share of the answer's characters that are in the response: unequal from the first step on. It takes a while,
-    so that rewards are pending when a checkpoint is written."""
-    time.sleep(0.002)
-    return sum(character in response for character in answer) / len(answer)
 
 
 async def agent(task: Any, llm: Any) -> float:

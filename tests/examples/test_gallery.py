@@ -8,8 +8,9 @@ import re
 import pytest
 
 from docs.pictures import gallery
-from tests.launching import ROOT, launch
+from tests.launching import ROOT, launch, metrics_of
 
+pytestmark = pytest.mark.timeout(240)
 LONGEST, OF_DOCSTRING = 80, 6
 """Lines of an example, and of its docstring."""
 LARGEST = 60_000
@@ -18,7 +19,14 @@ LARGEST = 60_000
 
 def shown(name, directory):
     """What an example prints."""
-    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory).stdout
+    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory, timeout=220).stdout
+
+
+def failed_none(run):
+    """The lines of a run of agents, none of whose episodes failed."""
+    lines = metrics_of(run)
+    assert all(line["episodes/failed"] == 0 for line in lines)
+    return lines
 
 
 def numbers(text, pattern):
@@ -110,8 +118,72 @@ def test_1024_devices_are_rehearsed(tmp_path):
     assert max(numbers(said, r"(\d+)% of the bound")) > 50
 
 
+@pytest.mark.slow
+def test_a_model_that_gives_up_learns_to_use_the_calculator(tmp_path):
+    said = shown("calculator", tmp_path)
+    right, calls = numbers(said, r"right +(\d+)%"), numbers(said, r"answers per problem ([\d.]+)")
+    assert right[-1] > right[0] + 20
+    assert calls[-1] > calls[0]  # it asks the calculator more often
+    failed_none(tmp_path / "outputs" / "calculator")
+
+
+@pytest.mark.slow
+def test_a_model_that_guesses_learns_to_search(tmp_path):
+    said = shown("search_r1", tmp_path)
+    right, turns = numbers(said, r"right +(\d+)%"), numbers(said, r"turns per question ([\d.]+)")
+    assert max(right) > right[0] + 8
+    assert turns[-1] > turns[0]  # it searches more often
+    failed_none(tmp_path / "outputs" / "search_r1")
+
+
+@pytest.mark.slow
+def test_programs_that_pass_more_tests_are_learned(tmp_path):
+    passed = numbers(shown("code_with_tests", tmp_path), r"tests passed +(\d+)%")
+    assert passed[0] < 6
+    assert passed[-1] > 20
+    lines = failed_none(tmp_path / "outputs" / "code")
+    assert all(1 <= line["episodes/calls"] <= 2 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_model_that_plays_against_itself_becomes_better_against_others(tmp_path):
+    said = shown("self_play", tmp_path)
+    after = dict(re.findall(r"against (\w+) .*after +(\d+)%", said))
+    assert int(after["perfect"]) >= 50
+    assert int(after["random"]) >= 80
+
+
+@pytest.mark.slow
+def test_a_team_learns_and_its_roles_are_told_apart(tmp_path):
+    shown("team", tmp_path)
+    found = metrics_of(tmp_path / "outputs" / "team")
+    for role in ("planner", "worker", "answerer"):
+        rewards = [line[f"agent/{role}/reward"] for line in found]
+        assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.1, (role, rewards)
+    assert found[-1]["agent/planner/calls"] == 1.0
+    assert found[-1]["agent/worker/calls"] > 1.0, "workers work at the same time"
+
+
+@pytest.mark.slow
+def test_a_game_is_learned_by_what_the_model_is_told(tmp_path):
+    won = numbers(shown("guessing_game", tmp_path), r"won +(\d+)%")
+    assert won[-1] >= 55  # without what it is told, three guesses of seven come to 43
+
+
+def test_a_service_learns_what_its_users_like_while_it_serves_them(tmp_path):
+    said = shown("online_feedback", tmp_path)
+    liked = [float(each) for each in re.search(r"tenths of all answers: (.*)", said)[1].split()]
+    assert liked[0] < 0.35
+    assert liked[-1] > 0.8
+    served, told, unknown, trained = (
+        int(re.search(rf"{name}=(\d+)", said)[1]) for name in ("served", "told", "unknown", "trained")
+    )
+    assert (served, unknown) == (told, 0)
+    assert trained >= 4_000
+
+
 def test_the_gallery_has_every_example():
-    assert {*gallery.names()} <= {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert {*gallery.names()} == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 
 @pytest.mark.parametrize("name", gallery.names())

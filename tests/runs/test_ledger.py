@@ -12,7 +12,7 @@ from rlinf.metrics.files import read_lines
 from tests.launching import QUICKSTART, TINY, launch, metrics_of
 
 pytestmark = pytest.mark.slow
-REWARD = "reward.function=tests.drills.parts.reward"
+REWARD = "reward.function=tests.drills.rewards.reward"
 RUN = ("--config", QUICKSTART, *TINY, "evaluation.every=0", "trace=false", "metrics.live=never")
 
 

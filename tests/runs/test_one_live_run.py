@@ -6,7 +6,11 @@ from tests.launching import QUICKSTART, TINY, launch, metrics_of, start, steps_n
 from tests.runtime.programs.jobs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-RUN = ("--config", QUICKSTART, *TINY, "checkpoint.every=1", "evaluation.every=0")
+RUN = (
+    "--config", QUICKSTART, *TINY, "checkpoint.every=1", "evaluation.every=0",
+    "reward.function=tests.own_parts.unhurried", "reward.isolate=never",
+)  # fmt: skip
+"""A run that takes its time, so that the others have the processor."""
 
 
 def test_a_second_live_run_of_a_name_is_refused_and_one_that_was_killed_is_not_in_the_way(tmp_path):

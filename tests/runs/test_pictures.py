@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     """Two processes that share the model in slices, and a reference policy."""
     directory = tmp_path_factory.mktemp("pictures")
     launch("--config", CONFIG, *SMALL, "algorithm.kl={place: loss, kind: k3, beta: 0.01}", "trainer.sharding=shard",
-                   f"output_dir={directory}", processes=2)  # fmt: skip
+                   "placement.trainer=0-1", f"output_dir={directory}", processes=2)  # fmt: skip
     return directory / "shapes"
 
 

@@ -78,7 +78,7 @@ def test_a_real_scale_configuration_runs_with_a_tiny_model_in_its_place(path, tm
         f"output_dir={tmp_path}", "steps=2", "algorithm.prompts_per_step=4", "algorithm.group_size=2",
         "algorithm.minibatches=2", "rollout.max_new_tokens=5", "rollout.max_tokens=4096", "evaluation.problems=4",
         "evaluation.samples=2", "evaluation.temperature=1.0", "evaluation.k=[1,2]", "evaluation.max_new_tokens=5",
-        "reward.workers=1",
+        "reward.workers=1", "evaluation.split=test", "evaluation.named={}",
     )  # fmt: skip
     metrics = metrics_of(tmp_path / config.name)
     assert [line["step"] for line in metrics] == [1, 2]

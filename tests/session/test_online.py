@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from examples import online_feedback
 from rlinf.runtime.base.errors import UserError
 from tests.launching import metrics_of
 from tests.session.small import sevens, small
@@ -114,12 +113,3 @@ def test_closing_completes_the_step_that_is_under_way_and_a_cancelled_program_en
     assert run(served(False)) == 1
     with pytest.raises(asyncio.CancelledError):
         run(served(True))
-
-
-def test_the_example_learns_what_its_users_like_while_it_serves_them(tmp_path):
-    seen, counts = asyncio.run(online_feedback.main(answers=3_000, run_dir=tmp_path / "online"))
-    liked = [liked for liked, _ in seen]
-    assert sum(liked[:300]) / 300 < 0.35
-    assert sum(liked[-300:]) / 300 > 0.8
-    assert counts.trained >= 3_000
-    assert counts.served == counts.told == len(seen)

@@ -24,6 +24,7 @@ from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
 from rlinf.session.configure import configured, key_of
 from rlinf.session.trl_names import OF_GIVEN_TEXTS, OURS
 from tests.launching import ROOT, launch
+from tests.session.rewards import right, trl_style
 
 ALPHABET = {"characters": "0123456789>"}
 MODEL = {
@@ -32,14 +33,6 @@ MODEL = {
 }  # fmt: skip
 ROWS = [{"prompt": f"{first}{second}>", "answer": str(first)} for first in range(10) for second in range(10)]
 SMALL = {"tokenizer": ALPHABET, "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 3, "trace": False}
-
-
-def right(response, answer):
-    return float(response[:1] == answer)
-
-
-def trl_style(completions, **kwargs):
-    return [0.1 * len(completion) for completion in completions]
 
 
 def test_parts_of_an_algorithm_may_be_functions(tmp_path):

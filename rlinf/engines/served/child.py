@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlinf.engines.served.http import Http, Lost
 from rlinf.engines.served.server import Server
+from rlinf.runtime.base.progress import work
 from rlinf.runtime.processes.supervisor import Child, ChildDied
 
 _TORCHRUN = (
@@ -114,7 +115,8 @@ class ServerChild:
             ChildDied: it ended or was not up in time; with the end of its log.
         """
         try:
-            await self.child.start()
+            with work(f"starting {self.server.kind}"):
+                await self.child.start()
         except BaseException:
             await self.stop()
             raise

@@ -29,15 +29,19 @@ def device_kind(wanted: PlacementConfig) -> Kind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def elsewhere(wanted: PlacementConfig) -> bool:
+    """Whether `placement.device_kind` names other devices than this machine's, where only a dry run comes of it."""
+    return wanted.device_kind not in ("auto", "cuda" if torch.cuda.is_available() else "cpu")
+
+
 def refuse_other_kind(wanted: PlacementConfig) -> None:
     """See that a run that starts has the devices that its configuration names.
 
     Raises:
         InputError: it names others than this machine's.
     """
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted.device_kind not in ("auto", there):
-        has = "GPUs" if there == "cuda" else "no GPU that torch can use"
+    if elsewhere(wanted):
+        has = "GPUs" if torch.cuda.is_available() else "no GPU that torch can use"
         raise InputError(
             f"placement.device_kind = {wanted.device_kind}: this machine has {has}; the key is for --dry-run alone, so "
             "leave it at auto in a run"

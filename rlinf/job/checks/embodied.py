@@ -201,6 +201,21 @@ def without_path(config: EmbodiedConfig) -> Problem | None:
     return Problem("configuration", "policy.path", None, advice)
 
 
+def held_by(config: EmbodiedConfig, placed: Placed) -> dict[str, tuple[int, int]]:
+    """Bytes that each role with a policy takes of a device while it is loaded, and while it is parked, activations left
+    out; empty where there is no such policy.
+
+    Args:
+        config: of the run, which has passed `unusable`.
+        placed: where its roles are.
+    """
+    if isinstance(policy := _policy(config), Problem):
+        return {}
+    how, ranks = Preparation(**preparation_of(config)), len(placed.seats["trainer"].hosts)
+    found = control_footprints(policy, how, ranks=ranks, targets=config.algorithm.name in WITH_TARGETS)
+    return {role: (each.active_bytes, each.parked_bytes) for role, each in found.items()}
+
+
 def check_memory(config: EmbodiedConfig, placed: Placed) -> None:
     """See that the policy and what learns it fit into the memory of devices; the configuration has passed `unusable`.
 

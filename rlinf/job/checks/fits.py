@@ -38,7 +38,7 @@ class Fitted:
     became: tuple[str, ...] = ()
     """Lines about what was left to the devices."""
     warnings: tuple[str, ...] = ()
-    """Lines about devices that idle, and roles that may run out of memory."""
+    """Lines about roles that may run out of memory."""
 
 
 def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> tuple[Fitted, list[Problem]]:
@@ -85,8 +85,7 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         for role, each in found.items()
         if role in placed.seats
     }
-    warnings = (*_idle(config, placed), *_tight(found, placed))
-    return Fitted(config, held, tuple(lines), warnings), problems
+    return Fitted(config, held, tuple(lines), tuple(_tight(found, placed))), problems
 
 
 def _tight(found: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:
@@ -103,17 +102,6 @@ def _tight(found: Mapping[str, Footprint], placed: Placed) -> Iterator[str]:
 
 def _assumed(config: RunConfig) -> str:
     return "" if config.placement.device_kind == "auto" else ", as placement.device_kind says"
-
-
-def _idle(config: RunConfig, placed: Placed) -> Iterator[str]:
-    used = {host for seat in placed.seats.values() for host in (*seat.hosts, *frozenset().union(*seat.devices))}
-    idle = sorted(set(range(placed.devices)) - used)
-    if idle and not config.placement.idle_processes:
-        shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
-        yield (
-            f"{len(idle)} of {placed.devices} processes have no role ({shown}) and idle with their devices: start "
-            "fewer, or give roles more in `placement`; placement.idle_processes=true says that it is meant"
-        )
 
 
 def unsplit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> Iterator[Problem]:

@@ -90,14 +90,6 @@ def test_what_is_refused_cannot_fit_and_what_may_not_fit_is_given_all_there_is()
     assert "the trainer may take 30.2 GB" in found.warnings[0]
 
 
-def test_processes_without_a_role_are_told_of_unless_they_are_meant():
-    overrides = ["placement.trainer=0-1", "placement.rollout=0-1", "placement.judge=0"]
-    found, _ = fitted(configured(*overrides, hosts=4), hosts=4)
-    assert found.warnings[0].startswith("2 of 4 processes have no role (2, 3)")
-    assert fitted(configured(*overrides, "placement.idle_processes=true", hosts=4), hosts=4)[0].warnings == ()
-    assert fitted(configured(*overrides, hosts=2), hosts=2)[0].warnings == ()
-
-
 def test_auto_is_a_word_and_no_other_is():
     with pytest.raises(ConfigError, match="one of auto, true, false"):
         configured("trainer.gradient_checkpointing=sometimes")

@@ -169,6 +169,6 @@ class SupervisedTrainer(TextTrainer):
     # What it gives -----------------------------------------------------------------------------------------------
 
     @endpoint(joint=True)
-    async def samples(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples of the last batch, as plain values for people."""
-        return await self.compute(shown, self._batch, self._tokenizer, count)
+    async def samples(self, count: int, tokens: int = 0) -> list[dict[str, Any]]:
+        """The first `count` samples of the last batch, as plain values for people; see `shown`."""
+        return await self.compute(shown, self._batch, self._tokenizer, count, tokens)

@@ -34,6 +34,7 @@ from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from rlinf.training.text.requirements import ADAPTERS_OFF, REFERENCE, TEACHER, Algorithm, algorithm_of, own_columns
 from rlinf.training.text.schedule import BatchSchedule, example_rows, supervised_commands
+from rlinf.training.text.token_rows import token_rows
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -251,15 +252,18 @@ class Trainer(TextTrainer):
     # What it gives -----------------------------------------------------------------------------------------------
 
     @endpoint(joint=True)
-    async def samples(self, count: int) -> list[dict[str, Any]]:
+    async def samples(self, count: int, tokens: int = 0) -> list[dict[str, Any]]:
         """The first `count` samples by (prompt id, index) of the last batch, as plain values for people.
 
         Returns:
             For each `prompt_id`, `index`, `prompt`, `response`, `answer`, `reward`, `outcome`, `scores`, `remark`,
-            `advantage`, `length` (tokens) and `versions` (of the weights that made it: lowest, highest).
+            `advantage`, `length` (tokens) and `versions` (of the weights that made it: lowest, highest); for the first
+            `tokens` of them their `tokens`, see `token_rows`.
         """
-        batch = self._batch
-        return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
+        if (batch := self._batch) is None:
+            return []
+        told = partial(token_rows, tokenizer=self._tokenizer)
+        return await self.compute(show_samples, batch.groups, batch.learned.advantages, count, told, tokens)
 
     @endpoint(joint=True)
     async def learned(self) -> Learned:

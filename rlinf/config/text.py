@@ -302,6 +302,9 @@ class MetricsConfig(TrackingConfig):
 
     samples: int = number(8, low=0)
     """Answers of each step that are written to samples.jsonl."""
+    token_rows: int = number(2, low=0)
+    """The first so many of these are written token by token, too: text, log-prob, whether it is learned, version of the
+    weights; at most 1,024 tokens of each, which take some 30 kB."""
     mismatch_mean: float | None = number(0.05, above=0)
     """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
     mismatch_max: float | None = number(5.0, above=0)

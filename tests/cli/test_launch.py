@@ -262,10 +262,12 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path)
         open_run_directory(tmp_path / "file" / "run", RunConfig(), None)
 
 
+LONG = ("--config", QUICKSTART, *TINY, "steps=100000", "system.host_timeout=4")
+
+
 @pytest.mark.torchrun
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path, number):
-    run = ["--config", QUICKSTART, *TINY, "steps=100000", "system.host_timeout=4", f"output_dir={tmp_path}"]
+def test_a_killed_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path):
+    run = [*LONG, f"output_dir={tmp_path}"]
     process = subprocess.Popen(
         command(*run, processes=2),
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -274,11 +276,29 @@ def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path
     until(lambda: metrics.exists() and metrics.read_text(), "the first step", 90)
     ranks = descendants(process.pid)
     lost = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(lost, number)
+    os.kill(lost, signal.SIGKILL)
     begun = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begun < patient(14.0)
     assert process.returncode not in (0, None)
+    told_of_the_loss(err, lost)
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
+
+
+@pytest.mark.torchrun
+def test_so_does_a_silent_one(tmp_path):
+    run = start(*LONG, f"output_dir={tmp_path}", processes=2)
+    until(lambda: run.ended() or steps_noted(tmp_path / "quickstart"), "the first step", 90)
+    run.kill(1, signal.SIGSTOP)
+    begun = time.monotonic()
+    codes = run.codes(60)
+    assert time.monotonic() - begun < patient(14.0)
+    assert codes == [1, -signal.SIGKILL], run.everything()
+    told_of_the_loss(run.complained(0), run.pids[1])
+
+
+def told_of_the_loss(err, lost):
+    """A run says in one line that it lost its second process, and how to go on."""
     before, told, rest = err.partition(f"error: host 1 (pid {lost} on ")
     line, _, after = rest.partition("\n")
     assert told, err
@@ -286,7 +306,6 @@ def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path
     assert "; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself." in line
     assert "host 1" not in after
     assert "rlinf/" not in before + after, "frames help nobody whose machine is gone; torchrun adds some of its own"
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
 
 
 @pytest.mark.slow

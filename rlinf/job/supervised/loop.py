@@ -99,7 +99,8 @@ class SupervisedLoop(TrainingLoop[Numbers]):
             yield f"the chosen one ahead: {before['rewards/accuracies']:.1%} -> {after['rewards/accuracies']:.1%}"
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(self.config.metrics.samples)
+        wanted = self.config.metrics
+        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(wanted.samples, wanted.token_rows)
         return found
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:

@@ -170,7 +170,7 @@ def check_run_directory(path: Path) -> None:
     assert [line["step"] for line in lines if "evaluation/accuracy" in line] == [2, 3]
     samples = [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {0, 1, 2, 3}
-    assert "<svg" in (path / "report.html").read_text()
+    assert "evaluation/accuracy" in (path / "report.html").read_text()
     assert json.loads((path / "trace.json").read_text())["traceEvents"]
     assert load_config(path / "resolved.yaml").steps == 3
     checkpoints = {entry.name for entry in (path / "checkpoints").iterdir()}
@@ -186,7 +186,8 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
     check_run_directory(tmp_path / "quickstart")
     assert "rollout, judge, trainer in one process" in done.stdout
     assert "accuracy on 20 held-out problems" in done.stdout
-    assert done.stderr == "", "nothing but our own lines"
+    slow = r"(?m)^.+: (.+, )?\d+:\d\d gone.*\n|^.+: done in \d+:\d\d\n"  # what takes long on a busy machine
+    assert re.sub(slow, "", done.stderr) == "", "nothing but our own lines"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     prompt = tokenizer("3142>", return_tensors="pt")

@@ -62,9 +62,12 @@ class Feed:
         yield from (self._last[kind] for kind in ("roles", "status", "moment") if kind in self._last)
         yield from self._lanes
 
+    def begins(self) -> None:
+        """`follow` is about to be called: who asks from now on waits for what comes of it."""
+        self._tried.clear()
+
     async def follow(self, job: Job) -> bool:
         """Listen until the job ends; returns at once where nobody answers, and then False."""
-        self._tried.clear()
         try:
             reader, self._writer = await asyncio.open_unix_connection(job.socket, limit=_LONGEST)
         except OSError:
@@ -102,7 +105,7 @@ class Feed:
                 await self._writer.drain()
                 return dict(await answer)
         except TimeoutError:
-            raise NoFeed(f"the job has not answered within {patience:.0f} s; it may do it yet") from None
+            raise NoFeed(f"the job has not answered within {patience:g} s; it may do it yet") from None
         except OSError:
             raise NoFeed("the job has ended") from None
         finally:
@@ -111,12 +114,13 @@ class Feed:
     def _heard(self, line: bytes) -> None:
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(message, dict) or (kind := message.get("kind")) not in KINDS:
             return
         if kind == "did":
-            answer = self._asked.get(message.get("id", -1))
+            number = message.get("id")
+            answer = self._asked.get(number) if isinstance(number, int) else None
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif kind == "lanes":

@@ -19,24 +19,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "website")]
 import reference  # noqa: E402
 import repository  # noqa: E402
 
-AWAITED = frozenset({"watch.md"})
-"""Pages that the navigation may have before they are written; any other one that is missing fails the build."""
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave awaited pages out of the navigation while they are not there."""
-
-    def there(entry: Any) -> Any:
-        if isinstance(entry, dict):
-            entry = {name: there(value) for name, value in entry.items()}
-            return entry if all(entry.values()) else None
-        if isinstance(entry, list):
-            return [kept for each in entry if (kept := there(each))]
-        return None if entry in AWAITED and not (Path(config.docs_dir) / entry).is_file() else entry
-
-    config.nav = there(config.nav)
-    return config
-
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds."""

@@ -171,7 +171,9 @@ async def watched(directory: Path) -> tuple[asyncio.subprocess.Process, str]:
 def small(png: bytes) -> bytes:
     """A picture of few colours, as a page has them, in a third of its bytes."""
     file = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "png", optimize=True)
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+        file, "png", optimize=True
+    )
     return file.getvalue()
 
 

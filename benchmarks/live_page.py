@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -107,12 +108,13 @@ class Toggle:
             [sys.executable, "-c", READS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self._watched = False
-        self.turns: list[bool] = []
+        self.turns: list[tuple[bool, float]] = []
+        """Of each step, whether it was watched, and the processor time that the process had used at its end."""
 
     def on_step(self, step: int, run: object) -> None:
         """Change turns; each step is marked by whether it was watched."""
         directory: Path = run.directory  # type: ignore[attr-defined]
-        self.turns.append(self._watched)
+        self.turns.append((self._watched, time.process_time()))
         (directory / "turns.json").write_text(json.dumps(self.turns))
         if step % TURN == 0:
             self._watched = not self._watched
@@ -124,9 +126,9 @@ class Toggle:
             self._reader.stdout.readline()
 
 
-def in_turns(steps: int) -> tuple[float, float, float, int]:
-    """Seconds of a step of the quickstart alone and watched, medians; the median ratio of neighbouring turns, watched
-    over alone; how many pairs of turns."""
+def in_turns(steps: int) -> dict[str, float]:
+    """The quickstart alone and watched: medians of a step's seconds and processor seconds, and the median ratios of
+    neighbouring turns, watched over alone, with the quarters between which half of them lie."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
             *(sys.executable, "-m", "rlinf", "train", "--config", "quickstart", f"steps={steps}"),
@@ -139,17 +141,24 @@ def in_turns(steps: int) -> tuple[float, float, float, int]:
         run = Path(directory) / "quickstart"
         turns = json.loads((run / "turns.json").read_text())
         rows = [row for row in read_lines(run / "metrics.jsonl") if "timing/step" in row]
-    seconds = [float(row["timing/step"]) for row in rows]
-    blocks = [(turns[at], seconds[at : at + TURN]) for at in range(0, len(seconds) - TURN + 1, TURN)][2:]  # warm
-    medians = [(watched, statistics.median(block)) for watched, block in blocks]
-    ratios = [
-        (one if watched else other) / (other if watched else one)
-        for (watched, one), (_, other) in zip(medians[::2], medians[1::2], strict=False)
-    ]
-    alone, watched = (
-        statistics.median(each for flag, block in blocks for each in block if flag == which) for which in (False, True)
-    )
-    return alone, watched, statistics.median(ratios), len(ratios)
+    flags = [flag for flag, _ in turns]
+    used = [0.0, *(later - earlier for (_, earlier), (_, later) in itertools.pairwise(turns))]
+    found: dict[str, float] = {}
+    for name, values in (("s", [float(row["timing/step"]) for row in rows]), ("processor s", used)):
+        blocks = [(flags[at], values[at : at + TURN]) for at in range(0, len(values) - TURN + 1, TURN)][2:]  # warm
+        medians = [(flag, statistics.median(block)) for flag, block in blocks]
+        ratios = [
+            (one if flag else other) / (other if flag else one)
+            for (flag, one), (_, other) in zip(medians[::2], medians[1::2], strict=False)
+        ]
+        for which, label in ((False, "alone"), (True, "watched")):
+            found[f"{label}, {name}"] = statistics.median(
+                each for flag, block in blocks for each in block if flag == which
+            )
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found |= {f"ratio, {name}": middle, f"ratio, {name}, low": low, f"ratio, {name}, high": high}
+        found["pairs"] = float(len(ratios))
+    return found
 
 
 def main() -> None:
@@ -160,18 +169,22 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the figures to this file as JSON")
     given = parser.parse_args()
     found: dict[str, float] = {}
-    for hosts in (1, 8, ROLES):
-        cost = asyncio.run(look_cost(hosts))
+    for roles, hosts in ((3, 1), (ROLES, 1), (ROLES, 8), (ROLES, ROLES)):
+        cost = asyncio.run(look_cost(hosts, roles))
         share = cost / 1e3 / PERIOD
-        found[f"look of {ROLES} roles on {hosts} hosts, ms"] = round(cost, 2)
-        print(f"a look at {ROLES} roles on {hosts:>2} hosts takes {cost:.2f} ms: {share:.2%} of a core, once a second")
-    if not given.quick:
-        alone, watched, ratio, pairs = in_turns(given.steps)
-        found |= {"step alone, s": alone, "step watched, s": watched, "ratio": ratio, "pairs": float(pairs)}
+        found[f"look of {roles} roles on {hosts} hosts, ms"] = round(cost, 2)
         print(
-            f"a step of the quickstart: {alone:.4f} s alone, {watched:.4f} s watched; "
-            f"{ratio - 1:+.2%} by {pairs} pairs of turns (medians)"
+            f"a look at {roles:>2} roles on {hosts:>2} hosts takes {cost:.2f} ms: {share:.2%} of a core, once a second"
         )
+    if not given.quick:
+        found |= (turns := in_turns(given.steps))
+        for name in ("s", "processor s"):
+            ratio, low, high = (turns[f"ratio, {name}{part}"] - 1 for part in ("", ", low", ", high"))
+            print(
+                f"a step of the quickstart: {turns[f'alone, {name}']:.4f} {name} alone, "
+                f"{turns[f'watched, {name}']:.4f} watched; {ratio:+.2%} by {turns['pairs']:.0f} pairs of turns "
+                f"(median; half of them between {low:+.1%} and {high:+.1%})"
+            )
     if given.save is not None:
         given.save.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -120,7 +120,7 @@ class Tally:
         if self.blocked:
             yield (
                 f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still: "
-                "the machine is busy with other things, or it blocks; put what blocks in a thread, by `asyncio.to_thread`"
+                "the machine is busy with other things, or it blocks; put what blocks in a thread (asyncio.to_thread)"
             )
 
     def notes(self) -> Iterator[str]:

@@ -171,7 +171,9 @@ async def watched(directory: Path) -> tuple[asyncio.subprocess.Process, str]:
 def small(png: bytes) -> bytes:
     """A picture of few colours, as a page has them, in a third of its bytes."""
     file = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(192).save(file, "png", optimize=True)
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+        file, "png", optimize=True
+    )
     return file.getvalue()
 
 
@@ -191,7 +193,7 @@ async def screenshots(target: Path) -> None:
         async with Browser() as browser:
             run = place / "quickstart"
             (run / "checkpoints").mkdir(parents=True)
-            text = ("quickstart", "steps=80", f"output_dir={place}", "evaluation.every=25")
+            text = ("quickstart", "steps=80", f"output_dir={place}", "metrics.token_rows=8", "evaluation.every=25")
             job = await started("train", "--config", *text)
             drained = asyncio.create_task(job.communicate())
             while not (run / "metrics.jsonl").is_file():

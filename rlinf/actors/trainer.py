@@ -50,6 +50,7 @@ class Trainer(TextTrainer):
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        chat_template: str | None = None,
         algorithm: Algorithm = "grpo",
         reference: str | None = None,
         teacher: str | None = None,
@@ -66,6 +67,8 @@ class Trainer(TextTrainer):
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
+            chat_template: the one that prompts were made with, saved with the tokenizer in place of its own; None keeps
+                that.
             algorithm: a recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`, see `recipes.get`; or
                 spec.
             reference: who computes the reference policy's log-probs, if the algorithm asks for them: None for a role of
@@ -113,7 +116,7 @@ class Trainer(TextTrainer):
             logprob_chunk=settings.logprob_chunk,
             router_replay=settings.router_replay,
         )
-        await self._make(made, tokenizer=tokenizer, settings=settings)
+        await self._make(made, tokenizer=tokenizer, settings=settings, chat_template=chat_template)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir, self._staleness = rescue_dir, staleness

@@ -90,7 +90,7 @@ class DataConfig:
     system: str | None = None
     """System message for chats that have none; makes every prompt a chat."""
     chat_template: str | None = None
-    """Jinja text, or a file with it; null takes the tokenizer's."""
+    """Jinja text, or a file with it, saved with the model; null takes the tokenizer's."""
     chat_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = number(None, low=1)

@@ -178,6 +178,7 @@ def roles_to_start(
         **asdict(config.optimizer),
         **asdict(config.trainer),
         "sharding": sharding,
+        "chat_template": None if config.data.chat_template is None else data.tokenizer.chat_template,
         "saved_dtype": config.checkpoint.dtype,
         "total_steps": max(1, config.steps),
         "lora": config.model.lora.settings,

@@ -106,13 +106,16 @@ format: install  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: docs docs-serve
+.PHONY: docs docs-serve docs-links
 docs: install  ## build the documentation site into site/, offline: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo "site/index.html"
 
 docs-serve: install  ## show the documentation at http://127.0.0.1:8000, and again when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dirty
+
+docs-links: install  ## list the links of README, CONTRIBUTING and docs/ that lead elsewhere; nothing is asked of the network
+	$(BIN)/python website/external.py
 
 .PHONY: quickstart
 quickstart: install  ## train a small model by GRPO on this machine's CPU

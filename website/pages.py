@@ -20,22 +20,6 @@ import reference  # noqa: E402
 import repository  # noqa: E402
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave pages out of the navigation that are not written yet."""
-
-    def there(entry: Any) -> Any:
-        if isinstance(entry, dict):
-            entry = {name: there(value) for name, value in entry.items()}
-            return entry if all(entry.values()) else None
-        if isinstance(entry, list):
-            return [kept for each in entry if (kept := there(each))]
-        made = entry.startswith("reference/") or entry == "contributing.md"
-        return entry if made or (Path(config.docs_dir) / entry).is_file() else None
-
-    config.nav = there(config.nav)
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ holds."""
     made = {name: (text, InclusionLevel.UNDEFINED) for name, text in reference.pages().items()}

@@ -129,7 +129,8 @@ def _contents(topic: Topic) -> str:
 
 
 def _topic(topic: Topic) -> str:
-    blocks = [f"# {topic.title}\n\n{topic.about}\n"]
+    head = "---\nsearch: {boost: 0.3}\n---\n\n"  # pages that explain come before names
+    blocks = [f"{head}# {topic.title}\n\n{topic.about}\n"]
     blocks += [f"::: {name}\n    options: {{show_source: {str(topic.source).lower()}}}\n" for name in topic.names]
     return "\n".join(blocks)
 

@@ -109,7 +109,7 @@ def with_links(text: str, source: str, name: str) -> str:
     return outside_fences(text, lambda part: LINK.sub(lead, part))
 
 
-_ON_SITE = {"CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+_ON_SITE = {"CONTRIBUTING.md": "contributing.md", "README.md": "index.md", "examples/README.md": "gallery.md"}
 """Files of the top that the site has under names of its own."""
 
 

@@ -44,6 +44,7 @@ class SupervisedTrainer(TextTrainer):
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        chat_template: str | None = None,
         objective: Objective,
         reference: str | None = None,
         seed: int = 0,
@@ -56,6 +57,7 @@ class SupervisedTrainer(TextTrainer):
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
+            chat_template: see `Trainer`.
             objective: what is learned; it says which head the model gets.
             reference: who says what a reference policy thinks of each token, if the objective asks for that: None for
                 the samples themselves, "adapters_off" for this model without its adapters, or the directory of saved
@@ -90,7 +92,7 @@ class SupervisedTrainer(TextTrainer):
             compiled=settings.compile,
             logprob_chunk=settings.logprob_chunk,
         )
-        await self._make(made, tokenizer=tokenizer, settings=settings)
+        await self._make(made, tokenizer=tokenizer, settings=settings, chat_template=chat_template)
         self._objective, self._budget = objective, settings.micro_batch_tokens
         self._own_columns = (
             frozenset({REF}) if reference is not None and objective.needs_reference else frozenset[str]()
@@ -169,6 +171,6 @@ class SupervisedTrainer(TextTrainer):
     # What it gives -----------------------------------------------------------------------------------------------
 
     @endpoint(joint=True)
-    async def samples(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples of the last batch, as plain values for people."""
-        return await self.compute(shown, self._batch, self._tokenizer, count)
+    async def samples(self, count: int, tokens: int = 0) -> list[dict[str, Any]]:
+        """The first `count` samples of the last batch, as plain values for people; see `shown`."""
+        return await self.compute(shown, self._batch, self._tokenizer, count, tokens)

@@ -34,6 +34,7 @@ from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from rlinf.training.text.requirements import ADAPTERS_OFF, REFERENCE, TEACHER, Algorithm, algorithm_of, own_columns
 from rlinf.training.text.schedule import BatchSchedule, example_rows, supervised_commands
+from rlinf.training.text.token_rows import token_rows
 
 Groups = Iterable[Group] | AsyncIterable[Group]
 Batches = Iterable[Sequence[Example]] | AsyncIterable[Sequence[Example]]
@@ -49,6 +50,7 @@ class Trainer(TextTrainer):
         *,
         model: ModelSource,
         tokenizer: TokenizerSource,
+        chat_template: str | None = None,
         algorithm: Algorithm = "grpo",
         reference: str | None = None,
         teacher: str | None = None,
@@ -65,6 +67,8 @@ class Trainer(TextTrainer):
         Args:
             model: a Hugging Face directory, or the configuration of a new model.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`; saved with every checkpoint.
+            chat_template: the one that prompts were made with, saved with the tokenizer in place of its own; None keeps
+                that.
             algorithm: a recipe's name; `{"name": "dapo", "overrides": {"loss.clip_high": 0.3}}`, see `recipes.get`; or
                 spec.
             reference: who computes the reference policy's log-probs, if the algorithm asks for them: None for a role of
@@ -112,7 +116,7 @@ class Trainer(TextTrainer):
             logprob_chunk=settings.logprob_chunk,
             router_replay=settings.router_replay,
         )
-        await self._make(made, tokenizer=tokenizer, settings=settings)
+        await self._make(made, tokenizer=tokenizer, settings=settings, chat_template=chat_template)
         self._spec, self._minibatches = spec, settings.minibatches
         self._epochs, self._budget, self._seed = settings.epochs, settings.micro_batch_tokens, seed
         self._rescue_dir, self._staleness = rescue_dir, staleness
@@ -251,15 +255,18 @@ class Trainer(TextTrainer):
     # What it gives -----------------------------------------------------------------------------------------------
 
     @endpoint(joint=True)
-    async def samples(self, count: int) -> list[dict[str, Any]]:
+    async def samples(self, count: int, tokens: int = 0) -> list[dict[str, Any]]:
         """The first `count` samples by (prompt id, index) of the last batch, as plain values for people.
 
         Returns:
             For each `prompt_id`, `index`, `prompt`, `response`, `answer`, `reward`, `outcome`, `scores`, `remark`,
-            `advantage`, `length` (tokens) and `versions` (of the weights that made it: lowest, highest).
+            `advantage`, `length` (tokens) and `versions` (of the weights that made it: lowest, highest); for the first
+            `tokens` of them their `tokens`, see `token_rows`.
         """
-        batch = self._batch
-        return [] if batch is None else await self.compute(show_samples, batch.groups, batch.learned.advantages, count)
+        if (batch := self._batch) is None:
+            return []
+        told = partial(token_rows, tokenizer=self._tokenizer)
+        return await self.compute(show_samples, batch.groups, batch.learned.advantages, count, told, tokens)
 
     @endpoint(joint=True)
     async def learned(self) -> Learned:

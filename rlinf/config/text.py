@@ -90,7 +90,7 @@ class DataConfig:
     system: str | None = None
     """System message for chats that have none; makes every prompt a chat."""
     chat_template: str | None = None
-    """Jinja text, or a file with it; null takes the tokenizer's."""
+    """Jinja text, or a file with it, saved with the model; null takes the tokenizer's."""
     chat_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = number(None, low=1)
@@ -302,6 +302,9 @@ class MetricsConfig(TrackingConfig):
 
     samples: int = number(8, low=0)
     """Answers of each step that are written to samples.jsonl."""
+    token_rows: int = number(2, low=0)
+    """The first so many of these are written token by token, too: text, log-prob, whether it is learned, version of the
+    weights; at most 1,024 tokens of each, which take some 30 kB."""
     mismatch_mean: float | None = number(0.05, above=0)
     """Warn when log-probs of engine and trainer differ by more than this on average, nats; null never warns."""
     mismatch_max: float | None = number(5.0, above=0)

@@ -391,7 +391,7 @@ class Evaluation:
 
     accuracy: float
     """Mean reward of the answers that were scored; with rewards of 0 and 1, the share of right ones."""
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = field(repr=False)
     """The judged answers, one sample each unless asked for more, in the order of their prompts' ids."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`accuracy`, `failed` (share of answers that could not be scored), `truncated`, `response_length/mean`; `graded`

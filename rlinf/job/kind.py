@@ -14,6 +14,9 @@ from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.data.step import AnyStep
 from rlinf.job.roles.running import Roles, save_roles
+from rlinf.metrics.alarm import Alarm
+from rlinf.metrics.console.report import Report
+from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint
 from rlinf.placement.seats import Placed
 
@@ -26,6 +29,12 @@ class RunKind(ABC, Generic[E]):
 
     config: RunConfig | EmbodiedConfig
     """What the run is."""
+    report: Report
+    """Tells people of it."""
+    recorder: Recorder
+    """Writes it down."""
+    done: int
+    """Steps taken."""
     roles: Roles
     """The running ones, by name."""
     before: E | None
@@ -49,6 +58,16 @@ class RunKind(ABC, Generic[E]):
     """The flow takes what is in flight: what was drawn is kept there, until it is learned from."""
     own_roles: Collection[str] = ()
     """Names of the user's own roles."""
+
+    def alarm(self, warning: Alarm, step: int | None = None) -> None:
+        """Tell people what they should know, now and on the live page.
+
+        Args:
+            warning: what.
+            step: of which step; default: of the one that is over.
+        """
+        self.report.line(warning)
+        self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
 
     @property
     def evaluates_every(self) -> int:

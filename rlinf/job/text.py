@@ -38,7 +38,7 @@ from rlinf.job.roles.agents import running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import CRITIC, REFERENCE, Roles, only, spawn_roles
-from rlinf.metrics.alarm import FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
+from rlinf.metrics.alarm import Alarm, FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
@@ -232,7 +232,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         if any(counts.values()) and not self._overlong_told:
             self._overlong_told = True
             for line in self._overlong():
-                self.report.line(f"step {self.done + 1}: {line} so far")
+                self.alarm(Alarm(f"step {self.done + 1}", f"{line} so far"), self.done + 1)
         await self._account_for(self.done + 1)
         return await super().step_ended({**returned, **told})
 
@@ -263,12 +263,13 @@ class TextLoop(TrainingLoop[Evaluation]):
         found = Scored.total(await self.roles["judge"].scored())
         news = self._scoring.heard(where, found)
         if news is not None:
-            self.report.line(news)
+            self.alarm(news, self.done + where.startswith("step"))  # of the step that is not counted yet
         self._unscored = found.rows if news is not None else ()
         return found
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = await self.roles["trainer"].samples(self.config.metrics.samples)
+        wanted = self.config.metrics
+        found: Sequence[Mapping[str, Any]] = await self.roles["trainer"].samples(wanted.samples, wanted.token_rows)
         shown = {(row["prompt_id"], row["index"]) for row in found}
         return [*found, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
 
@@ -283,7 +284,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     def stepped(self, metrics: Mapping[str, float]) -> None:
         for alarm in (self._alarm, self._routes_apart, *((self._too_old,) if self.ahead else ())):
             if (warning := alarm.heard(self.done, metrics)) is not None:
-                self.report.line(warning)
+                self.alarm(warning)
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)

@@ -16,6 +16,22 @@ from typing import Any
 MEASURES = ("mean", "max")
 
 
+class Alarm(str):
+    """A line for people; its parts are in alarms.jsonl, too."""
+
+    __slots__ = ("do", "text")
+    text: str
+    """What is wrong."""
+    do: str
+    """What to do about it, in sentences; "" where there is nothing to be done."""
+
+    def __new__(cls, where: str, text: str, do: str = "") -> Alarm:
+        """An alarm of a place in the run, such as "step 3"."""
+        made = super().__new__(cls, f"{where}: {text}{f'. {do}' if do else ''}")
+        made.text, made.do = text, do
+        return made
+
+
 class MismatchAlarm:
     """Watches `mismatch/mean` and `mismatch/max`, |log-prob of the trainer - of the engine|, nats.
 
@@ -27,7 +43,7 @@ class MismatchAlarm:
         self._limits = {"mean": mean, "max": max}
         self._passed: set[str] = set()
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> str | None:
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """What to tell people about this step; None if nothing is new."""
         over = {
             name
@@ -43,10 +59,11 @@ class MismatchAlarm:
             for name in MEASURES
             if name in new
         )
-        return (
-            f"step {step}: engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as "
-            "much. Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
-            "(algorithm.correction.cap=2)"
+        return Alarm(
+            f"step {step}",
+            f"engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as much",
+            "Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
+            "(algorithm.correction.cap=2)",
         )
 
 
@@ -62,18 +79,19 @@ class RouteDriftAlarm:
         self._limit = limit
         self._passed = False
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> str | None:
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """What to tell people about this step; None if nothing is new."""
         found = metrics.get("moe/route_drift", 0.0)
         before, self._passed = self._passed, self._limit is not None and not found <= self._limit
         if before or not self._passed:
             return None
-        return (
-            f"step {step}: engine and trainer send {percent(found)} of tokens to other experts with the same weights "
-            f"(limit metrics.route_drift = {self._limit:g}). trainer.router_replay computes on the engine's; but so "
-            "many say that the two compute differently: let both have the same precision (rollout.dtype, "
-            "trainer.dtype), and see whether mismatch/mean is as large at step 1, where the engine's copy of the "
-            "weights may be at fault"
+        return Alarm(
+            f"step {step}",
+            f"engine and trainer send {percent(found)} of tokens to other experts with the same weights "
+            f"(limit metrics.route_drift = {self._limit:g})",
+            "trainer.router_replay computes on the engine's; but so many say that the two compute differently: let "
+            "both have the same precision (rollout.dtype, trainer.dtype), and see whether mismatch/mean is as large at "
+            "step 1, where the engine's copy of the weights may be at fault",
         )
 
 
@@ -89,16 +107,17 @@ class StalenessAlarm:
         self._bound, self._key = bound, key
         self._worst = 0.0
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> str | None:
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """What to tell people about this step; None unless it is older than ever."""
         oldest = metrics.get("staleness/max", 0.0)
         if oldest <= max(self._bound, self._worst):
             return None
         self._worst = oldest
-        return (
-            f"step {step}: learned from tokens that are {oldest:g} versions old (limit {self._key} = {self._bound}). "
+        return Alarm(
+            f"step {step}",
+            f"learned from tokens that are {oldest:g} versions old (limit {self._key} = {self._bound})",
             "What comes by step.in_flight is never older: does the flow keep answers by itself, or publish weights "
-            "past step.in_flight? If not, this is a fault of rlinf"
+            "past step.in_flight? If not, this is a fault of rlinf",
         )
 
 
@@ -162,7 +181,7 @@ class FailureAlarm:
         self.total = Scored()
         """Of all steps."""
 
-    def heard(self, where: str, found: Scored) -> str | None:
+    def heard(self, where: str, found: Scored) -> Alarm | None:
         """What to tell people; None if nothing is new.
 
         Args:
@@ -174,8 +193,8 @@ class FailureAlarm:
             return None
         self._told = found.failed
         if not found.failed:
-            return f"{where}: all answers are scored again"
-        return f"{where}: {found}. They count as not drawn; samples.jsonl shows some of them"
+            return Alarm(where, "all answers are scored again")
+        return Alarm(where, str(found), "They count as not drawn; samples.jsonl shows some of them")
 
     def _is_news(self, found: Scored) -> bool:
         """A kind of failure that was not told yet, or another rate."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"
+ALARMS = "alarms.jsonl"
 """File names in a run directory."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlinf.metrics.explain.explainer import Explained, Explainer
 from rlinf.metrics.files import (
+    ALARMS,
     ENVIRONMENT,
     EXPLAINED,
     METRICS,
@@ -59,6 +60,7 @@ class Recorder:
         explainer: Explainer | None = None,
     ) -> None:
         self._explainer, self._said = explainer, JsonLines(directory / EXPLAINED)
+        self._alarms = JsonLines(directory / ALARMS)
         self.explained: list[Explained] = []
         """Of each step of this process."""
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
@@ -115,12 +117,22 @@ class Recorder:
         self._metrics.write(step, metrics)
         self._tracking.write(step, metrics)
 
+    def alarm(self, step: int, text: str, do: str = "") -> None:
+        """Write down what a person should know of a step.
+
+        Args:
+            step: which.
+            text: what is wrong.
+            do: what to do about it.
+        """
+        self._alarms.add([{"step": step, "text": text, "do": do}])
+
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write down some answers of a step."""
         rows = list(rows)
         if rows:
             self._samples.write(step, rows)
-            self._tracking.samples(step, rows)
+            self._tracking.samples(step, [{key: row[key] for key in row if key != "tokens"} for row in rows])
 
     async def __aenter__(self) -> Recorder:
         return self
@@ -128,7 +140,7 @@ class Recorder:
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._ledger is not None:
             self._ledger.save(self._directory)
-        for file in (self._metrics, self._samples, self._said):
+        for file in (self._metrics, self._samples, self._said, self._alarms):
             file.close()
         await self._tracking.__aexit__(kind, error, trace)
 

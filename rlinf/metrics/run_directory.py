@@ -1,7 +1,8 @@
 """The directory of one run: what lies where, and how it gets there whole.
 
     outputs/<name>/
-      resolved.yaml  metrics.jsonl  samples.jsonl  explained.jsonl  ledger.jsonl  trace.json  report.html
+      resolved.yaml  metrics.jsonl  samples.jsonl  explained.jsonl  alarms.jsonl  ledger.jsonl  trace.json
+      report.html    live.json (while the run lives)
       checkpoints/step_000100/{state/, hf/, queue.json, manifest.json}   latest -> step_000100  best -> step_000040
 
 Whatever is written in more than one piece is written aside and renamed, so a reader never meets half of it. A
@@ -50,6 +51,7 @@ class RunDirectory:
         self.samples = path / "samples.jsonl"
         self.explained = path / "explained.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.alarms = path / "alarms.jsonl"
         self.trace = path / "trace.json"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
@@ -95,7 +97,7 @@ class RunDirectory:
             OSError: it cannot be written to.
         """
         directory = cls(path)
-        for lines in (directory.metrics, directory.samples, directory.explained, directory.ledger):
+        for lines in (directory.metrics, directory.samples, directory.explained, directory.ledger, directory.alarms):
             if lines.exists():
                 directory.write_text(lines, "".join(_up_to(lines, step)))
         for partial in directory.checkpoints.glob(".*.partial"):

@@ -39,6 +39,17 @@ from rlinf.session.objects import Objects
 from rlinf.session.online import Online
 from rlinf.session.opening import Given, given, opened
 
+AFTER_STOP = (
+    *("step", "checkpoint", "checkpointed", "evaluate", "publish", "stopped"),
+    *("tokenizer", "rollout", "trainer", "judge"),
+)
+"""What a session that was told to end still does."""
+
+
+class SessionStopped(UserError):
+    """The session was told to end; raised by whatever would begin a further step. Its `async with` block ends by it in
+    order, and the program goes on behind the block."""
+
 
 class Session(RunningSession):
     """Conversations, episodes and training, with a run directory of their own; `Session.local(…)` makes one."""
@@ -146,6 +157,9 @@ class Session(RunningSession):
         if self._phase != "open":
             return None
         self._phase = "closed"
+        if isinstance(exception[1], SessionStopped):
+            await self._stack.__aexit__(None, None, None)
+            return True
         return await self._stack.__aexit__(*exception)
 
     def __await__(self) -> Generator[Any, Any, Session]:
@@ -193,6 +207,9 @@ class Session(RunningSession):
                 f"session.{call}: the session is closed; call it inside its `async with`, or open another one: "
                 'Session.local(…, resume="auto") goes on with the same run'
             )
+        loop = self._loop
+        if loop is not None and loop.stopped is not None and loop.over and call not in AFTER_STOP:
+            raise SessionStopped(f"session.{call}: the session was told to end after step {loop.done}: {loop.stopped}")
         self._entered.enter()
         return self._running
 
@@ -202,6 +219,12 @@ class Session(RunningSession):
     def step(self) -> int:
         """Steps taken, those before a resume included."""
         return self._here("step").done
+
+    @property
+    def stopped(self) -> str | None:
+        """Why it was told to end, by its live page or a callback; None: it was not. What would begin a further step
+        then raises `SessionStopped`."""
+        return self._here("stopped").stopped
 
     @property
     def run_dir(self) -> Path:
@@ -250,6 +273,7 @@ class Session(RunningSession):
         try:
             learned = await self._learn(groups, publish)
             metrics = await loop.step_ended({**learned, **told})
+            await loop.live.controls.between_steps()
         except loop.failures as error:
             raise RunFailure(f"step {loop.done + 1}: {error}") from error
         finally:

@@ -15,6 +15,7 @@ from rlinf import ActorSystem
 from rlinf.agents.agent import AgentLLM, samples_of
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.episodes import Episode, Episodes, Tally, here
+from rlinf.agents.episodes.outcome import remark_on
 from rlinf.agents.llm import Setting
 from rlinf.agents.tools.calls import call_format
 from rlinf.data.sample import Prompt
@@ -146,6 +147,16 @@ def test_one_that_hangs_ends_at_its_deadline():
     assert (len(tally.failed), tally.timeouts) == (2, 2)
     assert seconds == 30.0
     assert "longer than timeout=30 s" in tally.remark
+
+
+def test_one_that_asks_a_task_for_what_it_has_not_is_told_what_it_has():
+    async def asks(task, llm):
+        return task.question
+
+    asked = Prompt(0, np.ones(1, np.int64), "2+2", "4", {"level": 3})
+    with pytest.raises(AttributeError) as caught:
+        asyncio.run(asks(asked, None))
+    assert "question'; a task has task.text, task.answer, task.row['level'] (test_" in remark_on(caught.value, None)
 
 
 def test_one_that_hangs_in_the_model_leaves_nothing_with_the_engine():

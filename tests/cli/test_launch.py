@@ -170,7 +170,7 @@ def check_run_directory(path: Path) -> None:
     assert [line["step"] for line in lines if "evaluation/accuracy" in line] == [2, 3]
     samples = [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {0, 1, 2, 3}
-    assert "<svg" in (path / "report.html").read_text()
+    assert "evaluation/accuracy" in (path / "report.html").read_text()
     assert json.loads((path / "trace.json").read_text())["traceEvents"]
     assert load_config(path / "resolved.yaml").steps == 3
     checkpoints = {entry.name for entry in (path / "checkpoints").iterdir()}
@@ -186,7 +186,8 @@ def test_one_process_runs_the_whole_and_the_model_loads(tmp_path):
     check_run_directory(tmp_path / "quickstart")
     assert "rollout, judge, trainer in one process" in done.stdout
     assert "accuracy on 20 held-out problems" in done.stdout
-    assert done.stderr == "", "nothing but our own lines"
+    slow = r"(?m)^.+: (.+, )?\d+:\d\d gone.*\n|^.+: done in \d+:\d\d\n"  # what takes long on a busy machine
+    assert re.sub(slow, "", done.stderr) == "", "nothing but our own lines"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "quickstart" / "checkpoints" / "latest" / "hf")
     prompt = tokenizer("3142>", return_tensors="pt")
@@ -262,10 +263,12 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_input(tmp_path)
         open_run_directory(tmp_path / "file" / "run", RunConfig(), None)
 
 
+LONG = ("--config", QUICKSTART, *TINY, "steps=100000", "system.host_timeout=4")
+
+
 @pytest.mark.torchrun
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path, number):
-    run = ["--config", QUICKSTART, *TINY, "steps=100000", "system.host_timeout=4", f"output_dir={tmp_path}"]
+def test_a_killed_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path):
+    run = [*LONG, f"output_dir={tmp_path}"]
     process = subprocess.Popen(
         command(*run, processes=2),
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -274,11 +277,29 @@ def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path
     until(lambda: metrics.exists() and metrics.read_text(), "the first step", 90)
     ranks = descendants(process.pid)
     lost = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(lost, number)
+    os.kill(lost, signal.SIGKILL)
     begun = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begun < patient(14.0)
     assert process.returncode not in (0, None)
+    told_of_the_loss(err, lost)
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
+
+
+@pytest.mark.torchrun
+def test_so_does_a_silent_one(tmp_path):
+    run = start(*LONG, f"output_dir={tmp_path}", processes=2)
+    until(lambda: run.ended() or steps_noted(tmp_path / "quickstart"), "the first step", 90)
+    run.kill(1, signal.SIGSTOP)
+    begun = time.monotonic()
+    codes = run.codes(60)
+    assert time.monotonic() - begun < patient(14.0)
+    assert codes == [1, -signal.SIGKILL], run.everything()
+    told_of_the_loss(run.complained(0), run.pids[1])
+
+
+def told_of_the_loss(err, lost):
+    """A run says in one line that it lost its second process, and how to go on."""
     before, told, rest = err.partition(f"error: host 1 (pid {lost} on ")
     line, _, after = rest.partition("\n")
     assert told, err
@@ -286,7 +307,6 @@ def test_a_lost_process_ends_a_run_with_one_line_that_says_how_to_go_on(tmp_path
     assert "; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself." in line
     assert "host 1" not in after
     assert "rlinf/" not in before + after, "frames help nobody whose machine is gone; torchrun adds some of its own"
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ class Run:
         return (await evaluate(Stream.of(self.held_out), self.rollout, self.judge)).accuracy
 
 
+@pytest.mark.repeated  # with the quickstart's model in examples/ and tests/runs
 async def test_copying_a_digit_is_learned_from_nothing():
     run = Run(make_task("copy", digits=1), seed=0)
     async with ActorSystem.local() as system:

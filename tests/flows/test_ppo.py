@@ -197,6 +197,7 @@ MODEL = {
 }  # fmt: skip
 
 
+@pytest.mark.repeated  # with the quickstart's model in examples/ and tests/runs
 async def test_copying_a_digit_is_learned_with_a_critic_on_one_device_that_all_roles_share():
     task = make_task("copy", digits=1)
     tokenizer = load_tokenizer(task.tokenizer)

@@ -14,7 +14,7 @@ from rlinf.config.loading import InputError
 from rlinf.job.start import checkpoint_to_resume, open_run_directory
 from rlinf.job.validate import load_any
 from rlinf.metrics.durable.manifest import MANIFEST
-from tests.launching import QUICKSTART, TINY, launch, metrics_of, typed
+from tests.launching import QUICKSTART, TINY, launch, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RUN = ("--config", QUICKSTART, *TINY, "steps=2", "checkpoint.every=1", "evaluation.every=0")
@@ -171,7 +171,7 @@ def test_links_and_notes_may_be_damaged_as_well(run):
 def test_a_run_says_which_checkpoints_it_passed_over_and_goes_on(run):
     flipped(run / "checkpoints" / "step_000002" / STATE)
     here = (*RUN, f"output_dir={run.parent}", "steps=3")
-    refused = typed(*here, "--resume", str(run / "checkpoints" / "step_000002"), expect=2)
+    refused = launch(*here, "--resume", str(run / "checkpoints" / "step_000002"), expect=2)
     assert refused.stderr.count("\n") == 1, "one line"
     assert refused.stderr.startswith("error: --resume ")
     assert "state/rank_00000.safetensors has another checksum" in refused.stderr

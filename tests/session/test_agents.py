@@ -10,6 +10,7 @@ import rlinf
 from rlinf.cli.commands import main
 from tests.session import small
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 SMALL = {"prompts_per_step": 4, "group_size": 2, "trace": False, "task.digits": 3, "evaluation.problems": 6}
 
 
@@ -35,11 +36,13 @@ def trained(directory, agent, **more):
 
 def test_an_agent_is_trained_named_and_evaluated(tmp_path, capsys):
     path = f"{__name__}.guess"
-    passed = trained(tmp_path / "passed", guess, **{"agent.args": {"bonus": 0.5}})
+    passed = trained(tmp_path / "passed", guess, **{"agent.args": {"bonus": 0.5}, "data.chat_template": TEMPLATE})
     named = trained(tmp_path / "named", path, **{"agent.args": {"bonus": 0.5}})
     assert [row.get("loss") for row in passed.metrics] == [row.get("loss") for row in named.metrics]
     assert all(row["episodes/calls"] == 2 for row in passed.metrics if "episodes/calls" in row)
     assert all(row["reward/mean"] >= 0.5 for row in passed.metrics if "reward/mean" in row)
+    assert passed.tokenizer().chat_template == TEMPLATE  # whoever loads the model speaks to it as it was taught
+    assert named.tokenizer().chat_template is None
     capsys.readouterr()
     config = tmp_path / "c.json"
     config.write_text(json.dumps({"agent": {"function": path, "args": {"bonus": 0.25}}, "task": {"digits": 3}}))

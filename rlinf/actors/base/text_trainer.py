@@ -79,19 +79,29 @@ class TextTrainer(OwnPace):
     _publishes = torch.float32
     """Precision in which those compute who take its weights over."""
 
-    async def _make(self, model: ModelSettings, *, tokenizer: TokenizerSource, settings: TrainerSettings) -> None:
+    async def _make(
+        self,
+        model: ModelSettings,
+        *,
+        tokenizer: TokenizerSource,
+        settings: TrainerSettings,
+        chat_template: str | None = None,
+    ) -> None:
         """Make the model on the ranks, and its optimizer; part of `setup`.
 
         Args:
             model: what is trained, and how it is computed.
             tokenizer: a Hugging Face directory, or `{"characters": alphabet}`.
             settings: by which back end, and how it learns.
+            chat_template: the model learns with this one; saved with the tokenizer. None: with the tokenizer's own.
 
         Raises:
             ValueError: a tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
         kind = back_end_of(settings.backend)
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
+        if chat_template is not None:  # whoever loads the saved model is to speak to it as it was taught
+            self._tokenizer.chat_template = chat_template
         await self._open_mesh()
         self._back = await kind.make(self, model, self._tokenizer)
         self._learner = self._at_work = self._back.optimization(**settings.learner)

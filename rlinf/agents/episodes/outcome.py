@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.agents.checks import WrongType, number, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.episodes.episode import Episode
-from rlinf.data.sample import Group, Sample
+from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.runtime.base.errors import UserError
 
 _OURS = str(Path(__file__).parents[2])
@@ -96,5 +96,8 @@ def remark_on(error: BaseException, timeout: float | None) -> str:
         return f"it took longer than timeout={timeout:g} s" if timeout is not None else "TimeoutError"
     said = " ".join(str(error).split())
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    if isinstance(error, AttributeError) and isinstance(error.obj, Prompt):
+        columns = [f"task.row[{str(name)!r}]" for name in error.obj.row]
+        said += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
     where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"

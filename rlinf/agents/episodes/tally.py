@@ -119,8 +119,8 @@ class Tally:
             yield f"{failed} and count as not drawn; the first: {self.remark}"
         if self.blocked:
             yield (
-                f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still; put what "
-                "blocks in a thread: `await asyncio.to_thread(function, …)`"
+                f"an episode ran for {self.blocked:.1f} s without an await, so that all others stood still: "
+                "the machine is busy with other things, or it blocks; put what blocks in a thread (asyncio.to_thread)"
             )
 
     def notes(self) -> Iterator[str]:

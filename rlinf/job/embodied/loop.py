@@ -137,6 +137,8 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
                 f"env.step_timeout={self.config.env.step_timeout:g} s"
             ) from error
         self.report.line(f"step {self.done + 1} is skipped: {error}")
+        advice = f"Raise env.step_timeout={self.config.env.step_timeout:g} s if its simulators are slow"
+        self.recorder.alarm(self.done + 1, f"the step is skipped: {error}", advice)
         await self.in_flight.publish(self.roles["policy"])
         return self._counted({"skipped": 1.0})
 
@@ -150,7 +152,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         if (warning := self._too_old.heard(self.done, metrics)) is not None:
-            self.report.line(warning)
+            self.alarm(warning)
 
     def in_words(self, evaluation: dict[str, float]) -> str:
         return in_words(evaluation)

@@ -17,13 +17,16 @@ from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.busy import Busy
 from rlinf.runtime.observe.intervals import Interval, union, without
 from rlinf.runtime.observe.recent import CALLED, closed
-from rlinf.runtime.system.introspection import LookBack, MemoryState
-from rlinf.runtime.system.observer import Moment, Watch
+from rlinf.runtime.system.introspection import LookBack
+from rlinf.runtime.system.observer import Watch
 
 PATIENCE = 0.5
 """Seconds that a host has to answer: its event loop may be held up by what it does."""
 FIRST = 1.0
 """Seconds that the first increment reaches back."""
+MOST_ASKED = 32
+"""Hosts that are asked at a time: of more, those that were asked longest ago. So a look costs the same on any number of
+hosts, and of 64 each is seen every two seconds."""
 DIGITS = 4
 """Of times in messages: a tenth of a millisecond."""
 SHORTEST = 0.001
@@ -40,8 +43,8 @@ class Moments:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._asked: dict[int, asyncio.Task[tuple[Moment, LookBack]]] = {}
-        self._seen: dict[int, tuple[Moment, MemoryState]] = {}
+        self._asked: dict[int, asyncio.Task[LookBack]] = {}
+        self._seen: dict[int, LookBack] = {}
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}
 
@@ -52,10 +55,11 @@ class Moments:
     async def next(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The messages `moment` and `lanes` of now."""
         now = self._watch.now()
-        for number in self._watch.machines:
-            if number not in self._asked and number not in self._lost:
-                since = self._since.setdefault(number, now - FIRST)
-                self._asked[number] = asyncio.create_task(self._watch.look_back(number, since), name="live look")
+        free = [number for number in self._watch.machines if number not in self._asked and number not in self._lost]
+        free.sort(key=lambda number: self._since.get(number, -1.0))  # stable: else in the order of their numbers
+        for number in free[: max(0, MOST_ASKED - len(self._asked))]:
+            since = self._since.setdefault(number, now - FIRST)
+            self._asked[number] = asyncio.create_task(self._watch.look_back(number, since), name="live look")
         if self._asked:
             await asyncio.wait([*self._asked.values()], timeout=PATIENCE)
         answered = [self._take(number) for number, asked in [*self._asked.items()] if asked.done()]
@@ -74,23 +78,23 @@ class Moments:
 
     def _take(self, number: int) -> tuple[int, LookBack] | None:
         try:
-            moment, back = self._asked.pop(number).result()
+            back = self._asked.pop(number).result()
         except ActorDied:  # the run itself fails by that, with its cause
             self._lost.add(number)
             self._seen.pop(number, None)
             return None
         self._since[number] = back.end
-        self._seen[number] = moment, back.memory
+        self._seen[number] = back
         return number, back
 
     def _told(self) -> dict[str, Any]:
         actors, queues = [], []
         memory: dict[str, dict[str, Any]] = {}
-        for number, (moment, filled) in sorted(self._seen.items()):
-            for state in moment.actors:
+        for number, back in sorted(self._seen.items()):
+            for state in back.actors:
                 since = None if state.since is None else round(state.since, 2)
                 actors.append({"actor": state.actor, "host": state.host, "doing": state.doing, "since": since})
-            for queue in moment.queues:
+            for queue in back.queues:
                 queues.append(
                     {
                         "name": queue.name,
@@ -103,6 +107,7 @@ class Moments:
                         "waiting_to_put": queue.waiting_to_put,
                     }
                 )
+            filled = back.memory
             one = {"host": number, "device": filled.device, "used": filled.used, "total": filled.total}
             memory.setdefault(filled.owner, one)
         return {"actors": actors, "queues": queues, "memory": [*memory.values()]}

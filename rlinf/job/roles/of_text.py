@@ -77,7 +77,13 @@ def roles_to_start(
     found["rollout"][1]["routes"] = config.trainer.router_replay if replays else False
     found["trainer"] = (
         Trainer,
-        {**shared, **_trainer(config, prepared.algorithm), "sharding": sharding, "rescue_dir": rescue},
+        {
+            **shared,
+            **_trainer(config, prepared.algorithm),
+            "sharding": sharding,
+            "rescue_dir": rescue,
+            "chat_template": None if config.data.chat_template is None else data.tokenizer.chat_template,
+        },
     )
     if CRITIC in prepared.roles:
         found[CRITIC] = (Critic, {**shared, **_critic(config, prepared.algorithm), "sharding": sharding})

@@ -99,7 +99,8 @@ class SupervisedLoop(TrainingLoop[Numbers]):
             yield f"the chosen one ahead: {before['rewards/accuracies']:.1%} -> {after['rewards/accuracies']:.1%}"
 
     async def samples(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(self.config.metrics.samples)
+        wanted = self.config.metrics
+        found: Sequence[Mapping[str, Any]] = await self.roles[TRAINER].samples(wanted.samples, wanted.token_rows)
         return found
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
@@ -177,6 +178,7 @@ def roles_to_start(
         **asdict(config.optimizer),
         **asdict(config.trainer),
         "sharding": sharding,
+        "chat_template": None if config.data.chat_template is None else data.tokenizer.chat_template,
         "saved_dtype": config.checkpoint.dtype,
         "total_steps": max(1, config.steps),
         "lora": config.model.lora.settings,

@@ -141,7 +141,8 @@ class Progress:
         with self._changed:
             self._works.remove(work)
             if work.logged is not None:
-                self._ended.append(last_line(work, now, broken))  # written at the next look
+                self._ended.append(last_line(work, now, broken))
+                self._changed.notify()
             wake = self._view
         if wake is not None:
             wake()
@@ -160,7 +161,7 @@ class Progress:
             with self._changed:
                 if over:
                     return
-                self._changed.wait_for(lambda: self._closed, pace)
+                self._changed.wait_for(lambda: self._closed or self._ended, pace)
                 rests = not self._works
             if rests and self._terminal:
                 self._erase()

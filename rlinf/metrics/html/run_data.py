@@ -121,9 +121,9 @@ def read_run(directory: Path, metrics: MetricRows | None = None, samples: Sample
     Raises:
         FileNotFoundError: it has no metrics.jsonl, so it is no run's directory.
     """
-    if not (directory / METRICS).is_file():
-        raise FileNotFoundError(f"{directory} is no run's directory: it has no {METRICS}")
     if metrics is None:
+        if not (directory / METRICS).is_file():
+            raise FileNotFoundError(f"{directory} is no run's directory: it has no {METRICS}")
         file = MetricFile(directory / METRICS)
         file.update()
         metrics = file.rows

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.metrics.files import EXPLAINED, METRICS, SAMPLES
+from rlinf.metrics.html.state.run_state import run_state
 from rlinf.metrics.html.state.samples import Samples
 from rlinf.metrics.reading.appended import Appended
 from rlinf.metrics.reading.metric_file import MetricFile, objects
@@ -26,11 +27,11 @@ from rlinf.metrics.web.outbox import Event, Outbox
 ALARMS, VIDEOS = "alarms.jsonl", "videos"
 """What a run directory has besides; not of every run."""
 _GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
-_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", "trace.json", VIDEOS)
+_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", VIDEOS)
 """What a state is made of: as long as none of these changes, it is what it was."""
 _LEAST = 5
 """How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
-_PATIENCE = 20.0
+PATIENCE = 20.0
 """Seconds that a request waits for the job to answer; what it does then comes with its status."""
 
 Signature = tuple[tuple[int, int, int] | None, ...]
@@ -51,6 +52,7 @@ class Followed:
         self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
         self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
         self._reading = asyncio.Lock()
+        self._asking = 0
         self._seen: Signature | None = None
         self._summary: tuple[Signature, Summary] | None = None
         self._state: tuple[Signature, bytes] | None = None
@@ -58,12 +60,13 @@ class Followed:
         self._following: asyncio.Task[None] | None = None
 
     async def state(self) -> bytes:
-        """All that a page shows of the run, as JSON, compressed by gzip.
+        """All that a page shows of the run but its lanes, as JSON, compressed by gzip.
 
         Raises:
             OSError, ValueError: its files cannot be read.
         """
         async with self._reading:
+            await self._catch_up()
             return await asyncio.to_thread(self._make_state)
 
     async def answers(self, step: int) -> list[dict[str, Any]]:
@@ -113,8 +116,8 @@ class Followed:
 
     async def look(self) -> None:
         """Tell the pages what was added to files; listen to the job as long as there are pages."""
+        await self.rest()
         if not self.outboxes:
-            await self.leave()
             return
         self._listen()
         async with self._reading:
@@ -131,12 +134,18 @@ class Followed:
             raise NoFeed("no job writes to this run any more")
         if not job.near:
             raise NoFeed(f"its job is on {job.machine}: watch it there")
+        self._asking += 1
         self._listen()
         try:
-            return await self._feed.ask(what, _PATIENCE)
+            return await self._feed.ask(what, PATIENCE)
         finally:
-            if not self.outboxes:
-                await self.leave()
+            self._asking -= 1
+            await self.rest()
+
+    async def rest(self) -> None:
+        """Listen to the job no longer, unless a page shows the run or somebody waits for the job's answer."""
+        if not self.outboxes and not self._asking:
+            await self.leave()
 
     async def leave(self) -> None:
         """Listen to the job no longer."""
@@ -150,6 +159,7 @@ class Followed:
             return
         job = job_of(self.found.directory)
         if job is not None and job.near and job.lives:
+            self._feed.begins()
             self._following = asyncio.create_task(self._follow(job), name=f"feed of {self.found.name}")
 
     async def _follow(self, job: Job) -> None:
@@ -192,9 +202,8 @@ class Followed:
     def _make_state(self) -> bytes:
         now = _signature(self.found.directory, _SHOWN)
         if self._state is None or self._state[0] != now:
-            from rlinf.metrics.html.state.run_state import run_state
-
-            state = run_state(self.found.directory)
+            rows, samples = self._metrics.rows, self._samples
+            state = run_state(self.found.directory, traced=False, metrics=rows, samples=samples)
             state |= {"id": self.found.id, "status": self.summary().status}
             self._state = (now, gzip.compress(json.dumps(state).encode(), _LEAST))
         return self._state[1]

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
+
+logger = logging.getLogger(__name__)
 
 HEADER = "X-Rlinf"
 """What requests that do something carry: no form and no picture of another site can."""
@@ -103,20 +106,24 @@ class Guard:
 async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every refusal is a sentence; as JSON where programs ask."""
     try:
-        response = await handler(request)
+        return await handler(request)
     except web.HTTPException as refusal:
-        said = (refusal.text or refusal.reason).strip()
-        if request.path.startswith("/api/"):
-            response = web.json_response({"said": said}, status=refusal.status)
-        else:
-            response = web.Response(text=f"{said}\n", status=refusal.status)
-    return response
+        return _said(request, (refusal.text or refusal.reason).strip(), refusal.status)
+    except (OSError, ValueError) as error:  # files that are damaged, or that cannot be read for now
+        logger.warning("%s: %s", request.path, error)
+        return _said(request, str(error), web.HTTPInternalServerError.status_code)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer says that it is for this page alone, and is what its type says."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
+
+
+def _said(request: web.Request, said: str, status: int) -> web.Response:
+    if request.path.startswith("/api/"):
+        return web.json_response({"said": said}, status=status)
+    return web.Response(text=f"{said}\n", status=status)
 
 
 def _from_here(request: web.Request) -> bool:

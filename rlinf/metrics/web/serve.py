@@ -95,15 +95,16 @@ def _listen(where: Where) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port != wanted[-1]:
                 continue
-            raise CannotListen(f"--host {where.host} --port {port}: {error.strerror or error}") from None
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise CannotListen(f"--host {where.host} --port {port}: {why}") from None
     raise AssertionError("the last port is tried or refused")
 
 
 def _family(host: str) -> socket.AddressFamily:
     try:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    except OSError as error:
-        raise CannotListen(f"--host {host}: {error.strerror or error}") from None
+    except (OSError, UnicodeError):
+        raise CannotListen(f"--host {host}: this is no name or address of a machine") from None
 
 
 def _address(host: str, port: int, token: str) -> str:

@@ -75,12 +75,15 @@ class Shelf:
                 await run.leave()
 
     async def _tick(self) -> None:
+        if len(self.runs) == 1:  # read it now, while somebody opens a browser
+            with contextlib.suppress(OSError, ValueError):
+                await next(iter(self.runs.values())).state()
         ticks = 0
         while True:
             if not self._outboxes:
                 self._page_came.clear()
                 for run in list(self.runs.values()):
-                    await run.leave()
+                    await run.rest()
                 await self._page_came.wait()
             ticks += 1
             if ticks % SEARCH == 0:

@@ -42,12 +42,18 @@ def busy(spans: Iterable[Span]) -> list[Busy]:
             kinds.setdefault(kind, []).append((start, end))
     waited = {actor: union(intervals) for actor, intervals in waits.items()}
     return [
-        Busy(actor, endpoint, tuple(_busy(kinds, waited.get(actor, [])))) for (actor, endpoint), kinds in times.items()
+        Busy(actor, endpoint, tuple(busy_times(kinds, waited.get(actor, []))))
+        for (actor, endpoint), kinds in times.items()
     ]
 
 
-def _busy(times: dict[Kind, list[Interval]], waited: list[Interval]) -> Iterable[Interval]:
-    """The busy times of one endpoint of an actor."""
+def busy_times(times: dict[Kind, list[Interval]], waited: list[Interval]) -> Iterable[Interval]:
+    """The busy times of one endpoint of an actor; see `busy`.
+
+    Args:
+        times: of its spans by kind, of which there is at least one.
+        waited: when the actor waited.
+    """
     for kind in ("compute", "item"):
         if kind in times:
             return union(times[kind])

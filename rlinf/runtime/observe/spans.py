@@ -75,8 +75,12 @@ class Tracer:
         """All spans so far, oldest first."""
         return list(map(Span._make, list(self._spans)))  # copied in one go: a thread may append meanwhile
 
-    def ended_since(self, since: float, count: int = LOOK_BACK) -> list[Span]:
-        """The spans that ended then or later, newest first; costs grow with their number, not with all there are.
+    def ended_since(self, since: float) -> list[Span]:
+        """The spans that ended then or later, newest first; costs grow with their number, not with all there are."""
+        return [Span._make(span) for span in self.plain_since(since, LOOK_BACK)]
+
+    def plain_since(self, since: float, count: int) -> list[tuple[Any, ...]]:
+        """The same as plain tuples, which take a third of the time.
 
         Each span is appended at its end, so the ring is in order of their ends.
 
@@ -87,5 +91,5 @@ class Tracer:
         while True:
             spans = list(itertools.islice(reversed(self._spans), count))
             if len(spans) < count or spans[-1][5] < since:
-                return [Span._make(span) for span in spans if span[5] >= since]
+                return [span for span in spans if span[5] >= since]
             count *= 2

@@ -23,7 +23,7 @@ from rlinf.runtime.devices.lease_server import LeaseService, Move
 from rlinf.runtime.observe.busy import Busy, busy
 from rlinf.runtime.observe.dataflow import Passages
 from rlinf.runtime.observe.perfetto import Extract, Outline
-from rlinf.runtime.observe.recent import Seen
+from rlinf.runtime.observe.recent import Seen, recent
 from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import HostReport
 from rlinf.runtime.observe.tracing import Exports
@@ -34,7 +34,7 @@ from rlinf.runtime.system.introspection import (
     LookBack,
     QueueState,
     look_at,
-    look_back,
+    looked_back,
     report_host,
     spans_since,
 )
@@ -291,15 +291,14 @@ class Service(QueueService, StageService, LeaseService):
         return look_at(self._cell.host)
 
     @endpoint
-    async def look_back(self, since: float) -> tuple[list[ActorState], list[QueueState], LookBack]:
-        """`look`, with what this host did since a time of its clock, seconds."""
+    async def look_back(self, since: float) -> LookBack:
+        """What this host does, and did since a time of its clock, seconds."""
         host = self._cell.host
-        actors, queues = look_at(host)
         now, spans = host.now(), spans_since(host, since)
-        read = partial(look_back, host, spans, since, now, self._seen)
-        if len(spans) > READ_ON_LOOP:
-            return actors, queues, await asyncio.get_running_loop().run_in_executor(None, read)
-        return actors, queues, read()
+        if len(spans) > READ_ON_LOOP:  # actors and queues are the loop's, so spans alone are read in a thread
+            read = partial(recent, spans, since, now, self._seen)
+            return looked_back(host, since, now, await asyncio.get_running_loop().run_in_executor(None, read))
+        return looked_back(host, since, now, recent(spans, since, now, self._seen))
 
     @endpoint
     async def report(self) -> HostReport:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,7 +18,6 @@ from rlinf.runtime.actor.actor import COMPUTING, Cell
 from rlinf.runtime.base.calls import SERVICE, Call
 from rlinf.runtime.gpu.own_device import own_device
 from rlinf.runtime.observe.busy import Busy
-from rlinf.runtime.observe.recent import Seen, recent
 from rlinf.runtime.observe.spans import Span
 from rlinf.runtime.observe.stalls import OURS, HostReport, Wait, Work, locks, open_work
 from rlinf.runtime.streams.item_queue import ItemQueue
@@ -80,8 +79,14 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """What a host did between two times of its clock."""
+    """What a host does now, and what it did between two times of its clock."""
 
+    __plain__: ClassVar[bool] = True  # holds no promise: the runtime need not look for one in its many parts
+
+    actors: tuple[ActorState, ...]
+    """As of now."""
+    queues: tuple[QueueState, ...]
+    """As of now."""
     start: float
     """Seconds."""
     end: float
@@ -145,21 +150,21 @@ _OF_QUEUES = (".take", ".put_one")
 """How calls end that wait for a queue on another host."""
 
 
-def spans_since(host: Host, since: float) -> list[Span]:
-    """What ended then or later, and what is under way now, as if it ended now."""
-    return [*host.tracer.ended_since(since, FEW), *_under_way(host)]
+def spans_since(host: Host, since: float) -> list[tuple[Any, ...]]:
+    """What ended then or later, and what is under way now, as if it ended now; as plain tuples."""
+    return [*host.tracer.plain_since(since, FEW), *_under_way(host)]
 
 
-def look_back(host: Host, spans: list[Span], since: float, until: float, seen: Seen) -> LookBack:
-    """What this host did.
+def looked_back(host: Host, since: float, until: float, busy: Sequence[Busy]) -> LookBack:
+    """What this host does now, with what it did.
 
     Args:
-        host: its memory is looked at.
-        spans: of `spans_since`.
+        host: which.
         since, until: seconds of its clock.
-        seen: see `recent`.
+        busy: of `recent`, between these.
     """
-    return LookBack(since, until, tuple(recent(spans, since, until, seen)), memory_of(host))
+    actors, queues = look_at(host)
+    return LookBack(tuple(actors), tuple(queues), since, until, tuple(busy), memory_of(host))
 
 
 def _under_way(host: Host) -> Iterator[Span]:
@@ -200,8 +205,11 @@ def memory_of(host: Host) -> MemoryState:
 
 def _resident() -> int:
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a file object would take five times as long
+        try:
+            return int(os.read(file, 256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):  # no such file outside of Linux
         return 0
 

@@ -93,20 +93,21 @@ class Watch:
         """On which machine each host is, by its number."""
         return {number: self._host.places[number].node for number in self._ahead}
 
-    async def look_back(self, number: int, since: float) -> tuple[Moment, LookBack]:
+    async def look_back(self, number: int, since: float) -> LookBack:
         """What one host does now, and what it did since a time; in seconds of the controller's clock.
 
         Raises:
             ActorDied: it is lost.
         """
         ahead = self._ahead[number]
-        actors, queues, found = await ask(self._host, number, "look_back", since - ahead)
+        found: LookBack = await ask(self._host, number, "look_back", since - ahead)
+        if not ahead:
+            return found
         moved = (
             Busy(part.actor, part.endpoint, tuple((start + ahead, end + ahead) for start, end in part.intervals))
             for part in found.busy
         )
-        here = replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
-        return Moment(tuple(actors), tuple(queues)), here
+        return replace(found, start=found.start + ahead, end=found.end + ahead, busy=tuple(moved))
 
     async def look(self) -> Moment:
         """What everybody does now."""

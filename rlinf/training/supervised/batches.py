@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.data.packing import pack
 from rlinf.data.sample import Group
 from rlinf.training.supervised.objectives import Objective
+from rlinf.training.text.token_rows import token_rows
 
 OUTPUT = "output"
 """Key of `Sample.per_token`: what the model said of each learned token, its log-prob or the score."""
@@ -63,8 +64,11 @@ def measured(objective: Objective, groups: Sequence[Group]) -> dict[str, float]:
     return {"loss": float(total.mean()), **watched}
 
 
-def shown(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, Any]]:
-    """The first samples of a batch, as plain values: what was read first, what followed, how much of it was learned."""
+def shown(
+    groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, count: int, tokens: int = 0
+) -> list[dict[str, Any]]:
+    """The first samples of a batch, as plain values: what was read first, what followed, how much of it was learned;
+    of the first `tokens` of them token by token, see `token_rows`."""
     samples = islice((sample for group in groups for sample in group.samples), count)
     return [
         {
@@ -73,6 +77,7 @@ def shown(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, count: in
             "prompt": tokenizer.decode(sample.prompt.token_ids),
             "response": tokenizer.decode(sample.response_ids),
             "length": sample.learned_tokens,
+            **({"tokens": token_rows(sample, tokenizer)} if number < tokens else {}),
         }
-        for sample in samples
+        for number, sample in enumerate(samples)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -161,13 +161,21 @@ def _distances(samples: Sequence[Sample]) -> dict[str, float]:
     return told
 
 
-def show_samples(groups: Sequence[Group], advantages: Advantages, count: int) -> list[dict[str, Any]]:
+def show_samples(
+    groups: Sequence[Group],
+    advantages: Advantages,
+    count: int,
+    told: Callable[[Sample], dict[str, Any]] | None = None,
+    tokens: int = 0,
+) -> list[dict[str, Any]]:
     """The first samples by (prompt id, index), as plain values; the advantage of tokens as its mean.
 
     Args:
         groups: of a batch.
         advantages: of its scored samples, in the same order.
         count: how many at most.
+        told: the tokens of a sample, see `token_rows`.
+        tokens: of how many samples, the first ones, `tokens` tells them.
     """
     rest = iter(advantages)
     gained = [
@@ -175,7 +183,11 @@ def show_samples(groups: Sequence[Group], advantages: Advantages, count: int) ->
         for sample in chain.from_iterable(group.samples for group in groups)
     ]
     gained.sort(key=lambda pair: (pair[0].prompt.id, pair[0].index))
-    return [_shown(sample, advantage) for sample, advantage in gained[:count]]
+    rows = [_shown(sample, advantage) for sample, advantage in gained[:count]]
+    if told is not None:
+        for row, (sample, _) in zip(rows[:tokens], gained, strict=False):
+            row["tokens"] = told(sample)
+    return rows
 
 
 def rescue(groups: Sequence[Group], advantages: Advantages, directory: Path, version: int) -> Path:

@@ -33,7 +33,7 @@ async def worker(task, llm):
 @pytest.mark.slow
 def test_an_agent_of_openais_framework_learns(tmp_path):
     more = {"algorithm.prompts_per_step": 8, "algorithm.group_size": 4, "evaluation.problems": 4, "lr": 3e-2}
-    found = rlinf.train(small.MODEL, agent=worker, steps=8, run_dir=tmp_path / "run", trace=False, **more)
+    found = rlinf.train(small.MODEL, agent=worker, steps=6, run_dir=tmp_path / "run", trace=False, **more)
     rows = [row for row in found.metrics if "reward/mean" in row]
     assert all(row["episodes/calls"] == 2 for row in rows)
     assert all(row["episodes/failed"] == 0 for row in rows)

@@ -1,9 +1,10 @@
-"""One of several ranks with shares of different size: `python -m tests.algos.programs.shares RANK WORLD STORE`.
+"""One of several ranks with shares of different size: `python -m tests.algos.programs.shares STORE`.
 
 Every rank adds up the gradients of its own micro-batches; the sums are all-reduced and divided once. That must be what
 one process with the whole batch gets. Prints "equal" at the end.
 """
 
+import os
 import sys
 
 import torch
@@ -48,7 +49,7 @@ def statistics(rank):
 
 
 if __name__ == "__main__":
-    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, world, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     gradients(rank)

@@ -97,6 +97,19 @@ def test_a_host_that_does_not_answer_is_shown_as_it_was_and_catches_up():
     assert PATIENCE < 1.0
 
 
+def test_of_many_hosts_some_are_asked_at_a_time_and_all_in_turn(monkeypatch):
+    monkeypatch.setattr("rlinf.job.live.moments.MOST_ASKED", 2)
+    told = looked(5, 6, lambda watch: None)
+    asked = [[lane["host"] for lane in lanes["lanes"]] for _, lanes in told]
+    assert all(len(each) == 2 for each in asked)
+    assert all({*asked[at], *asked[at + 1], *asked[at + 2]} == {*range(5)} for at in range(4))
+    assert len(told[-1][0]["actors"]) == 5
+    whole = [
+        stretch for _, lanes in told for lane in lanes["lanes"] if lane["host"] == 0 for stretch in lane["stretches"]
+    ]
+    assert all(before[2] == pytest.approx(after[1]) for before, after in itertools.pairwise(whole))
+
+
 def test_a_host_that_is_lost_ends_nothing():
     def dead(watch):
         look_back = watch.look_back

@@ -117,6 +117,8 @@ class Job:
         self.heard = asyncio.Event()
         self.left = asyncio.Event()
         self.asked: list[str] = []
+        self.silent = False
+        """It answers nothing that it is asked."""
         self.greeting: list[dict] = [{"kind": "status", "status": "generating step 3", "step": 2, "asked": []}]
 
     def tell(self, message: dict | bytes) -> None:
@@ -136,6 +138,8 @@ class Job:
             while line := await reader.readline():
                 said = json.loads(line)
                 self.asked.append(said["do"])
+                if self.silent:
+                    continue
                 done = {"kind": "did", "id": said["id"], "said": f"{said['do']} after step 3", "ok": True}
                 writer.write(json.dumps(done).encode() + b"\n")
         self.listeners.discard(writer)

@@ -19,7 +19,14 @@ const OF_ENDPOINTS = {
   train: "training", sft: "training", learn: "training", imitate: "training", weights: "sync", load: "sync", load_switch: "sync", follow: "sync",
   save: "saving", act: "acting", trajectory: "acting", step: "simulation", reset: "simulation", observe: "simulation", onload: "loading", offload: "parking",
 };
-const activityOf = (doing) => (doing ? OF_ENDPOINTS[doing] ?? (ACTIVITIES.includes(doing) ? doing : /wait/.test(doing) ? "waiting" : null) : null);
+const OF_ROLES = { rollout: "generation", judge: "scoring", reward_model: "scoring", reference: "scoring", trainer: "training", critic: "training", env: "simulation", trials: "simulation", policy: "acting" };
+
+/** What an actor is at: by the endpoint, or where it only computes by what its role is for. */
+function activityOf(doing, actor) {
+  if (!doing || doing === "idle") return null;
+  if (/^wait/.test(doing)) return "waiting";
+  return OF_ENDPOINTS[doing] ?? (ACTIVITIES.includes(doing) ? doing : OF_ROLES[actor.split("[")[0]] ?? null);
+}
 
 function rolesSection(place) {
   const mode = el("p", { class: "about" }), list = el("ul", { class: "roles" });
@@ -39,13 +46,14 @@ function rolesSection(place) {
     say(mode, [run.roles?.mode, groups ? many(groups, "process", "processes") : "", `${many(new Set(actors.map(({ actor }) => actor.split("[")[0])).size, "role")}, ${many(actors.length, "actor")}`].filter(Boolean).join(" · "));
     list.classList.toggle("many", actors.length > 24);
     bring(actors, ({ actor, host }) => `${host} ${actor}`, (row, { actor, host, doing, since }) => {
-      const activity = activityOf(doing), lasted = isNumber(since) && run.moment ? run.moment.time - since : null;
+      const activity = activityOf(doing, actor), idle = !doing || doing === "idle", lasted = isNumber(since) ? since : null;
       say(row.name, actor);
-      say(row.doing, doing ? `${doing}${lasted >= 0.1 ? ` ${lasting(lasted)}` : ""}` : "idle");
+      say(row.doing, idle ? "idle" : `${doing.replace(/^computing _\w+$/, "computing")}${lasted >= 0.1 ? ` ${lasting(lasted)}` : ""}`);
+      row.doing.title = doing ?? "";
       say(row.where, `host ${host}${whose(host) ? ` · ${whose(host)}` : ""}`);
-      const shade = doing ? `var(${activity ? hue(activity) : "--other0"})` : "var(--idle)";
+      const shade = !idle ? `var(${activity ? hue(activity) : "--other0"})` : "var(--idle)";
       if (row.shade !== shade) row.dot.style.background = row.shade = shade;
-      row.element.classList.toggle("idle", !doing);
+      row.element.classList.toggle("idle", idle);
     });
   };
 }

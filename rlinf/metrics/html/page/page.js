@@ -71,7 +71,7 @@ function topBar(place) {
     const { said, step, steps: planned } = run, done = planned ? step / planned : 1;
     say(name, run.name);
     say(state, said);
-    state.className = `state ${run.live ? (said === "paused" || said === "stopping" ? "waits" : "runs") : said === "finished" || said === "ended" ? "over" : "open"}`;
+    state.className = `state ${run.live ? (said === "paused" || said === "stopping" ? "waits" : "going") : said === "finished" || said === "ended" ? "over" : "open"}`;
     say(steps, planned && step < planned ? `step ${step.toLocaleString("en")} of ${planned.toLocaleString("en")}` : many(step, "step"));
     say(left, run.live && run.left !== null ? `${lasting(run.left)} left, ${lasting(run.pace)} a step` : "");
     progress.firstChild.style.width = `${Math.min(1, done) * 100}%`;

@@ -16,16 +16,15 @@ function whySection(place) {
   return (focus) => {
     run = focus;
     const { sentences, causes = [] } = run.state, last = sentences.at(-1);
-    const [text] = (last.text ?? "").split(/; (?=set |let |give |raise |use )/);
-    newest.replaceChildren(el("b", {}, `Step ${last.step}`), ` ${last.change ? (last.text ?? "").split(`; ${last.change}`)[0] : last.text ?? text}.`);
-    advise(change, last, run);
+    newest.replaceChildren(el("b", {}, `Step ${last.step}`), ` ${happened(last)}.`);
+    advise(change, last);
     const steps = Math.max(1, causes.reduce((sum, each) => sum + each.steps, 0)), most = Math.max(...causes.map((each) => each.seconds), 1e-9);
     list.replaceChildren(...causes.map((each) => {
       const told = el("div", { class: "change" });
-      advise(told, each, run);
+      advise(told, each);
       return el("li", {}, el("b", {}, each.cause), bar(each.seconds / most, "--accent", `${each.cause} cost ${lasting(each.seconds)}`),
         el("span", { class: "number" }, `${lasting(each.seconds)} in ${many(each.steps, "step")}`),
-        el("small", {}, each.text ?? ""), told.childNodes.length ? told : null);
+        el("small", {}, happened(each)), told.childNodes.length ? told : null);
     }));
     list.hidden = !causes.length;
     list.setAttribute("aria-label", `what ${steps} steps lost most to`);
@@ -34,10 +33,13 @@ function whySection(place) {
   };
 }
 
-/** The change that would help, if one is known. */
-function advise(place, { change, saves }, run) {
-  const pace = saves > 0 && run.pace ? ` – would save ${percent(saves / run.pace)} of a step` : "";
-  place.replaceChildren(...(change ? [el("span", { class: "arrow", "aria-hidden": "true" }, "→ "), ...code(change), pace] : []));
+/** What a sentence says besides the change that would help, which stands below it. */
+const happened = ({ text, change }) => (change ? String(text ?? "").split(`; ${change}`)[0] : text ?? "");
+
+/** The change that would help, if one is known, and what it is predicted to save. */
+function advise(place, { text, change }) {
+  const gain = /, (which would save [\d.]+ %)$/.exec(text ?? "");
+  place.replaceChildren(...(change ? [el("span", { class: "arrow", "aria-hidden": "true" }, "→ "), ...code(change), gain ? `, ${gain[1]}` : ""] : []));
 }
 
 /** Text with what stands between backticks as code. */

@@ -178,7 +178,7 @@ def moment(time: float, roles: int = 4, *, hostile: str = "") -> dict[str, Any]:
     names = [(f"{ROLES[n % 4]}{hostile}[{n // 4}]", n // 4, doing[(n + int(time)) % 4]) for n in range(roles)]
     return {
         "time": time,
-        "actors": [{"actor": name, "host": host, "doing": what, "since": time - 0.4} for name, host, what in names],
+        "actors": [{"actor": name, "host": host, "doing": what, "since": 0.4} for name, host, what in names],
         "queues": [
             {
                 "host": 0, "name": f"rollout.generate{hostile} → judge.score", "ready": int(time) % 5,

@@ -132,7 +132,8 @@ def _wrong(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     samples, k = entry.get("samples", KNOWN.get(name, Benchmark()).samples), entry.get("k", [])
     if isinstance(samples, int) and samples > 1 and entry.get("temperature", 1) == 0:
         yield "temperature: at 0 all answers to a problem are equal; take samples: 1"
-    if isinstance(samples, int) and isinstance(k, list) and any(isinstance(one, int) and one > samples for one in k):
+    counts = [one for one in k if isinstance(one, int)] if isinstance(k, list | tuple) else []
+    if isinstance(samples, int) and any(one > samples for one in counts):
         yield f"k: more than the {samples} answers to a problem; raise samples"
 
 

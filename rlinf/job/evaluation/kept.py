@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -47,13 +48,15 @@ class KeptAnswers:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 row = json.loads(line)
-                self._rows[row["benchmark"]].append({**row, "mark": row["mark"]})
+                if not isinstance(row["mark"], str):
+                    raise TypeError("a mark is a text")
+                self._rows[row["benchmark"]].append(row)
             except (ValueError, TypeError, LookupError):
                 raise InputError(
                     f"{self._path}, line {number}: this is no answer to a benchmark; name another file"
                 ) from None
         if len(whole) < len(text):
-            self._path.write_bytes(whole)
+            os.truncate(self._path, len(whole))  # not written anew: a second cut must not cost all that is there
 
     def open(self, name: str, benchmark: Benchmark, prompts: Sequence[Prompt]) -> dict[int, Group]:
         """Begin with a benchmark; the groups that are there already, by the ids of their prompts.

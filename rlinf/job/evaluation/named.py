@@ -126,8 +126,8 @@ def beside(found: Evaluation | None, named: Mapping[str, Evaluation]) -> Evaluat
 
 def numbers_of(evaluation: Evaluation) -> dict[str, float]:
     """An evaluation as metrics, those of benchmarks behind their names: `aime24/pass@1`."""
-    beside = {f"{name}/{key}": value for name, each in evaluation.named.items() for key, value in each.metrics.items()}
-    return {**evaluation.metrics, **beside}
+    named = {f"{name}/{key}": value for name, each in evaluation.named.items() for key, value in each.metrics.items()}
+    return {**evaluation.metrics, **named}
 
 
 def named_in_words(evaluation: Evaluation) -> Iterator[str]:

@@ -164,8 +164,8 @@ class Feed:
 
 
 def encoded(message: Message) -> bytes:
-    """A message as a line."""
-    return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    """A message as a line; of ASCII, since an id that is sent back may have half a character in it."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def private_directory() -> Path:

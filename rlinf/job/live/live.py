@@ -22,14 +22,13 @@ from rlinf.job.live.feed import Feed, Message
 from rlinf.job.live.moments import Moments
 from rlinf.job.live.page import Page
 from rlinf.metrics.console.report import Report
+from rlinf.metrics.web.life import LIVE
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.system.observer import Watch
 
 if TYPE_CHECKING:
     from rlinf.job.loop import TrainingLoop
 
-LIVE = "live.json"
-"""File in a run directory, as long as the run lives: its process, and where its feed is."""
 PERIOD = 1.0
 """Seconds between two moments: as fast as a person follows numbers."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 LOG = "watch.log"
 """File in a run directory: what the server complained of."""
 MOST_RESTARTS = 3
-"""Deaths after which the server is not started again."""
+"""How often a server that has died is started again."""
 _OURS = re.compile(r"^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|GROUP_|ROLE_|LOCAL_WORLD|TORCHELASTIC_|OMP_NUM_THREADS)")
 """Variables that are about the job's processes: the server is none of them."""
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.metrics.files import METRICS
+from rlinf.metrics.files import ENVIRONMENT, METRICS
 from rlinf.metrics.reading.metric_file import objects
 from rlinf.metrics.web.life import LIVE, job_of, status
 
@@ -38,7 +38,7 @@ class Found:
 
 def is_run(directory: Path) -> bool:
     """Whether a run writes, or has written, to a directory."""
-    return any((directory / name).is_file() for name in (METRICS, LIVE))
+    return any(os.path.isfile(directory / name) for name in (METRICS, LIVE))  # False where one may not look
 
 
 def runs_in(named: Sequence[Path]) -> list[Found]:
@@ -118,7 +118,7 @@ def _last_step(metrics: Path) -> int:
 
 def _planned(directory: Path) -> int | None:
     try:
-        told = json.loads((directory / "environment.json").read_bytes())
+        told = json.loads((directory / ENVIRONMENT).read_bytes())
         if isinstance(told, dict) and type(told.get("steps")) is int:
             return int(told["steps"])
         found = _STEPS.search((directory / "resolved.yaml").read_text(encoding="utf-8", errors="replace"))

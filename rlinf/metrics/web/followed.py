@@ -10,11 +10,13 @@ import asyncio
 import gzip
 import json
 import os
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlinf.metrics.files import EXPLAINED, METRICS, SAMPLES
+from rlinf.metrics.files import ALARMS, ENVIRONMENT, EXPLAINED, METRICS, SAMPLES
+from rlinf.metrics.html.state.episodes import VIDEOS
 from rlinf.metrics.html.state.run_state import run_state
 from rlinf.metrics.html.state.samples import Samples
 from rlinf.metrics.reading.appended import Appended
@@ -24,16 +26,15 @@ from rlinf.metrics.web.feed import Feed, Message, NoFeed
 from rlinf.metrics.web.life import LIVE, Job, job_of
 from rlinf.metrics.web.outbox import Event, Outbox
 
-ALARMS, VIDEOS = "alarms.jsonl", "videos"
-"""What a run directory has besides; not of every run."""
 _GROWING = (METRICS, SAMPLES, EXPLAINED, ALARMS)
-_SHOWN = (*_GROWING, LIVE, "resolved.yaml", "environment.json", VIDEOS)
+_SHOWN = (*_GROWING, LIVE, "resolved.yaml", ENVIRONMENT, VIDEOS)
 """What a state is made of: as long as none of these changes, it is what it was."""
 _LEAST = 5
 """How hard a state is compressed: most of what there is to gain, in a hundredth of a second."""
 PATIENCE = 20.0
 """Seconds that a request waits for the job to answer; what it does then comes with its status."""
 
+T = TypeVar("T")
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -52,6 +53,7 @@ class Followed:
         self._metrics, self._samples = MetricFile(directory / METRICS), Samples(directory / SAMPLES)
         self._explained, self._alarms = Appended(directory / EXPLAINED), Appended(directory / ALARMS)
         self._reading = asyncio.Lock()
+        self._reads: set[asyncio.Task[Any]] = set()
         self._asking = 0
         self._seen: Signature | None = None
         self._summary: tuple[Signature, Summary] | None = None
@@ -65,21 +67,15 @@ class Followed:
         Raises:
             OSError, ValueError: its files cannot be read.
         """
-        async with self._reading:
-            await self._catch_up()
-            return await asyncio.to_thread(self._make_state)
+        return await self._alone(self._up_to_date(self._make_state))
 
     async def answers(self, step: int) -> list[dict[str, Any]]:
         """The sampled answers of a step to prompts of training."""
-        async with self._reading:
-            await self._catch_up()
-            return await asyncio.to_thread(self._samples.rows, step)
+        return await self._alone(self._up_to_date(lambda: self._samples.rows(step)))
 
     async def steps(self) -> dict[str, list[int]]:
         """The steps that have sampled answers, and those that have videos."""
-        async with self._reading:
-            await self._catch_up()
-            return {"answers": self._samples.steps, "videos": await asyncio.to_thread(self._filmed)}
+        return await self._alone(self._up_to_date(lambda: {"answers": self._samples.steps, "videos": self._filmed()}))
 
     def video(self, name: str) -> Path | None:
         """The file of a video; None if there is no such file below the run's directory of videos."""
@@ -92,7 +88,7 @@ class Followed:
 
     def summary(self) -> Summary:
         """What a list says of it. It blocks for a moment."""
-        now = _signature(self.found.directory, (METRICS, LIVE, "environment.json", "resolved.yaml"))
+        now = _signature(self.found.directory, (METRICS, LIVE, ENVIRONMENT, "resolved.yaml"))
         lives = now[1] is not None  # then it may die without a file's changing
         if self._summary is None or lives or self._summary[0] != now:
             self._summary = (now, summary(self.found))
@@ -102,8 +98,8 @@ class Followed:
     async def show(self, outbox: Outbox) -> None:
         """Begin to send a page what happens: at once what it does not know yet."""
         run = self.found.id
-        async with self._reading:
-            await self._catch_up()
+        await self._alone(self._catch_up())
+        async with self._reading:  # nothing is read meanwhile, so no event is missed or sent twice
             known = self._metrics.rows
             if run not in outbox.since:
                 outbox.since[run] = known.steps[-1] if len(known) else 0
@@ -120,8 +116,7 @@ class Followed:
         if not self.outboxes:
             return
         self._listen()
-        async with self._reading:
-            await self._catch_up()
+        await self._alone(self._catch_up())
 
     async def ask(self, what: str) -> Message:
         """Ask its job for something; returns its answer.
@@ -166,6 +161,27 @@ class Followed:
         if await self._feed.follow(job):
             now = await asyncio.to_thread(self.summary)
             self._send({"kind": "status", "status": now.status, "step": now.step, "asked": []})
+
+    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have work done on the files while nobody else reads them.
+
+        It goes on when whoever asked for it is gone: a thread cannot be cancelled, and what it has read is news for the
+        other pages, too.
+        """
+
+        async def alone() -> T:
+            async with self._reading:
+                return await work
+
+        reading = asyncio.create_task(alone(), name=f"read {self.found.name}")
+        self._reads.add(reading)
+        reading.add_done_callback(self._reads.discard)
+        return await asyncio.shield(reading)
+
+    async def _up_to_date(self, make: Callable[[], T]) -> T:
+        """What a function makes, in a thread, of the files as they are now."""
+        await self._catch_up()
+        return await asyncio.to_thread(make)
 
     async def _catch_up(self) -> None:
         """Read what was added to files, and tell the pages. Whoever calls it is the one who reads."""

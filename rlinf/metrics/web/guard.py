@@ -80,6 +80,7 @@ class Guard:
             on: web.StreamResponse = web.Response(
                 text='<!doctype html><meta http-equiv="refresh" content="0;url=/"><a href="/">on</a>',
                 content_type="text/html",
+                headers={"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"},  # a sandbox stays
             )
         else:
             on = web.Response(status=303, headers={"Location": "/"})

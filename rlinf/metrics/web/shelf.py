@@ -76,7 +76,7 @@ class Shelf:
 
     async def _tick(self) -> None:
         if len(self.runs) == 1:  # read it now, while somebody opens a browser
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(Exception):  # who asks for it is told what is wrong
                 await next(iter(self.runs.values())).state()
         ticks = 0
         while True:
@@ -91,8 +91,8 @@ class Shelf:
             for run in list(self.runs.values()):
                 try:
                     await run.look()
-                except OSError as error:  # a disk may fail for a while: the next look is soon
-                    logger.warning("%s: %s", run.found.directory, error)
+                except Exception as error:  # a disk that fails for a while, or one damaged run: the others are shown
+                    logger.warning("%s: %s: %s", run.found.directory, type(error).__name__, error)
             listed = await self._summaries()
             if listed != self._told:
                 self._told = listed
@@ -106,7 +106,8 @@ class Shelf:
         for each in found:
             self.runs.setdefault(each.id, Followed(each))
         for gone in [name for name, run in self.runs.items() if name not in there and not run.outboxes]:
-            await self.runs.pop(gone).leave()
+            if (run := self.runs.pop(gone, None)) is not None:  # a request may have searched meanwhile, too
+                await run.leave()
 
     async def _summaries(self) -> list[dict[str, Any]]:
         runs = list(self.runs.values())

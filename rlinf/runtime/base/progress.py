@@ -80,7 +80,8 @@ def begun(what: str, total: float | None = None, unit: str = "") -> Work:
         total: how much there is; None: nobody knows.
         unit: of it: a plural such as "files", or "bytes"; "": a share of the whole, or nothing that is counted.
     """
-    return _UNHEARD if _Process.listener is None else _Process.listener.begin(what, total, unit)
+    hears = _Process.listener  # read once: another thread may end it meanwhile
+    return _UNHEARD if hears is None else hears.begin(what, total, unit)
 
 
 @contextmanager

@@ -6,10 +6,13 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 
 import pytest
 
 from rlinf.metrics.web import followed, outbox
+from rlinf.metrics.web.discovery import runs_in
+from rlinf.metrics.web.followed import Followed
 from rlinf.metrics.web.outbox import Outbox, TooSlow, known_steps
 from tests.metrics.web.watching import add, dead_pid, job, open_page, write_live, write_run
 
@@ -292,3 +295,46 @@ async def test_a_file_that_is_damaged_is_said_to_be_and_the_rest_is_shown(tmp_pa
         async with await page.get(f"/api/runs/{name}/lanes") as answer:
             assert (answer.status, "trace.json" in (await answer.json())["said"]) == (500, True)
         assert (await page.json(f"/api/runs/{name}/state"))["step"] == 4
+
+
+async def test_what_was_read_for_a_page_that_has_gone_is_told_to_the_others(tmp_path):
+    (found,) = runs_in([write_run(tmp_path / "r", steps=2)])
+    run, other = Followed(found), Outbox({})
+    await run.show(other)
+    add(tmp_path / "r", "metrics.jsonl", {"step": 3, "loss": 3.0})
+    read, begun, go_on = run._read, threading.Event(), threading.Event()
+
+    def slowly():
+        begun.set()
+        assert go_on.wait(30)
+        return read()
+
+    run._read = slowly
+    gone = asyncio.create_task(run.state())
+    await asyncio.to_thread(begun.wait, 30)
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert gone.cancelled()
+    go_on.set()
+    assert "id: " in (told := await asyncio.wait_for(other.next(), 30))
+    assert '"step": 3' in told
+    await run.leave()
+
+
+async def test_one_damaged_run_does_not_keep_the_others_from_being_followed(tmp_path, monkeypatch):
+    bad, good = write_run(tmp_path / "o" / "bad"), write_run(tmp_path / "o" / "good")
+    read = Followed._read
+
+    def damaged(self):
+        if self.found.directory == bad:
+            raise KeyError("what no file should have")
+        return read(self)
+
+    async with open_page(tmp_path / "o") as page:
+        names = [run["id"] for run in await page.json("/api/runs")]
+        async with page.events(f"runs={','.join(names)}") as events:
+            await events.next("runs")
+            monkeypatch.setattr(Followed, "_read", damaged)
+            add(bad, "metrics.jsonl", {"step": 5, "loss": 1.0})
+            add(good, "metrics.jsonl", {"step": 5, "loss": 2.0})
+            assert (await events.next("rows"))["run"] == names[1]

@@ -43,6 +43,7 @@ async def test_who_comes_by_a_link_of_another_site_is_sent_on_by_a_page_of_ours_
     async with page.session.get(url, headers={"Sec-Fetch-Site": "cross-site"}, allow_redirects=False) as answer:
         assert (answer.status, "Set-Cookie" in answer.headers) == (200, True)
         assert "url=/" in await answer.text()
+        assert "sandbox" not in answer.headers["Content-Security-Policy"], "browsers do not go on from a sandbox"
 
 
 async def test_a_wrong_token_is_no_way_in(page):

@@ -1,7 +1,7 @@
 // Sample answers and conversations: each token coloured by what is known of it. Answers are hostile until proven otherwise.
 
 const MODES = { text: "text", logprob: "log-prob", mask: "mask", version: "weight version" };
-const LONG = 160, COARSE = [0, -0.1, -0.5, -1, -2, -4, -8];
+const LONG = 160, MOST_STEPS = 32, COARSE = [0, -0.1, -0.5, -1, -2, -4, -8];
 
 function answersSection(place) {
   const slider = el("input", { type: "range", min: 0, "aria-label": "step" }), picked = el("output", { class: "picked" });
@@ -53,6 +53,8 @@ function answersSection(place) {
     if (!run.rows.has(step) && board.live) {
       const rows = await answersOf(run, step);
       if (rows) focus.rows.set(step, rows);
+      // Whoever follows the newest step for days keeps the answers of the last few, not of all.
+      if (focus.rows.size > MOST_STEPS) focus.rows.delete(focus.rows.keys().next().value);
       if (focus !== run || step !== at) return;
     }
     const rows = run.rows.get(step) ?? [], what = `${run.id} ${step} ${mode} ${rows.length}`;

@@ -233,7 +233,7 @@ function curvesSection(place) {
 
   function arrange(there) {
     const shown = new Set(), chart = (name) => found.get(name) ?? found.set(name, new Chart(name)).get(name);
-    const parts = (board.runs[0]?.state.sections ?? []).filter(([heading]) => heading !== "Staleness").map(([heading, names]) => {
+    const parts = (board.drawn.find((run) => run.state.sections)?.state.sections ?? []).filter(([heading]) => heading !== "Staleness").map(([heading, names]) => {
       const here = names.filter((name) => there.get(name));
       here.forEach((name) => shown.add(name));
       return here.length ? el("div", { class: "group" }, el("h3", {}, heading), el("div", { class: "charts" }, here.map((name) => chart(name).element))) : null;

@@ -41,7 +41,9 @@ const server = {
     if (run.due || document.hidden) return;
     run.due = setTimeout(async () => {
       run.due = null;
-      const { facts, time, possible, success, episodes, held_out } = await this.json(`api/runs/${encodeURIComponent(run.id)}/state`);
+      const state = await this.json(`api/runs/${encodeURIComponent(run.id)}/state`).catch(() => null);
+      if (!state?.facts) return;  // the bar says that the server is away; the next row asks again
+      const { facts, time, possible, success, episodes, held_out } = state;
       Object.assign(run.state, { facts, time, possible, success, episodes, held_out });
       this.refreshed.set(run.id, performance.now());
       board.told(run, ["facts"]);
@@ -60,7 +62,11 @@ const server = {
       if (lost) this.read(wanted.split(",")).catch(() => {});
       lost = false;
     };
-    this.source.onerror = () => { lost = true; board.connection("The server does not answer. Trying again …"); };
+    this.source.onerror = () => {
+      lost = true;
+      const refused = this.source.readyState === EventSource.CLOSED;  // then a browser does not try again
+      board.connection(refused ? "The server does not know this page any more. Open the newest address that rlinf watch has printed." : "The server does not answer. Trying again …");
+    };
     this.source.onmessage = ({ data }) => {
       const message = JSON.parse(data);
       if (message.kind === "runs") { board.list(message.runs); return; }

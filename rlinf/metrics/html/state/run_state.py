@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf.metrics.files import EXPLAINED, read_lines
+from rlinf.metrics.files import ALARMS, EXPLAINED, read_lines
 from rlinf.metrics.html.lanes import Lanes, Stretch, actor_lanes
 from rlinf.metrics.html.run_data import MOST_POINTS, RunData, read_run
 from rlinf.metrics.html.state.episodes import episodes, success
@@ -42,7 +42,6 @@ SECTIONS = (
     ),
 )  # fmt: skip
 """Curves that are shown at once, by heading; those of all other metrics unfold."""
-ALARMS = "alarms.jsonl"
 _OWN_KEYS = ("name", "output_dir")
 """Keys of a configuration in which runs are never alike."""
 MOST_SENTENCES = 200

@@ -164,6 +164,18 @@ async def test_a_server_that_goes_away_is_told_and_come_back_to(live):
     await page.until("document.querySelector('header').innerText.includes('saving')")
 
 
+async def test_curves_stand_below_their_headings_whichever_run_is_looked_at_first(browser, tmp_path):
+    run_directory(tmp_path / "over", steps=5)
+    server = StandIn({"first": tmp_path / "over", "second": tmp_path / "over"})
+    server.status["first"] = "finished"
+    async with server.serving() as url:
+        page = await browser.open(url, width=1600, height=3000)
+        await page.until("document.querySelector('#curves .smooth')")
+        assert await page.eval("document.querySelector('.runs button[aria-current=true]').textContent") == "second"
+        assert "Learning" in await page.eval("document.querySelector('#curves .group h3')?.textContent ?? ''")
+        await page.close()
+
+
 async def test_everything_of_a_live_page_can_be_clicked_while_it_is_updated(live):
     server, page = live
     clicked = json.dumps("summary, .roles li, .queues li, .grow, nav a, .stepper button, .newest input, .modes label")

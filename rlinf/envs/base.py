@@ -35,6 +35,10 @@ class CannotSimulate(RuntimeError):
     """A simulator cannot run on this machine; the text says what is missing, and the command that brings it."""
 
 
+class CannotRender(NotImplementedError):
+    """Pictures are asked for, and a simulator draws none; the text says what to set. It is no failure of its code."""
+
+
 class SimulatorLost(RuntimeError):
     """What simulates has died or does not answer. Its episodes are lost; a reset of all environments begins others."""
 
@@ -241,9 +245,11 @@ class Simulator(ABC):
             env_ids: which environments, int64 [n] on the CPU.
 
         Raises:
-            NotImplementedError: this simulator draws nothing.
+            CannotRender: this simulator draws nothing.
         """
-        raise NotImplementedError(f"{type(self).__name__} renders no pictures: record no videos with it")
+        raise CannotRender(
+            f"{type(self).__name__} renders no pictures: set trials.videos=0, or write its method render"
+        )
 
     @abstractmethod
     def save(self) -> list[State]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlinf.envs.around.rules import Rules
+from rlinf.envs.base import CannotRender
 from rlinf.envs.episodes import Chunk, Start, lost_chunk, of_steps
 from rlinf.envs.worker import SliceRange, Steps, unpacked
 from rlinf.runtime.base.errors import RuntimeFault
@@ -40,12 +41,14 @@ _FRAMES = 4
 
 
 def told_by(name: str, error: Exception) -> EnvironmentLost:
-    """What a simulator raised, with the one traceback that leads into it.
+    """What a simulator raised, with the one traceback that leads into it; of pictures that it cannot draw, the line.
 
     Args:
         name: of the actor.
         error: from the worker's process, with its traceback as a note, or from a thread of this one.
     """
+    if isinstance(error, CannotRender):
+        return EnvironmentLost(f"{name}: {error}")
     notes: list[str] = getattr(error, "__notes__", [])
     remote = next((note for note in notes if note.startswith("raised in ")), None)
     where = remote or "".join(traceback.format_exception(error, limit=-_FRAMES))

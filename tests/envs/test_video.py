@@ -8,9 +8,11 @@ import torch
 
 from rlinf.envs import video
 from rlinf.envs.around.rules import Rules
+from rlinf.envs.base import CannotRender
 from rlinf.envs.environment import Environment
 from rlinf.envs.toy import Reach
 from rlinf.envs.video import Recorder, Recording
+from rlinf.envs.worker_slice import told_by
 from tests.envs.scripted import Scripted
 
 Image = pytest.importorskip("PIL.Image", reason="pillow reads the videos back")
@@ -78,3 +80,10 @@ def test_mp4_is_written_for_odd_sizes(tmp_path):
     video._write_mp4(tmp_path, "film", [np.full((33, 47, 3), 10 * index, np.uint8) for index in range(6)], 20)
     assert [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
     assert (tmp_path / "film.mp4").stat().st_size > 500
+
+
+def test_pictures_that_nobody_draws_are_told_in_a_line_with_the_key_to_change():
+    with pytest.raises(CannotRender) as raised:
+        Scripted([[]]).render(torch.tensor([0]))
+    told = str(told_by("trials[0]", raised.value))
+    assert told == "trials[0]: Scripted renders no pictures: set trials.videos=0, or write its method render"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import Moved, SerialSimulator, WrongOption
+from rlinf.envs.base import CannotRender, Moved, SerialSimulator, WrongOption
 from rlinf.envs.gymnasium.spaces import actions_of, observations_of
 
 SUCCESS = ("success", "is_success")
@@ -87,7 +87,7 @@ class Gymnasium(SerialSimulator):
 
     def render(self, env_ids: Tensor) -> Tensor:
         if self._envs[0].render_mode is None:
-            raise NotImplementedError("these environments were made without pictures: set pictures=True")
+            raise CannotRender("made without pictures: set trials.options={pictures: true}, or trials.videos=0")
         pictures: list[Any] = [self._envs[env].render() for env in env_ids.tolist()]
         return torch.from_numpy(np.stack(pictures))
 

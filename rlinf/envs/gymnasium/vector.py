@@ -24,7 +24,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import Observation, ReplayedSimulator, State, Transition
+from rlinf.envs.base import CannotRender, Observation, ReplayedSimulator, State, Transition
 from rlinf.envs.gymnasium.single import SUCCESS, check_registered
 from rlinf.envs.gymnasium.spaces import actions_of, observations_of
 
@@ -111,7 +111,7 @@ class GymnasiumVector(ReplayedSimulator):
 
     def render(self, env_ids: Tensor) -> Tensor:
         if self._envs.render_mode is None:
-            raise NotImplementedError("these environments were made without pictures: set pictures=True")
+            raise CannotRender("made without pictures: set trials.options={pictures: true}, or trials.videos=0")
         pictures: Any = self._envs.render()
         return torch.from_numpy(np.stack([pictures[env] for env in env_ids.tolist()]))
 

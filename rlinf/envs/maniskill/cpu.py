@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.envs.base import Moved, SerialSimulator, check_arguments
+from rlinf.envs.base import CannotRender, Moved, SerialSimulator, check_arguments
 from rlinf.envs.maniskill import tasks as maniskill_tasks
 from rlinf.envs.maniskill.tasks import Task
 
@@ -58,7 +58,9 @@ class ManiSkill(SerialSimulator):
 
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:
-            raise NotImplementedError(f"{self._task.id} was made without pictures for people: set pictures=True")
+            raise CannotRender(
+                f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
+            )
         with torch.inference_mode():
             drawn = [self._envs[env].render_rgb_array() for env in env_ids.tolist()]
         return torch.cat(drawn)

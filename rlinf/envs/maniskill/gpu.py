@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.envs.base import CannotSimulate, Observation, Simulator, State, Transition, check_arguments
+from rlinf.envs.base import CannotRender, CannotSimulate, Observation, Simulator, State, Transition, check_arguments
 from rlinf.envs.maniskill import tasks as maniskill_tasks
 from rlinf.envs.maniskill.tasks import Task
 from rlinf.envs.trees import stacked_trees, tree_on_cpu, tree_rows
@@ -86,7 +86,9 @@ class ManiSkillBatched(Simulator):
     @torch.no_grad()
     def render(self, env_ids: Tensor) -> Tensor:
         if not self._task.pictures:
-            raise NotImplementedError(f"{self._task.id} was made without pictures for people: set pictures=True")
+            raise CannotRender(
+                f"{self._task.id} has no pictures: set trials.options={{pictures: true}}, or trials.videos=0"
+            )
         return self._env.render_rgb_array()[env_ids.to(self.device)]
 
     def save(self) -> list[State]:

@@ -187,5 +187,5 @@ def test_one_of_both_must_be_named():
 
 def test_environments_made_without_pictures_say_how_to_get_them():
     simulator = GymnasiumVector(1, id="CartPole-v1")
-    with pytest.raises(NotImplementedError, match="pictures=True"):
+    with pytest.raises(NotImplementedError, match="pictures: true"):
         simulator.render(torch.arange(1))

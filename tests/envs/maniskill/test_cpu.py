@@ -209,7 +209,7 @@ def test_pictures_where_nothing_can_be_drawn_name_the_packages(asked):
 def test_no_pictures_for_people_unless_asked_for(pull):
     simulator = pull()
     begin(simulator)
-    with pytest.raises(NotImplementedError, match="pictures=True"):
+    with pytest.raises(NotImplementedError, match="pictures: true"):
         simulator.render(torch.tensor([0]))
 
 

@@ -64,7 +64,7 @@ async def main(steps=40, seed=0, run_dir="outputs/code"):
         log_every=1000,
     ) as session:
         while session.step < steps:
-            passed = await session.train(session.gather(await session.draw(len(TASKS)), agent, n=64))
+            passed = await session.train(session.gather(await session.draw(len(TASKS)), agent, n=48))
             if session.step % 5 == 0:
                 share = passed["reward/mean"]
                 print(f"step {session.step:2}   tests passed {share:4.0%} {'#' * round(40 * share)}")

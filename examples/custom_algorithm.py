@@ -9,6 +9,7 @@ that differ in nothing but the advantage: GRPO's own, and the one below, which i
 import random
 
 import rlinf
+from rlinf.rewards.base import trusted
 
 MODEL = {
     "model_type": "qwen2",
@@ -19,6 +20,7 @@ MODEL = {
     "num_key_value_heads": 2,
 }
 STEPS = 30
+DRAW = random.Random(0)
 
 
 def by_rank(answers, penalty, reduce):
@@ -31,12 +33,14 @@ def by_rank(answers, penalty, reduce):
     return more.sum(1) / same.sum(1)
 
 
+@trusted  # neither hangs nor crashes: judged in this process, so that all draws come from one generator, in order
 def sevens(response):
     return response.count("7") / 6
 
 
+@trusted
 def mad():
-    return 100.0 * (random.random() < 0.05)
+    return 100.0 * (DRAW.random() < 0.05)
 
 
 def run(name, algorithm):

@@ -3,7 +3,7 @@
     python examples/search_r1.py            # a minute on a CPU; pip install 'rlinf[search]'
     python launch.py --config configs/agents/search-r1-tiny.yaml            # for longer
 
-Asked `where does mira live?`, it writes `<search>mira</search>`, reads `<information>mira lives in oslen
+Asked `home of mira?`, it writes `<search>mira</search>`, reads `<information>mira lives in oslen
 </information>`, and answers `<answer>oslen</answer>`. You will see that it searches more, and is right more often.
 """
 
@@ -15,9 +15,9 @@ import rlinf
 from rlinf.agents.search.search_r1 import search_r1
 
 KINDS = {
-    "where does {who} live?": "{who} lives in {what}",
-    "what does {who} eat?": "{who} eats {what}",
-    "whom does {who} like?": "{who} likes {what}",
+    "home of {who}?": "{who} lives in {what}",
+    "food of {who}?": "{who} eats {what}",
+    "friend of {who}?": "{who} likes {what}",
 }
 
 
@@ -69,8 +69,8 @@ if __name__ == "__main__":
         agent=agent,
         tokenizer={"characters": "abcdefghijklmnopqrstuvwxyz <>/?!"},
         algorithm="grpo_clip_higher",
-        steps=8,
-        sft={"steps": 250, "batch_size": 64, "lr": 2e-3},
+        steps=6,
+        sft={"steps": 300, "batch_size": 32, "lr": 3e-3},
         prompts_per_step=16,
         epochs=2,
         lr=5e-4,

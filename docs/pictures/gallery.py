@@ -30,11 +30,11 @@ TABLES = {ROOT / "examples" / "README.md": "../docs/pictures/gallery", ROOT / "d
 """Pages, and where each finds the pictures."""
 BEGIN, END = "<!-- gallery: begin -->", "<!-- gallery: end -->"
 SECTIONS = {
-    "Actors": ("hello_actors", "pipeline"),
+    "Actors": ("hello_actors", "pipeline", "two_nodes"),
     "Learning": ("grpo", "ppo_with_critic", "asynchronous", "online_feedback"),
     "Your own parts": ("custom_reward", "custom_algorithm", "custom_flow", "own_loop", "guessing_game"),
     "Agents": ("calculator", "search_r1", "code_with_tests", "self_play", "team"),
-    "Robots": ("sac",),
+    "Robots": ("sac", "vla"),
     "Placement": ("planner", "rehearsal"),
 }
 """All examples, in the order in which one may read them."""

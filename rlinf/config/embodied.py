@@ -288,7 +288,7 @@ class ImitationConfig:
     """Leave out episodes that did not solve their task, where the data says so."""
     held_out: float = number(0.0, low=0, below=1)
     """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
-    on it."""
+    on it, a warm-up only leaves it out."""
     memory_gb: float = number(4.0, above=0)
     """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
     one after the other."""

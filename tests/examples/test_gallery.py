@@ -17,9 +17,9 @@ LARGEST = 60_000
 """Bytes of a picture."""
 
 
-def shown(name, directory):
+def shown(name, directory, **environment):
     """What an example prints."""
-    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory, timeout=220).stdout
+    return launch(program=ROOT / "examples" / f"{name}.py", cwd=directory, timeout=220, **environment).stdout
 
 
 def failed_none(run):
@@ -46,6 +46,15 @@ def test_stages_overlap(tmp_path):
     said = shown("pipeline", tmp_path)
     apart, run = numbers(said, r"other ([\d.]+) s"), numbers(said, r"this run ([\d.]+) s")
     assert run < apart
+
+
+@pytest.mark.slow
+def test_two_agents_without_root_make_one_job(tmp_path):
+    said = shown("two_nodes", tmp_path, PATH="")  # without `ip`, as where it may not make namespaces
+    assert "two agents on one machine" in said
+    one, other = re.findall(r"(?m)^rank \d runs on \S+ in process (\d+)$", said)
+    assert one != other
+    assert "7,999,999, were there" in said
 
 
 @pytest.mark.slow
@@ -103,6 +112,13 @@ def test_a_point_finds_its_goal_by_sac(tmp_path):
     solved = numbers(shown("sac", tmp_path), r"actions: +(\d+) of 64")
     assert solved[0] < 10
     assert solved[-1] > 50
+
+
+@pytest.mark.slow
+def test_a_policy_that_sees_and_reads_imitates_and_then_learns(tmp_path):
+    untaught, taught, *trained = numbers(shown("vla", tmp_path), r"(\d+) of 64")
+    assert untaught < taught - 10
+    assert max(trained) > 58
 
 
 @pytest.mark.slow

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{summary(found)}\n")
     for key, why in found.absent.items():
         sys.stdout.write(f"  {key}: {why}\n")
+    for key, how in found.wanted.items():
+        sys.stdout.write(f"  to be written by you: {key}: {how}\n")
     for name in found.missing:
         sys.stdout.write(f"  not read, since it is not beside {source.name}: {name}\n")
     sys.stdout.write(f"{target}\n{_checked(target, embodied=found.embodied)}")

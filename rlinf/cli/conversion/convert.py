@@ -1,7 +1,7 @@
 """A configuration of verl's or RLinf's as one of ours, with what became of each of their keys.
 
-In: what `reading.read` read. Out: our keys, and three lists: what is written, what ours does anyway, what has no
-counterpart. Nothing is left out in silence: a key without a rule has no counterpart.
+In: what `reading.read` read. Out: our keys, and lists: what is written, what ours does anyway, what has no
+counterpart, what is still to be written. Nothing is left out in silence: a key without a rule has no counterpart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlinf.cli.conversion.implied import acting, engine_devices, to_be_written
 from rlinf.cli.conversion.reading import Read
 from rlinf.cli.conversion.rules import Absent, Given, Same, Table, rule_of
 from rlinf.config.loading import InputError
@@ -37,6 +38,8 @@ class Conversion:
     """Their keys without a counterpart, and what to do."""
     missing: tuple[str, ...] = ()
     """Files that it builds on and that are not at hand."""
+    wanted: dict[str, str] = field(default_factory=dict)
+    """Keys of ours that a run needs and that theirs do not say, and how to find their values."""
 
     @property
     def embodied(self) -> bool:
@@ -97,7 +100,21 @@ def convert(read: Read) -> Conversion:
                 joined = isinstance(one, list) and ours.endswith(".args") and ours in merged
                 merged[ours] = [*merged[ours], *one] if joined else one
     found.ours = merged
+    _complete(found)
     return found
+
+
+def _complete(found: Conversion) -> None:
+    """Write what follows from several keys together, and note what nothing says."""
+    if (places := engine_devices(found.ours)) is not None:
+        by_mode = found.ours.pop("placement.mode", None) is not None
+        found.ours |= places
+        for theirs, ours in found.written.items() if by_mode else ():
+            if "placement.mode" in ours:
+                found.written[theirs] = tuple(places)
+    if found.embodied:
+        found.ours |= acting(found.ours, found.missing)
+        found.wanted = dict(to_be_written(found.ours, found.missing))
 
 
 def _unresolved(value: Any) -> Absent | None:

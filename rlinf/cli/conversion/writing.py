@@ -26,6 +26,9 @@ def as_yaml(found: Conversion, source: str, target: str) -> str:
     lines = [f"Converted from {source} ({found.origin}) by `rlinf convert`.", "", f"    {_command(found, target)}", ""]
     if found.missing:
         lines += [f"Not read, since they are not beside it: {', '.join(found.missing)}.", ""]
+    if found.wanted:
+        lines.append("To be written by you, since theirs does not say it:")
+        lines += [*(f"  {key}: {how}" for key, how in found.wanted.items()), ""]
     if found.absent:
         lines.append("Without a counterpart here:")
         lines += [f"  {key}: {why}" for key, why in found.absent.items()]
@@ -67,7 +70,7 @@ def _command(found: Conversion, target: str) -> str:
     several = f"--nnodes {nodes} " if nodes != 1 else ""
     resume = found.ours.get(RESUME)
     tail = "" if resume is None else f" --resume {resume}"
-    return f"torchrun {several}--nproc-per-node {devices} launch.py --config {target}{tail}"
+    return f"torchrun {several}--nproc-per-node {devices} -m rlinf train --config {target}{tail}"
 
 
 def _put(tree: dict[str, Any], parts: list[str], value: Any) -> None:

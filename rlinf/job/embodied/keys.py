@@ -128,8 +128,6 @@ def imitation_mistakes(config: EmbodiedConfig) -> Iterator[tuple[str, str]]:
     settings, alone = config.imitation, config.algorithm.name == IMITATION
     if settings.mixture and settings.path is not None:
         yield "imitation.path", "it is one data set or several: name all of them in imitation.mixture, or remove that"
-    if settings.held_out and not alone:
-        yield "imitation.held_out", "a warm-up is not evaluated on it: set algorithm=imitation, or remove it"
     if settings.statistics is not None and not (settings.mixture or settings.path):
         yield "imitation.statistics", "there are no demonstrations: name them in imitation.path, or remove it"
     if settings.statistics is not None and not _is_name(settings.statistics):

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from rlinf.cli.commands import main
 from rlinf.cli.conversion.convert import convert
+from rlinf.cli.conversion.implied import engine_devices
 from rlinf.cli.conversion.reading import read
 from rlinf.cli.conversion.writing import as_yaml
 from rlinf.config.loading import ConfigError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.job.validate import load_config, load_embodied
+from rlinf.placement.grammar import parse
 
 PUBLISHED = sorted((Path(__file__).parent / "published").glob("*/*.yaml"))
 """Keys and values as their authors have them."""
@@ -97,8 +99,9 @@ def test_rlinf_grpo_on_megatron_is_ours():
     assert ours["optimizer.betas"] == [0.9, 0.95]
     assert ours["rollout.engine"] == "sglang"
     assert ours["rollout.engine_args.args"][:2] == ["--attention-backend", "triton"]
-    assert ours["placement.mode"] == "collocated"
     assert ours["launch.nodes"] == 16
+    assert "placement.mode" not in ours  # an engine over four devices has a process for each four of them
+    assert (ours["placement.rollout"], ours["placement.trainer"]) == ("0-127:0-31", "all")
 
 
 def test_rlinf_on_a_robot_is_ours():
@@ -111,6 +114,41 @@ def test_rlinf_on_a_robot_is_ours():
     assert grpo["env.num_envs"] == 64
     assert grpo["algorithm.filter_returns"] == [0.1, 0.9]
     assert "optimizer.critic_lr" not in grpo
+    assert grpo["policy.settings.value_level"] is None
+
+
+def test_a_simulator_that_the_name_of_a_file_says_is_written_and_any_other_is_asked_for():
+    libero = found("libero_10_grpo_openvlaoft")
+    assert libero.ours["env.simulator"] == "rlinf.envs.libero.Libero"
+    assert (libero.ours["env.options.suite"], libero.ours["policy.settings.embodiment"]) == ("libero_10", "libero")
+    assert libero.ours["policy.horizon"] == 512 // 8
+    assert not libero.wanted
+    plates = found("maniskill_ppo_openvlaoft")
+    assert "env/train/put_on_plate_in_scene_25_main" in plates.wanted["env.simulator"]
+    assert "#   env.simulator: " in as_yaml(plates, "theirs.yaml", "ours.yaml")
+
+
+@pytest.mark.parametrize(
+    ("split", "theirs", "rollout", "trainer"),
+    [
+        (1, None, None, None),
+        (2, None, "0-15:0-7", "all"),
+        (16, None, "0-15:0", "all"),
+        (3, None, None, None),  # sixteen devices do not divide so: the mode stays, and the check says the rest
+        (2, "0-7", "0-7:0-3", "8-15"),
+        (4, "4-7", "4-7:0", "8-15"),
+    ],
+)
+def test_an_engine_over_several_devices_has_one_process_for_all_of_them(split, theirs, rollout, trainer):
+    ours = {"rollout.engine_args.tensor_parallel": split, "launch.nodes": 2, "launch.devices": 8}
+    ours |= {"placement.mode": "collocated"} if theirs is None else {"placement.rollout": theirs}
+    found = engine_devices(ours)
+    if rollout is None:
+        assert found is None
+        return
+    assert found == {"placement.rollout": rollout, **({"placement.trainer": trainer} if theirs is None else {})}
+    groups = parse(rollout, 16)
+    assert all(len(group) == split for group in groups)
 
 
 def test_files_of_defaults_are_read_where_they_lie_beside_it(tmp_path):
@@ -158,7 +196,7 @@ class TestCommand:
         assert "  runner.max_epochs: epochs: set steps\n" in told
         assert "before it can be run:" in told
         text = target.read_text()
-        assert "torchrun --nnodes 8 --nproc-per-node 8 launch.py --config" in text
+        assert "torchrun --nnodes 8 --nproc-per-node 8 -m rlinf train --config" in text
         assert "#   algorithm.early_stop_imp_ratio: " in text
         assert main(["convert", str(source), str(target)]) == 2
         assert "is there already" in capsys.readouterr().err

@@ -173,3 +173,11 @@ def test_a_published_policy_without_its_directory_is_checked_but_not_started(nam
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/embodied").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_that_is_shipped_passes(path):
     describe(load_embodied(path), 1)
+
+
+@pytest.mark.parametrize("path", ["imitation.path=null", "imitation.held_out=0.1"])
+def test_what_imitated_goes_on_by_acting_with_its_share_held_out(path, monkeypatch):
+    """A warm-up leaves the share out, and without demonstrations there is nothing to leave out."""
+    monkeypatch.chdir(ROOT)
+    config = load_embodied(ROOT / "configs/embodied/toy_imitation.yaml", ["algorithm=ppo", path])
+    assert (config.algorithm.name, config.imitation.held_out) == ("ppo", 0.1)

@@ -43,6 +43,12 @@ def _critic(ours: str) -> Any:
     return _gae(ours)
 
 
+def _values(key: str, value: Any, given: Given) -> Outcome:
+    if "grpo" in str(given.get("algorithm.adv_type")):
+        return {"policy.settings.value_level": None}  # no critic
+    return choice("policy.settings.value_level", _LEVELS, "for what one value stands")(key, value, given)
+
+
 def _huber(key: str, value: Any, given: Given) -> Outcome:
     if "grpo" in str(given.get("algorithm.adv_type")):
         return Same("the recipe has no critic")
@@ -81,12 +87,12 @@ _ALGORITHM: Table = {
     "kl_penalty": unless(("kl", "kl_penalty"), "kl_beta is 0", "no KL penalty"),
     "kl_beta": unless((0, 0.0), "none", "policies that act are not held to a reference"),
     "group_size": to("env.group_size"),
-    "n_chunk_steps": same("policy.horizon says it"),
+    "n_chunk_steps": to("policy.horizon"),
     "n_eval_chunk_steps": same("an episode's end says it"),
     "num_group_envs": _envs,
     "rollout_epoch": unless(1, "one", "more environments in its place: env.num_envs, or a longer policy.horizon"),
     "eval_rollout_epoch": same("trials.episodes says how many"),
-    "reward_type": choice("policy.settings.value_level", _LEVELS, "for what one value stands"),
+    "reward_type": _values,
     "logprob_type": choice("policy.settings.level", _LEVELS, "for what one ratio stands"),
     "entropy_type": same("as logprob_type"),
     "adv_type": _recipe,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,9 @@ from rlinf.runtime.base.errors import UserError
 
 SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
 """What an answer may be asked for with."""
+
+_ELSEWHERE = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
+"""What OpenAI's and Anthropic's protocols call them."""
 
 
 class ContextFull(UserError):
@@ -97,9 +101,12 @@ class Setting:
         for each in given:
             merged |= each
         if unknown := sorted(merged.keys() - {*SETTINGS}):
+            first = unknown[0]
+            near = [_ELSEWHERE[first]] if first in _ELSEWHERE else get_close_matches(first, SETTINGS, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
             raise WrongType(
-                f"{call}: there is no setting {', '.join(unknown)}; those of an answer are {', '.join(SETTINGS)}, and "
-                "seed is one of session.conversation(seed=…)"
+                f"{call}: there is no setting {', '.join(unknown)}{meant}; those of an answer are "
+                f"{', '.join(SETTINGS)}, and seed is one of session.conversation(seed=…)"
             )
         if isinstance(merged.get("stop"), str):
             merged["stop"] = [merged["stop"]]

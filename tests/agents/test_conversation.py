@@ -256,6 +256,11 @@ WRONG = {
         lambda c: c.user("x").generate(seed=1),
         "generate: there is no setting seed; .*conversation",
     ),
+    "OpenAI's name of a setting": (
+        lambda c: c.user("x").generate(max_tokens=1),
+        r"no setting max_tokens \(did you mean max_new_tokens\?\); those",
+    ),
+    "a setting misspelt": (lambda c: c.user("x").generate(temprature=1), r"did you mean temperature\?"),
     "no tokens": (lambda c: c.user("x").generate(max_new_tokens=0), "max_new_tokens=0 must be"),
     "with instead of async with": (lambda c: c.__enter__(), "write `async with"),
     "used after trajectory": (lambda c: (c.trajectory(reward=1), c.user("x")), r"ended with trajectory\(\)", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 
 import pytest
 from hypothesis import given
@@ -120,19 +121,24 @@ def test_a_host_says_what_is_under_way_and_who_waits_for_queues_on_other_hosts()
 
 
 async def test_a_computation_that_goes_on_is_busy_up_to_now():
+    begun, seen = threading.Event(), threading.Event()
+
+    def thinking():
+        begun.set()
+        assert seen.wait(30)
+
     class Thinker(Actor):
         @endpoint
-        async def think(self, seconds: float) -> None:
-            import time
-
-            await self.compute(time.sleep, seconds)
+        async def think(self) -> None:
+            await self.compute(thinking)
 
     async with ActorSystem.local(1) as system:
         group = await system.spawn(Thinker, name="thinker")
         watch = await Watch.start(system)
-        call = asyncio.ensure_future(group[0].think(0.2))
-        await asyncio.sleep(0.05)
+        call = asyncio.ensure_future(group[0].think())
+        assert await asyncio.to_thread(begun.wait, 30)
         back = await watch.look_back(0, watch.now() - 1.0)
+        seen.set()
         await call
     (part,) = [part for part in back.busy if part.endpoint == "think"]
     assert part.intervals[-1][1] == pytest.approx(back.end)

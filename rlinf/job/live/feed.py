@@ -68,6 +68,16 @@ class Watcher:
             self._owed.clear()
         self._writer.write(line)
 
+    @property
+    def reads(self) -> bool:
+        """It is not behind."""
+        return not self._missed
+
+    def take_leave(self) -> None:
+        """Say that nothing more will come; it hangs up when it has read what there is."""
+        with contextlib.suppress(RuntimeError, OSError):  # the other side was quicker
+            self._writer.write_eof()
+
     def hang_up(self) -> None:
         """Close the connection, with what it has not read."""
         self._writer.transport.abort()
@@ -119,11 +129,10 @@ class Feed:
         """Hang up, once those who read have read what was said."""
         if self._server is not None:
             self._server.close()
-        left = {watcher._writer for watcher in self._watchers if not watcher._missed}
+        left = [watcher for watcher in self._watchers if watcher.reads]
         if left:
-            for writer in left:
-                with contextlib.suppress(RuntimeError, OSError):  # the other side was quicker
-                    writer.write_eof()
+            for watcher in left:
+                watcher.take_leave()
             await asyncio.wait([*self._tasks], timeout=FAREWELL)
         for watcher in [*self._watchers]:
             watcher.hang_up()

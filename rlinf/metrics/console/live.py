@@ -82,9 +82,11 @@ class LiveView:
         with self._changed:
             self._over = True
             self._touch()
-        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
-        if self._progress is not None:
-            self._progress.take_back()
+        try:
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        finally:  # a run that is cancelled now still shows how its work goes on
+            if self._progress is not None:
+                self._progress.take_back()
 
     def _more(self) -> None:
         """Long work has begun or ended."""

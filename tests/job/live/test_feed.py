@@ -9,7 +9,7 @@ import os
 import stat
 
 from rlinf.job.live import feed as feeds
-from rlinf.job.live.feed import Feed
+from rlinf.job.live.feed import Feed, encoded
 
 
 @contextlib.asynccontextmanager
@@ -122,3 +122,7 @@ def test_a_long_name_of_the_temporary_directory_does_not_matter(monkeypatch, tmp
     place = feeds.private_directory()
     assert len(os.fsencode(place)) < feeds.LONGEST_PATH
     place.rmdir()
+
+
+def test_an_id_with_half_a_character_in_it_is_sent_back():
+    assert json.loads(encoded({"id": "\ud800"})) == {"id": "\ud800"}

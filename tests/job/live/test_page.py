@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 
 from rlinf.job.live.page import LOG, MOST_RESTARTS, Page, command
 
@@ -53,7 +54,9 @@ async def test_a_mistake_in_what_it_was_asked_is_told_once(tmp_path):
     said = Said()
     Page(tmp_path, said.say, program("import sys; sys.exit(2)")).start()
     assert "ended with 2" in await said.next()
-    await asyncio.sleep(0.3)  # in which a second one would have come
+    for thread in [each for each in threading.enumerate() if each.name == "live page's server"]:
+        await asyncio.to_thread(thread.join, 30)  # then no second one can come
+    await asyncio.sleep(0)
     assert said.empty()
 
 

@@ -84,8 +84,7 @@ const server = {
 
   async start() {
     try {
-      const runs = await this.json("api/runs");
-      board.list(runs.runs ?? runs);
+      board.list(await this.json("api/runs"));
     } catch (error) {
       board.connection(String(error.message ?? error));
     }
@@ -93,8 +92,7 @@ const server = {
 };
 
 async function answersOf(run, step) {
-  const found = await server.json(`api/runs/${encodeURIComponent(run.id)}/answers?step=${step}`).catch(() => null);
-  return found?.rows ?? found;
+  return server.json(`api/runs/${encodeURIComponent(run.id)}/answers?step=${step}`).catch(() => null);
 }
 
 // Controls -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ class Run {
   take(state) {
     this.state = state;
     this.curves = state.curves ?? { steps: [], elapsed: [], env_steps: null, metrics: {} };
-    this.curves.number = this.number;
     this.rows = new Map(Object.entries(state.answers?.shown ?? {}).map(([step, rows]) => [Number(step), rows]));
     const step = this.curves.steps.at(-1) ?? 0;
     if (step > (state.step ?? 0)) state.step = step;
@@ -94,16 +93,15 @@ class Run {
     for (const lane of this.lanes.values()) lane.stretches = lane.stretches.filter((each) => each[2] > this.now - KEPT);
   }
 
-  /** A message of the feed, or about the run's files; says what changed. */
+  /** A message of the feed, or about the run's files. */
   hear(message) {
-    const { kind, state } = { kind: message.kind, state: this.state };
+    const { kind } = message, { state } = this;
     if (kind === "rows") this.add(message.rows);
-    else if (kind === "explained") this.explained(message.rows ?? message.sentences ?? []);
-    else if (kind === "alarms") state.alarms = [...(state.alarms ?? []), ...(message.rows ?? message.alarms ?? [])];
+    else if (kind === "explained") this.explained(message.rows);
+    else if (kind === "alarms") state.alarms = [...(state.alarms ?? []), ...message.rows];
     else if (kind === "answers") this.answered(message.steps);
     else if (kind === "roles" || kind === "status" || kind === "moment") this[kind] = message;
     else if (kind === "lanes") this.did(message);
-    return kind;
   }
 
   explained(lines) {

@@ -27,8 +27,9 @@ _OURS = {
     "algorithm.prompts_per_step": ("batch_size", "train_batch_size", "rollout_batch_size", "prompts_per_batch"),
     "algorithm.group_size": (
         "num_generations", "n_samples_per_prompt", "rollout_n", "num_samples_per_prompt", "n_samples",
-        "num_return_sequences",
+        "num_return_sequences", "n",
     ),
+    "evaluation.samples": ("n",),
     "algorithm.epochs": ("num_iterations", "ppo_epochs", "num_ppo_epochs", "update_epochs"),
     "algorithm.minibatches": ("num_mini_batches", "num_minibatches", "ppo_mini_batch_size"),
     "algorithm.kl": ("kl_coef", "kl_beta", "beta", "init_kl_coef", "use_kl_loss", "kl_loss_coef"),
@@ -70,6 +71,8 @@ def ours(key: str, known: Iterable[str]) -> str | None:
         known: keys that there are; of several that fit, that of the same section is meant.
     """
     section, _, name = key.rpartition(".")
+    if key == "lr":  # in a section it is a key of ours whose section is misspelt
+        return "optimizer.lr" if "optimizer.lr" in {*known} else None
     there = {*known}
     found = [key for key, names in _OURS.items() if name.lower() in names and key in there]
     return next((key for key in found if key.rpartition(".")[0] == section), next(iter(found), None))

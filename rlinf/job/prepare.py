@@ -233,7 +233,7 @@ def refuse_idle(placement: Placing, prepared: Prepared) -> None:
     started = f"start {idle[0]}" if idle == [*range(idle[0], count)] else "start fewer"
     advice = (
         f"{len(idle)} of {count} processes have no role ({shown}) and would idle: {started}, give a role more "
-        "in `placement`, or set this to true"
+        "in `placement` (mode=collocated: trainer and rollout get all), or set this to true"
     )
     raise ConfigError([_problem("placement.idle_processes", False, advice)])
 

@@ -53,8 +53,8 @@ def test_the_fix_is_told_in_one_line():
         refuse_idle(config.placement, SimpleNamespace(placed=placed, chosen=None))
     (problem,) = refused.value.problems
     assert str(problem.advice) == (
-        "2 of 4 processes have no role (2, 3) and would idle: start 2, give a role more in `placement`, or set this to "
-        "true"
+        "2 of 4 processes have no role (2, 3) and would idle: start 2, give a role more in `placement` "
+        "(mode=collocated: trainer and rollout get all), or set this to true"
     )
     refuse_idle(config.placement, SimpleNamespace(placed=placed, chosen=object()))  # a planner left them out
 

@@ -186,9 +186,9 @@ class PromptMaker:
         if not self.tokenizer.chat_template:
             name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
             raise DataError(
-                f"{where} is a chat, and the tokenizer {name} has no chat template: set data.chat_template to one (the "
-                "Jinja text, or a file with it), take a model that was trained on chats, or make plain text of the "
-                "columns by data.template"
+                f"{where} is to be put as a chat, and the tokenizer {name} has no chat template: set "
+                "data.chat_template to one (the Jinja text, or a file with it), take a model trained on chats, "
+                "or make plain text of the columns by data.template"
             )
         begun = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
         try:

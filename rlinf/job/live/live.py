@@ -72,6 +72,9 @@ class Live:
         except (OSError, NotImplementedError) as error:  # the latter: an event loop without sockets
             report.line(f"warning: nobody can watch this run: {error}")
             path = None
+        except BaseException:
+            await self._feed.close()
+            raise
         measuring = asyncio.create_task(self._measure(watch, report), name="live page")
         page = Page(self._directory, report.line) if self._web and path is not None else None
         well = False

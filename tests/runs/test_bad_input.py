@@ -164,7 +164,7 @@ def test_rewards_that_fail_at_times_are_told_at_once_in_the_table_at_the_end_and
     assert re.search(r"^\d+% of \d+ answers were not scored: \d+ errors; first: KeyError", said, re.MULTILINE)
     report = (run / "report.html").read_text()
     assert "Not scored" in report
-    assert "KeyError: &#x27;final answer&#x27;" in report
+    assert "the first: KeyError: 'final answer'" in report
 
 
 def test_a_reward_that_always_fails_on_few_answers_is_one_line_and_its_answers_are_kept(model, tmp_path):

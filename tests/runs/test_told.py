@@ -29,5 +29,5 @@ def test_columns_and_prompts_that_are_too_long_are_told_on_the_console_and_in_th
     assert f"step {first}: {dropped[first - 1]} {told} so far" in lines
     assert f"{dropped[-1]} {told}" in lines
     report = (run / "report.html").read_text()
-    assert f'Prompts too long</div><div class="value">{dropped[-1]}</div>' in report
+    assert f'"label":"Prompts too long","value":"{dropped[-1]}"' in report
     assert "16 rows; prompt from the text, answer from solution" in report

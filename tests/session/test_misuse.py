@@ -53,7 +53,7 @@ OPEN = {
     ),
     "a setting that there is not": (
         lambda s: s.complete("1", temprature=1),
-        "no setting temprature; those of an answer are",
+        r"no setting temprature \(did you mean temperature\?\); those of an answer are",
     ),
     "a setting out of range": (lambda s: s.complete("1", temperature=-1), "temperature=-1"),
     "no tokens": (lambda s: s.complete("1", max_new_tokens=0), "max_new_tokens=0 must be a whole number, at least 1"),

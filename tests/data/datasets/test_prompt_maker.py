@@ -91,7 +91,8 @@ def test_further_arguments_reach_the_chat_template(chatty):
 
 
 def test_a_chat_without_a_chat_template_names_the_keys_to_set(tokenizer):
-    with pytest.raises(DataError, match=r"data, row 1 is to be put as a chat.*set data\.chat_template .*data\.template"):
+    told = r"data, row 1 is to be put as a chat.*set data\.chat_template .*data\.template"
+    with pytest.raises(DataError, match=told):
         make(tokenizer, {"prompt": [{"role": "user", "content": "hi"}]})
 
 

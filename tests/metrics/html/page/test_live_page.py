@@ -41,6 +41,7 @@ async def live(browser, tmp_path):
             server.say("sorting", "moment", **moment(at, hostile=HOSTILE))
             server.say("sorting", "lanes", **second(at))
         await page.until("document.querySelector('#minute:not([hidden]) canvas')?.width > 300")
+        await page.until("document.querySelector('#queues').innerText.includes('1 of 4')")  # the second of the moments
         await page.until("document.querySelector('#curves .smooth')")
         yield server, page
         await page.close()

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from rlinf.metrics.web.feed import CONTROLS
 from rlinf.runtime.base.tasks import cancel_all
 
-CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = "checkpoint", "evaluate", "pause", "go_on", "stop"
-NAMES = (CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP)
-"""What may be asked for."""
+CHECKPOINT, EVALUATE, PAUSE, GO_ON, STOP = CONTROLS
 MOST_WAITING = 256
 """Who waits for word of one wish at most: pressing a button without end must not fill memory."""
 
@@ -80,12 +79,12 @@ class Controls:
         """Somebody wishes something; asked for again before it is done, it is done once.
 
         Args:
-            what: one of `NAMES`.
+            what: one of `CONTROLS`.
             answer: told once, now or later.
         """
         after = f"after step {self._run.done}"
-        if what not in NAMES:
-            answer(f"{what!r:.40} is nothing that a run can do; there are {', '.join(NAMES)}", False)
+        if what not in CONTROLS:
+            answer(f"{what!r:.40} is nothing that a run can do; there are {', '.join(CONTROLS)}", False)
         elif self._over:
             answer("the run is over", False)
         elif what == GO_ON:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf.runtime.observe.intervals import Interval, union, without
 from rlinf.runtime.observe.spans import Kind, Span
@@ -32,6 +33,21 @@ def busy(spans: Iterable[Span]) -> list[Busy]:
     never computes, because a child process or a server does its work, is busy while a call runs and waits for no queue,
     value or device. Of a mapped endpoint the calls for single items count, not the one that hands them out.
     """
+    times, waited = sorted_out(spans)
+    return [
+        Busy(actor, endpoint, tuple(busy_times(kinds, waited.get(actor, []))))
+        for (actor, endpoint), kinds in times.items()
+    ]
+
+
+def sorted_out(
+    spans: Iterable[tuple[Any, ...]],
+) -> tuple[dict[tuple[str, str], dict[Kind, list[Interval]]], dict[str, list[Interval]]]:
+    """What spans tell of work, by actor and endpoint and by kind; and when each actor waited.
+
+    Args:
+        spans: as `Span` or plain tuples.
+    """
     times: dict[tuple[str, str], dict[Kind, list[Interval]]] = {}
     waits: dict[str, list[Interval]] = defaultdict(list)
     for kind, actor, endpoint, _, start, end, _ in spans:
@@ -41,10 +57,7 @@ def busy(spans: Iterable[Span]) -> list[Busy]:
             kinds = times.setdefault((actor, endpoint or UNKNOWN), {})
             kinds.setdefault(kind, []).append((start, end))
     waited = {actor: union(intervals) for actor, intervals in waits.items()}
-    return [
-        Busy(actor, endpoint, tuple(busy_times(kinds, waited.get(actor, []))))
-        for (actor, endpoint), kinds in times.items()
-    ]
+    return times, waited
 
 
 def busy_times(times: dict[Kind, list[Interval]], waited: list[Interval]) -> Iterable[Interval]:

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from rlinf.runtime.observe.busy import UNKNOWN, Busy, busy_times
-from rlinf.runtime.observe.intervals import Interval, clip, union
+from rlinf.runtime.observe.busy import Busy, busy_times, sorted_out
+from rlinf.runtime.observe.intervals import Interval, clip
 from rlinf.runtime.observe.spans import Kind
 
 CALLED = ""
@@ -38,15 +38,7 @@ def recent(spans: Iterable[tuple[Any, ...]], start: float, end: float, seen: See
     Returns:
         Times by actor and endpoint, and for each actor those under `CALLED`.
     """
-    times: dict[tuple[str, str], dict[Kind, list[Interval]]] = {}
-    waits: dict[str, list[Interval]] = defaultdict(list)
-    for kind, actor, endpoint, _, begun, ended, _ in spans:
-        if kind == "wait":
-            waits[actor].append((begun, ended))
-        elif kind in ("call", "item", "move", "compute"):
-            kinds = times.setdefault((actor, endpoint or UNKNOWN), {})
-            kinds.setdefault(kind, []).append((begun, ended))
-    waited = {actor: union(intervals) for actor, intervals in waits.items()}
+    times, waited = sorted_out(spans)
     found: list[Busy] = []
     called: dict[str, list[Interval]] = defaultdict(list)
     for (actor, endpoint), kinds in times.items():

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.job.live.controls import NAMES, Controls
+from rlinf.job.live.controls import Controls
+from rlinf.metrics.web.feed import CONTROLS
 from rlinf.runtime.base.clock import run_virtual
 
 STEP, SAVING, EVALUATING = 10.0, 3.0, 2.0
@@ -169,10 +170,10 @@ def test_nothing_else_can_be_asked_for():
     ]
 
 
-@given(st.lists(st.tuples(st.integers(0, 80), st.sampled_from(NAMES)), max_size=12))
+@given(st.lists(st.tuples(st.integers(0, 80), st.sampled_from(CONTROLS)), max_size=12))
 def test_whatever_is_asked_for_is_answered_once_and_nothing_is_done_twice_after_a_step(asks):
     run, told, seconds = lived(*asks, (1000, "go_on"))
-    for what in NAMES:
+    for what in CONTROLS:
         times = [at for at, name in (*asks, (1000, "go_on")) if name == what]
         assert sum(at < seconds for at in times) <= len(told.get(what, ())) <= len(times)
     assert len(set(run.did)) == len(run.did)

@@ -14,9 +14,9 @@ from typing import Any
 
 from rlinf.actors.judge import RewardError
 from rlinf.agents.endpoint.endpoint import Endpoint
-from rlinf.algos.parts import GroupRelative, LeaveOneOut
+from rlinf.algos.parts import Distillation, GroupRelative, LeaveOneOut
 from rlinf.config.loading import InputError
-from rlinf.config.text import RunConfig
+from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
@@ -38,10 +38,20 @@ from rlinf.job.roles.agents import running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import CRITIC, REFERENCE, Roles, only, spawn_roles
-from rlinf.metrics.alarm import Alarm, FailureAlarm, MismatchAlarm, RouteDriftAlarm, Scored, StalenessAlarm
+from rlinf.metrics.alarm import (
+    Alarm,
+    FailureAlarm,
+    MismatchAlarm,
+    NothingLearnedAlarm,
+    RouteDriftAlarm,
+    Scored,
+    StalenessAlarm,
+    default_reward,
+)
 from rlinf.metrics.console.answers import compared, in_words, rows
 from rlinf.metrics.files import JsonLines
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.models.language.generation import limits
 from rlinf.models.language.load import pictures_of
 from rlinf.placement.seats import Placed
 from rlinf.runtime.streams.stream import Stream
@@ -71,7 +81,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         """What became of every sample that was drawn."""
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
-        self.notes = (*prepared.told, *self.data.notes)
+        no_end = no_end_token(config, self.data)
+        self.notes = (*prepared.told, *self.data.notes, *((no_end,) if no_end else ()))
         self.ahead = works_ahead(prepared.flow)
         """The flow takes what is in flight, and draws its prompts itself."""
         if self.ahead:
@@ -92,7 +103,15 @@ class TextLoop(TrainingLoop[Evaluation]):
         self._routes_apart = RouteDriftAlarm(config.metrics.route_drift)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
         self._scoring = FailureAlarm()
+        self._nothing_learned = NothingLearnedAlarm(
+            self._compares, config.rollout.max_new_tokens, reward_path(config, prepared.objects), no_end
+        )
+        self._reward_is_default = reward_is_default(config, prepared.objects)
+        self._rows: Sequence[Mapping[str, Any]] = ()
+        """Some answers of the newest step."""
         self._overlong_told = False
+        self._judged = 0
+        """Answers that the judge was given in the newest step."""
         self._unscored: Sequence[Mapping[str, Any]] = ()
         """Answers without a reward that the step's line tells of."""
 
@@ -163,6 +182,13 @@ class TextLoop(TrainingLoop[Evaluation]):
         return CRITIC in self.roles and index < self.config.critic.head_start
 
     @property
+    def _compares(self) -> bool | None:
+        """Advantages compare answers of a group; False: of a batch; None: they are not made of rewards."""
+        assert self.prepared.algorithm is not None  # of every run on text
+        advantage = self.prepared.algorithm.advantage
+        return None if isinstance(advantage, Distillation) else isinstance(advantage, GroupRelative | LeaveOneOut)
+
+    @property
     def session(self) -> RunningSession:
         """The roles as flows and agents call them."""
         if self._session is None:
@@ -186,7 +212,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             self.data.tokenizer,
             self.prepared.model_config,
             self.prepared.objects.agent,
-            compares=algorithm.name if isinstance(algorithm.advantage, GroupRelative | LeaveOneOut) else None,
+            compares=algorithm.name if self._compares else None,
             judges=judges,
             counters=self.counters,
             critic_only=lambda: self._critic_only(self.done),
@@ -234,6 +260,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             for line in self._overlong():
                 self.alarm(Alarm(f"step {self.done + 1}", f"{line} so far"), self.done + 1)
         await self._account_for(self.done + 1)
+        self._judged = scored.answers
         return await super().step_ended({**returned, **told})
 
     async def _account_for(self, step: int) -> None:
@@ -271,7 +298,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         wanted = self.config.metrics
         found: Sequence[Mapping[str, Any]] = await self.roles["trainer"].samples(wanted.samples, wanted.token_rows)
         shown = {(row["prompt_id"], row["index"]) for row in found}
-        return [*found, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
+        self._rows = [*found, *(row for row in self._unscored if (row["prompt_id"], row["index"]) not in shown)]
+        return self._rows
 
     async def failed(self) -> Sequence[Mapping[str, Any]]:
         return Scored.total(await self.roles["judge"].scored()).rows
@@ -285,6 +313,12 @@ class TextLoop(TrainingLoop[Evaluation]):
         for alarm in (self._alarm, self._routes_apart, *((self._too_old,) if self.ahead else ())):
             if (warning := alarm.heard(self.done, metrics)) is not None:
                 self.alarm(warning)
+        if self._reward_is_default and self._rows and self._judged:
+            self._reward_is_default = False  # said once
+            self.alarm(default_reward(f"step {self.done}", self._rows))
+        last = self.done == self.steps or self.stopped is not None
+        if (warning := self._nothing_learned.heard(self.done, metrics, self._rows, last)) is not None:
+            self.alarm(warning)
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
@@ -303,6 +337,33 @@ class TextLoop(TrainingLoop[Evaluation]):
         self.before, self.after = evaluation_of(queue["before"]), evaluation_of(queue["after"])
         self.counters |= queue.get("session", {})
         self.ledger.load_state_dict(queue.get("ledger", {}))
+
+
+# Rewards and ends of answers ------------------------------------------------------------------------------------------
+
+
+def reward_is_default(config: RunConfig, objects: InMemory) -> bool:
+    """True for rows of the user's own that nobody chose a reward for; the generated problems are made for `exact`."""
+    chosen = objects.reward is not None or bool(config.reward.parts)
+    own = objects.train is not None or config.data.train is not None
+    return own and not chosen and config.reward.function == RewardConfig().function
+
+
+def reward_path(config: RunConfig, objects: InMemory) -> str | None:
+    """The dotted path of the one function that scores; None where it was passed, or where there are several."""
+    return None if objects.reward is not None or config.reward.parts else config.reward.function
+
+
+def no_end_token(config: RunConfig, data: Data) -> str:
+    """A line on answers that cannot end, as neither tokenizer nor model nor configuration names an end; else ""."""
+    model, rollout = config.model.path or config.model.config, config.rollout
+    ends = data.tokenizer.eos_token_id is not None or limits(model).end_ids
+    if ends or rollout.stop or rollout.stop_token_ids:
+        return ""
+    return (
+        f"Neither tokenizer nor model names an end token, so every answer runs into rollout.max_new_tokens="
+        f"{rollout.max_new_tokens}; set rollout.stop_token_ids or rollout.stop, or the tokenizer's eos_token"
+    )
 
 
 # Data and evaluations -------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""What a run warns of: engine and trainer that disagree on log-probs or experts, tokens that are too old, and answers
-that cannot be scored.
+"""What a run warns of: engine and trainer that disagree on log-probs or experts, tokens that are too old, steps that
+nothing can be learned from, and answers that cannot be scored.
 
-In: a step's metrics, and what a judge's ranks counted since they were last asked. Out: a line in the step in which a
-limit is passed or answers first fail, and again when that changes; and for failures one for the end of the run, and the
-metric `reward/failed`.
+In: a step's metrics, some of its answers, and what a judge's ranks counted since they were last asked. Out: a line in
+the step in which a limit is passed or answers first fail, and again when that changes; and for failures one for the end
+of the run, and the metric `reward/failed`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,150 @@ class StalenessAlarm:
             "What comes by step.in_flight is never older: does the flow keep answers by itself, or publish weights "
             "past step.in_flight? If not, this is a fault of rlinf",
         )
+
+
+STEPS_OF_SILENCE = 3
+"""Steps in a row that nothing was learned from before that is told: one alone may be chance, and who waits for a run
+wants to know before it is over."""
+EXAMPLES = 2
+"""Answers that a warning shows beside the right ones."""
+EXAMPLE = 40
+"""Characters of each: the end, where an answer comes to its point."""
+
+
+class NothingLearnedAlarm:
+    """Watches for steps in a row that teach nothing: every answer is cut, no two rewards can be compared, or the
+    gradient is 0.
+
+    Args:
+        compares: advantages compare the answers of a group, so that a group of equal rewards has none; False: they
+            compare those of a batch; None: they are not made of rewards.
+        limit: `rollout.max_new_tokens`; None where nothing is generated.
+        reward: the dotted path of what scores, for the advice.
+        no_end: why answers cannot end, and what to do; "" where they can.
+    """
+
+    def __init__(
+        self, compares: bool | None = None, limit: int | None = None, reward: str | None = None, no_end: str = ""
+    ) -> None:
+        self._compares, self._limit, self._reward, self._no_end = compares, limit, reward, no_end
+        self._since: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def heard(
+        self, step: int, metrics: Mapping[str, float], rows: Iterable[Mapping[str, Any]] = (), last: bool = False
+    ) -> Alarm | None:
+        """What to tell people about this step; None if nothing is new.
+
+        Args:
+            step: which.
+            metrics: its own.
+            rows: some of its answers, as rows of samples.jsonl.
+            last: no step follows, so that fewer in a row are told, too.
+        """
+        signs = self._signs(metrics)
+        self._since = {sign: self._since.get(sign, step) for sign in signs}
+        due = [sign for sign, since in self._since.items() if step - since + 1 >= STEPS_OF_SILENCE or last]
+        if not due or not set(due) - self._told:
+            return None
+        self._told.update(due)
+        first, where = min(self._since[sign] for sign in due), f"step {step}"
+        steps = f"in steps {first} to {step}" if first < step else f"in step {step}"
+        return self._alarm(where, steps, due, metrics, list(rows))
+
+    def _signs(self, metrics: Mapping[str, float]) -> list[str]:
+        """What of this step teaches nothing, the most telling first."""
+        found = ["cut"] if metrics.get("truncated") == 1.0 and self._may_end else []
+        if self._compares is not None and metrics.get("reward/std") == 0.0:
+            found.append("equal")
+        elif self._compares and metrics.get("groups/uniform") == 1.0:
+            found.append("uniform")
+        elif metrics.get("grad_norm") == 0.0:
+            found.append("still")
+        return found
+
+    @property
+    def _may_end(self) -> bool:
+        """An answer of a single token, such as a move, has no room for an end, and wants none."""
+        return self._limit is not None and self._limit > 1
+
+    def _alarm(
+        self, where: str, steps: str, due: list[str], metrics: Mapping[str, float], rows: list[Mapping[str, Any]]
+    ) -> Alarm:
+        mean = metrics.get("reward/mean", 0.0)
+        texts = {
+            "cut": f"the limit rollout.max_new_tokens={self._limit} cut every answer",
+            "equal": f"every answer was given the same reward, {mean:g}, so there was nothing to learn",
+            "uniform": f"no group had two different rewards (mean {mean:.3g}), so there was nothing to learn",
+            "still": "the gradient was 0, so the weights stayed as they are",
+        }
+        told = " and ".join(texts[sign] for sign in due)
+        shown = f"; {examples(rows)}" if rows and set(due) - {"still"} else ""
+        return Alarm(where, f"{steps} {told}{shown}", self._advice(due[0], mean))
+
+    def _advice(self, sign: str, mean: float) -> str:
+        """What to do about the most telling sign."""
+        if sign == "cut":
+            return self._no_end or "Raise it, or see that answers come to an end (rollout.stop, rollout.stop_token_ids)"
+        if sign == "uniform":
+            return (
+                "Draw more answers of each problem (algorithm.group_size) or more varied ones (rollout.temperature), "
+                "or choose problems that the model solves now and then"
+            )
+        if sign == "still":
+            return (
+                "Equal rewards give none (reward/std), nor do answers that are all left out (algorithm.truncated), "
+                "an optimizer.lr that is too high and has spoiled the weights, or a loss that is constant"
+            )
+        if mean > 0:
+            return "If all of them are right, choose harder problems; if not, let the reward tell good from better"
+        scorer = f" by reward.function ({self._reward})" if self._reward else ""
+        return (
+            f"If some of these are right, they are not recognised{scorer}; if none is, begin with easier problems, a "
+            "better model, or worked ones (sft.steps)"
+        )
+
+
+DEFAULT_REWARD = "rlinf.rewards.exact judges: 1 for the right answer to the letter, 0 for any other"
+"""The reward of rows that nobody chose one for."""
+
+
+def default_reward(where: str, rows: Iterable[Mapping[str, Any]]) -> Alarm:
+    """What a run says that nobody chose a reward for.
+
+    Args:
+        where: such as "step 1".
+        rows: some answers, as rows of samples.jsonl.
+    """
+    return Alarm(
+        where,
+        f"no reward was chosen, so {DEFAULT_REWARD}; {examples(rows)}",
+        "Set reward.function, such as rlinf.rewards.math or your own (rlinf.rewards.exact, if this is what you want)",
+    )
+
+
+def examples(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The ends of a few answers beside the right ones: `answers: '3577' (right: '3577'), …`."""
+    shown: dict[str, None] = {}
+    for row in rows:
+        right = row.get("answer")
+        beside = f" (right: {_end(right)})" if right not in (None, "") else " (the data names no right one)"
+        shown.setdefault(f"{_end(row.get('response', ''))}{beside}")
+        if len(shown) == EXAMPLES:
+            break
+    return f"answers: {', '.join(shown)}"
+
+
+def right_answers(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The first right answers of some rows: `right answers: '12', '7'`."""
+    first = list(dict.fromkeys(str(row.get("answer") or "") for row in rows))[:EXAMPLES]
+    return f"right answers: {', '.join(map(_end, first))}" if any(first) else "the data names no right answers"
+
+
+def _end(value: Any) -> str:
+    """The end of a text, quoted, on one line."""
+    text = " ".join(str(value).split())
+    return repr(text if len(text) <= EXAMPLE else f"…{text[1 - EXAMPLE :]}")
 
 
 MOST_ROWS = 8

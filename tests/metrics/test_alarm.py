@@ -1,8 +1,10 @@
-"""The alarms about engine and trainer that disagree, and about tokens that are too old."""
+"""The alarms about engine and trainer that disagree, about tokens that are too old, and steps without a lesson."""
 
 import math
 
-from rlinf.metrics.alarm import MismatchAlarm, RouteDriftAlarm, StalenessAlarm
+import pytest
+
+from rlinf.metrics.alarm import MismatchAlarm, NothingLearnedAlarm, RouteDriftAlarm, StalenessAlarm, default_reward
 
 
 def mismatch(mean, largest):
@@ -52,3 +54,74 @@ def test_gates_that_disagree_ring_once_until_they_agree_again():
     assert "limit metrics.route_drift = 0.25" in told[1]
     assert alarm.heard(6, {}) is None
     assert RouteDriftAlarm(None).heard(1, {"moe/route_drift": 1.0}) is None
+
+
+ROWS = [{"response": "so 1 + 1 = 3", "answer": "2"}, {"response": "x" * 90 + "the end", "answer": ""}]
+TEACHES = {"reward/mean": 0.5, "reward/std": 0.5, "groups/uniform": 0.5, "grad_norm": 0.1, "truncated": 0.2}
+EQUAL = {**TEACHES, "reward/mean": 0.0, "reward/std": 0.0, "groups/uniform": 1.0, "grad_norm": 0.0}
+
+
+def silence(*steps, compares=True, last=None, **settings):
+    """What is told in each of these steps."""
+    alarm = NothingLearnedAlarm(compares, 16, "mine.reward", **settings)
+    return [alarm.heard(step, metrics, ROWS, step == last) for step, metrics in enumerate(steps, 1)]
+
+
+@pytest.mark.parametrize(
+    ("compares", "metrics", "told"),
+    [
+        (True, EQUAL, ["same reward, 0", "'so 1 + 1 = 3' (right: '2')", "the end' (the data", "mine.reward"]),
+        (True, {**EQUAL, "reward/mean": 1.0}, ["same reward, 1", "harder problems"]),
+        (True, {**TEACHES, "groups/uniform": 1.0}, ["no group had two", "algorithm.group_size"]),
+        (True, {**TEACHES, "grad_norm": 0.0}, ["gradient was 0", "optimizer.lr"]),
+        (True, {**TEACHES, "truncated": 1.0}, ["rollout.max_new_tokens=16 cut every answer", "rollout.stop"]),
+        (True, {**EQUAL, "truncated": 1.0}, ["cut every answer and every answer was given the same reward, 0"]),
+        (False, {**EQUAL, "grad_norm": 0.3}, ["same reward, 0"]),
+        (None, {"grad_norm": 0.0}, ["gradient was 0"]),
+    ],
+)
+def test_three_steps_that_teach_nothing_are_told_once_with_what_to_do(compares, metrics, told):
+    first, second, third, fourth = silence(metrics, metrics, metrics, metrics, compares=compares)
+    assert (first, second, fourth) == (None, None, None)
+    assert third.startswith("step 3: in steps 1 to 3 ")
+    assert [each for each in told if each not in third] == []
+    assert third.do
+    assert "\n" not in third
+
+
+@pytest.mark.parametrize(
+    ("compares", "steps"),
+    [
+        (True, [TEACHES] * 9),
+        (True, [EQUAL, EQUAL, TEACHES] * 3),  # chance
+        (True, [{}] * 9),  # the critic learns alone
+        (False, [{**TEACHES, "groups/uniform": 1.0}] * 9),  # groups of one: answers of the batch are compared
+        (None, [{**EQUAL, "grad_norm": 0.1}] * 9),  # learns from a teacher
+    ],
+)
+def test_steps_that_may_teach_something_are_no_alarm(compares, steps):
+    assert silence(*steps, compares=compares) == [None] * len(steps)
+
+
+def test_what_begins_later_is_told_and_a_run_that_ends_earlier_tells_at_its_end():
+    assert [bool(each) for each in silence(TEACHES, EQUAL, EQUAL, EQUAL, TEACHES, EQUAL)] == [0, 0, 0, 1, 0, 0]
+    (only,) = silence(EQUAL, last=1)
+    assert only.startswith("step 1: in step 1 every answer was given the same reward")
+
+
+def test_answers_of_a_single_token_want_no_end():
+    moves = {**TEACHES, "truncated": 1.0}
+    assert [NothingLearnedAlarm(True, 1).heard(step, moves, ROWS, last=True) for step in (1, 2, 3)] == [None] * 3
+
+
+def test_answers_that_cannot_end_are_told_with_why():
+    assert (
+        silence(*[{**TEACHES, "truncated": 1.0}] * 3, no_end="No end token is named")[2].do == "No end token is named"
+    )
+
+
+def test_a_reward_that_nobody_chose_is_told_with_the_right_answers():
+    told = default_reward("step 1", ROWS)
+    assert told.startswith("step 1: no reward was chosen")
+    assert "(right: '2')" in told
+    assert "reward.function" in told.do

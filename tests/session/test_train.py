@@ -92,6 +92,21 @@ def test_a_model_a_tokenizer_and_a_data_set_in_memory(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "what was saved aside is gone"
 
 
+def test_a_run_without_reward_and_end_says_so_within_its_first_steps(tmp_path, capsys):
+    tokenizer = load_tokenizer(ALPHABET)
+    tokenizer.eos_token = None
+    rows = [{"prompt": row["prompt"], "answer": "never said"} for row in ROWS]
+    rlinf.train(MODEL, data=rows, run_dir=tmp_path / "run", steps=3, **{**SMALL, "tokenizer": tokenizer})
+    alarms = [json.loads(line) for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert [alarm["step"] for alarm in alarms] == [1, 3]
+    assert "rlinf.rewards.exact" in alarms[0]["text"]
+    assert "(right: 'never said')" in alarms[0]["text"]
+    assert "reward.function" in alarms[0]["do"]
+    assert "same reward, 0" in alarms[1]["text"]
+    assert "end token" in alarms[1]["do"]
+    assert "end token" in capsys.readouterr().out.partition("step 1:")[0], "already before the first step"
+
+
 def test_given_texts_need_no_reward(tmp_path):
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0"} for row in ROWS[10:]]
     texts = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]

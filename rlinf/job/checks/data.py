@@ -16,7 +16,8 @@ from rlinf.job.checks.naming import naming
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.of_text import check_reward
 from rlinf.job.supervised.loop import conversations_of
-from rlinf.job.text import load_data_of
+from rlinf.job.text import load_data_of, no_end_token, reward_is_default
+from rlinf.metrics.alarm import DEFAULT_REWARD, right_answers
 
 _LOOKED_AT = 32
 """Prompts that are made: enough to meet each kind of row, soon enough for data of any size."""
@@ -51,8 +52,13 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
     shown = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
     evaluated = f"{len(data.held_out):,} problems" if data.held_out else "nothing"
+    unasked = prepared.objects.agent is None and reward_is_default(config, prepared.objects)
+    rows = [{"answer": prompt.answer} for prompt in prompts]
+    ends = no_end_token(config, data)
     return [
         *(data.notes or (f"generated problems of the task {config.task.name}",)),
+        *((f"no reward was chosen: {DEFAULT_REWARD}; {right_answers(rows)}",) if unasked else ()),
+        *((ends,) if ends else ()),
         f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {shown!r}; evaluated on {evaluated}",
     ]
 

@@ -28,7 +28,7 @@ from rlinf.job.embodied.trials import in_words, measured, try_suites
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Roles, only, spawn_roles
-from rlinf.metrics.alarm import StalenessAlarm
+from rlinf.metrics.alarm import NothingLearnedAlarm, StalenessAlarm
 from rlinf.metrics.console.success import success_table
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
@@ -54,7 +54,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
     ) -> None:
         super().__init__(system, config, prepared, directory)
         self.in_flight = InFlight(Rules(config.algorithm.staleness, between=True))
-        self._too_old = StalenessAlarm(config.algorithm.staleness, "algorithm.staleness")
+        self._alarms = (StalenessAlarm(config.algorithm.staleness, "algorithm.staleness"), NothingLearnedAlarm())
         self.skipped = 0
         """Steps in a row, up to now, that left nothing to learn from."""
         self.env_steps = 0.0
@@ -151,8 +151,9 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         return {name.removeprefix("episodes/"): value for name, value in evaluation.items()}
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        if (warning := self._too_old.heard(self.done, metrics)) is not None:
-            self.alarm(warning)
+        for alarm in self._alarms:
+            if (warning := alarm.heard(self.done, metrics)) is not None:
+                self.alarm(warning)
 
     def in_words(self, evaluation: dict[str, float]) -> str:
         return in_words(evaluation)

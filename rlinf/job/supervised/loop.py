@@ -28,6 +28,7 @@ from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.running import Role, Roles, only, spawn_roles
 from rlinf.job.supervised.prepare import REFERENCE, TRAINER, objective_of
 from rlinf.job.text import read_from
+from rlinf.metrics.alarm import NothingLearnedAlarm
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
 from rlinf.runtime.base.progress import work
@@ -50,6 +51,7 @@ class SupervisedLoop(TrainingLoop[Numbers]):
         self.data = conversations_of(config, prepared.objects)
         super().__init__(system, with_steps(config, self.data.rows), prepared, directory)
         self.objective, self.notes = objective_of(config), prepared.told
+        self._nothing_learned = NothingLearnedAlarm()
 
     @property
     def evaluates_every(self) -> int:
@@ -110,6 +112,8 @@ class SupervisedLoop(TrainingLoop[Numbers]):
         return await super().step_ended({**with_perplexity(returned, self.config.algorithm.name), **told})
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
+        if (warning := self._nothing_learned.heard(self.done, metrics)) is not None:
+            self.alarm(warning)
         stream = self.data.train
         if self.done == self.config.steps and (stream.dropped or stream.truncated):
             limit = f"supervised.max_tokens={self.config.supervised.max_tokens}"

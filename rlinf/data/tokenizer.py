@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -48,6 +48,53 @@ def character_tokenizer(characters: str, *, pictures: bool = False) -> PreTraine
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
 
 
+class Loader(Protocol):
+    """A class of transformers that reads saved files, such as `AutoConfig`."""
+
+    def from_pretrained(self, source: Any, /, **how: Any) -> Any: ...
+
+
+def pretrained(loader: Loader, source: str | Path, **how: Any) -> Any:
+    """`loader.from_pretrained(source, **how)` without running code that comes with the files, and without a question.
+
+    Every loader of this package goes through here: left to its default, transformers asks on the terminal whether to
+    run a model's own Python files, in the middle of whatever command is reading the model.
+
+    Args:
+        loader: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` and their like.
+        source: a directory or a hub name.
+        how: the loader's own arguments.
+
+    Raises:
+        ValueError: the files can only be read by code that comes with them; the message names it.
+        OSError: as the loader raises it.
+    """
+    try:
+        return loader.from_pretrained(str(source), trust_remote_code=False, **how)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} cannot be read without {_own_code(Path(source))}, and code that comes with a model is never run "
+            "here; take a model that transformers has a class for"
+        ) from None
+
+
+def without_own_code(kind: Any, config: Any, **how: Any) -> Any:
+    """An empty model, `kind.from_config(config, **how)`, by classes of transformers alone; see `pretrained`.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
+    return kind.from_config(config, trust_remote_code=False, **how)
+
+
+def _own_code(source: Path) -> str:
+    """Name the Python files of a model's directory."""
+    files = sorted(path.name for path in source.glob("*.py")) if source.is_dir() else []
+    return f"its own {', '.join(files[:3])}" if files else "Python code of its own"
+
+
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     """Make or read a tokenizer.
 
@@ -66,7 +113,7 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
         if looks_local(source) and not Path(source).is_dir():
             raise ValueError(f"tokenizer: there is no directory {source}, looked for from {Path.cwd()}")
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+            tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, source)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"tokenizer: {source} has none that transformers can load: {reason}") from error

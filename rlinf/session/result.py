@@ -85,17 +85,20 @@ class Result:
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         from rlinf.data.pictures.processor import auto_class
+        from rlinf.data.tokenizer import pretrained
 
-        found = AutoConfig.from_pretrained(self.model_dir)
+        found = pretrained(AutoConfig, self.model_dir)
         scores = (found.architectures or [""])[0].endswith("ForSequenceClassification")
         kind = AutoModelForSequenceClassification if scores else auto_class(found)
-        return kind.from_pretrained(self.model_dir, **how)
+        return pretrained(kind, self.model_dir, **how)
 
     def tokenizer(self) -> Any:
         """Load its tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.model_dir)
+        from rlinf.data.tokenizer import pretrained
+
+        return pretrained(AutoTokenizer, self.model_dir)
 
     def __repr__(self) -> str:
         took = [row["timing/elapsed"] for row in self.metrics if row.get("timing/elapsed") is not None]

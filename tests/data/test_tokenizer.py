@@ -1,11 +1,25 @@
-"""The character tokenizer."""
+"""Tokenizers, and the one way in which files of models are read."""
+
+import ast
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import HF_MODULES_CACHE
 
-from rlinf.data.tokenizer import character_tokenizer, load_tokenizer
+from rlinf.config.learning import RewardModelConfig
+from rlinf.config.text import ModelConfig, RunConfig
+from rlinf.data.tokenizer import character_tokenizer, load_tokenizer, pretrained
+from rlinf.job.checks.model import policy_model
+from rlinf.job.checks.transformer import saved_shape
+from rlinf.models.language.build import empty_model
+from rlinf.models.language.load import build_model, own_dtype, pictures_of
+from rlinf.models.scoring.check import mistakes_in_saved
+from rlinf.models.scoring.classifier import load_classifier
+from tests.launching import ROOT
 
 ALPHABET = "0123456789> +="
 tokenizer = character_tokenizer(ALPHABET)
@@ -49,3 +63,73 @@ def test_a_source_is_a_directory_or_an_alphabet():
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"tokenizer: {tmp_path} has none"):
         load_tokenizer(str(tmp_path))
+
+
+# Code that comes with a model -----------------------------------------------------------------------------------------
+
+MARK = "the model's own code ran"
+
+
+@pytest.fixture
+def intruder(tmp_path, monkeypatch):
+    """A model's directory whose files name Python code of its own, which leaves a mark; standard input answers yes."""
+    (tmp_path / "evil.py").write_text(
+        "from pathlib import Path\n"
+        "Path(__file__).with_name('mark').touch()\n"
+        "from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        "class Config(PretrainedConfig): model_type = 'evil'\n"
+        "class Tokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    ours = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoModel"), "evil.Config")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": ours}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}})
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question in the middle of a command"))
+    yield str(tmp_path)
+    assert not (tmp_path / "mark").exists(), MARK
+    modules = Path(HF_MODULES_CACHE) / "transformers_modules" / tmp_path.name
+    assert not list(modules.rglob("mark")), MARK
+
+
+def _policy(path):
+    _, problems = policy_model(RunConfig(model=ModelConfig(path=path)))
+    raise ValueError(str(problems[0]))
+
+
+def _reward_model(path):
+    raise ValueError(" ".join(reason for _, reason in mistakes_in_saved(RewardModelConfig(path=path))))
+
+
+LOADERS = {
+    "tokenizer": load_tokenizer,
+    "policy of a configuration": _policy,
+    "model": lambda path: build_model(path, tokenizer, seed=0),
+    "empty model": lambda path: empty_model(path, {}),
+    "precision": own_dtype,
+    "pictures": lambda path: pictures_of(path, tokenizer),
+    "shape": lambda path: saved_shape(path, AutoModelForCausalLM),
+    "classifier": lambda path: load_classifier(path, tokenizer),
+    "reward model": _reward_model,
+    "adapted class": lambda path: pretrained(AutoModelForCausalLM, path),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_code_that_comes_with_a_model_neither_runs_nor_asks(name, intruder):
+    with pytest.raises(ValueError, match=r"evil\.py"):
+        LOADERS[name](intruder)
+
+
+def test_no_loader_is_called_but_through_the_one_that_runs_no_code():
+    """Left to their defaults, loaders of transformers ask whether to run a model's own code."""
+    harmless = {"GenerationConfig", "PeftConfig", "LlamaForCausalLM"}  # JSON alone; a class of transformers
+    calls = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "rlinf").rglob("*.py")
+        if path.name != "tokenizer.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"from_pretrained", "from_config", "_from_config"}
+        if not (isinstance(node.value, ast.Name) and node.value.id in harmless)
+    ]
+    assert calls == []

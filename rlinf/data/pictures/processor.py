@@ -29,7 +29,7 @@ from transformers import (
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.pictures.images import header, opened
 from rlinf.data.sample import ImageRef
-from rlinf.data.tokenizer import IMAGE_TOKENS
+from rlinf.data.tokenizer import IMAGE_TOKENS, pretrained
 
 PIXELS = "pixel_values"
 """What models call the pixels; what else there is about pictures lies beside it."""
@@ -244,7 +244,7 @@ def _preprocessor(family: Family, config: PretrainedConfig, directory: str | Non
     # InternVL's processor cuts pictures into tiles whatever its preprocessor's own settings say
     more = {} if family.gridded else {"crop_to_patches": True}
     if directory is not None and (not Path(directory).is_dir() or (Path(directory) / _SETTINGS).exists()):
-        return made.from_pretrained(directory, **more)
+        return pretrained(made, directory, **more)
     vision: Any = config.vision_config
     if not family.gridded:
         height, width = vision.image_size

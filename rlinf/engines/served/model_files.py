@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlinf.data.pictures.processor import FAMILIES, auto_class
 from rlinf.data.routing.routes import experts_of
+from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Weights
 from rlinf.engines.make import EngineSetup
 
@@ -72,9 +73,9 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         ValueError: it is no language model that transformers knows.
     """
     if isinstance(setup.model, str) and Path(setup.model).is_dir():
-        config = AutoConfig.from_pretrained(setup.model)
+        config = pretrained(AutoConfig, setup.model)
         with torch.device("meta"):
-            empty = auto_class(config).from_config(config)
+            empty = without_own_code(auto_class(config), config)
         directory = Path(setup.model).absolute()
         return ModelFiles(directory, False, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
     directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))

@@ -25,7 +25,7 @@ from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.pictures.processor import FAMILIES, auto_class
-from rlinf.data.tokenizer import load_tokenizer
+from rlinf.data.tokenizer import load_tokenizer, pretrained, without_own_code
 from rlinf.engines.transformers.model_forward import ModelForward
 from rlinf.job.checks.fits import MOST_PARTS
 from rlinf.job.checks.naming import RAISED, problem
@@ -52,7 +52,7 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
     engine = config.rollout.engine == "transformers"
     try:
         if model.path is not None:
-            found = AutoConfig.from_pretrained(model.path)
+            found = pretrained(AutoConfig, model.path)
             if found.model_type in FAMILIES:
                 key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
                 pictures_of(model.path, load_tokenizer(model.tokenizer or model.path))
@@ -85,7 +85,7 @@ def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]
         if path is not None and path != config.model.path and key.partition(".")[0] in roles:
             try:
                 with _quiet():
-                    _try_out(AutoConfig.from_pretrained(path), engine=False)
+                    _try_out(pretrained(AutoConfig, path), engine=False)
             except RAISED as error:  # as above
                 yield problem(key, path, error)
 
@@ -108,7 +108,7 @@ def _quiet() -> Iterator[None]:
 def _empty(model_config: Any) -> PreTrainedModel:
     with ONE_AT_A_TIME, _META:
         kind = auto_class(model_config)
-        made: PreTrainedModel = kind.from_config(copy.deepcopy(model_config), dtype=torch.float32)
+        made: PreTrainedModel = without_own_code(kind, copy.deepcopy(model_config), dtype=torch.float32)
     if hasattr(made, "set_experts_implementation"):
         made.set_experts_implementation("eager")  # the grouped one asks for other types here than where it computes
     return made.eval()

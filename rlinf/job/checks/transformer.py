@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.data.pictures.processor import auto_class
 from rlinf.data.routing.routes import experts_of
+from rlinf.data.tokenizer import pretrained, without_own_code
 
 ALLOWANCE = 0.05
 """Share of what comes and goes in a step by which CUDA's allocator takes more than it hands out: blocks that a later,
@@ -42,7 +43,7 @@ def _counted(model_config: Any, kind: Any) -> tuple[int, int]:
 def _counted_by(text: str, config: Any, kind: Any) -> tuple[int, int]:
     with torch.device("meta"):
         made = config.from_dict(json.loads(text))
-        named = [*auto_class(made, kind).from_config(made).named_parameters()]
+        named = [*without_own_code(auto_class(made, kind), made).named_parameters()]
     return sum(one.numel() for _, one in named), sum(one.numel() for name, one in named if ".experts." in name)
 
 
@@ -209,4 +210,4 @@ def peak_bytes(shape: Shape, how: Training) -> float:
 @lru_cache
 def saved_shape(path: str, kind: Any) -> Shape:
     """The shape of a saved model."""
-    return Shape.of(AutoConfig.from_pretrained(path), kind)
+    return Shape.of(pretrained(AutoConfig, path), kind)

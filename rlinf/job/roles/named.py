@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from rlinf.config.importing import resolve
 from rlinf.config.text import RunConfig
+from rlinf.data.tokenizer import pretrained
 from rlinf.job.checks.naming import RAISED
 from rlinf.job.roles.running import ALWAYS, Role
 from rlinf.models.scoring.check import mistakes_in_saved, unreadable
@@ -108,7 +109,7 @@ def mistakes_in_models(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
     """(key, value, advice) for what is wrong with saved reward models, and with teachers that have names."""
     named = {f"teachers.{name.removeprefix('teacher_')}": each.model for name, each in config.named_teachers.items()}
     for key, path in named.items():
-        for reason in () if path is None else unreadable(path, AutoConfig.from_pretrained):
+        for reason in () if path is None else unreadable(path, functools.partial(pretrained, AutoConfig)):
             yield key, path, reason
     for key, advice in mistakes_in_saved(config.reward_model):
         yield f"reward_model.{key}", getattr(config.reward_model, key), advice

@@ -33,6 +33,7 @@ from transformers import (
 
 from rlinf.data.pictures.processor import Pictures, auto_class
 from rlinf.data.rng import ONE_AT_A_TIME, mix
+from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.models.language.fsdp import shard
 from rlinf.models.language.load import ModelSource, build_model, pictures_of
 from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name
@@ -235,9 +236,9 @@ def saved_files(source: ModelSource) -> dict[str, Path] | None:
 def empty_model(directory: str, files: Mapping[str, Path]) -> PreTrainedModel | None:
     """The saved model without memory; None if its files and it do not match tensor by tensor, as when transformers
     renames or joins tensors while loading. Then it is loaded whole on every rank, and spread afterwards."""
-    config = AutoConfig.from_pretrained(directory)
+    config = pretrained(AutoConfig, directory)
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = without_own_code(auto_class(config), config, dtype=torch.float32)
     if (Path(directory) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

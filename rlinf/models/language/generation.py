@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from rlinf.data.tokenizer import pretrained
 from rlinf.models.language.load import ModelSource
 
 _BEHIND_PADDING = {
@@ -73,7 +74,7 @@ def limits(source: ModelSource) -> Limits:
             return Limits()
         return Limits(context_length(AutoConfig.for_model(**source)), _ids(source))
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = pretrained(AutoConfig, source)
     except (OSError, ValueError):
         return Limits()
     try:

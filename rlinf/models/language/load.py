@@ -18,6 +18,7 @@ from transformers import (
 from rlinf.data.library_bars import fold_transformers
 from rlinf.data.pictures.processor import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.rng import ONE_AT_A_TIME, mix
+from rlinf.data.tokenizer import pretrained, without_own_code
 
 fold_transformers()
 
@@ -58,13 +59,13 @@ def build_model(
     if isinstance(source, str):
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(seed))
-            maker = auto_class(AutoConfig.from_pretrained(source), kind)
-            loaded: PreTrainedModel = maker.from_pretrained(source, dtype=dtype, **labels)
+            maker = auto_class(pretrained(AutoConfig, source), kind)
+            loaded: PreTrainedModel = pretrained(maker, source, dtype=dtype, **labels)
         return _scoring(loaded, tokenizer) if labels else loaded
     config = new_config({**source, **labels}, tokenizer)
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed))
-        model: PreTrainedModel = auto_class(config, kind).from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = without_own_code(auto_class(config, kind), config, dtype=torch.float32)
     for parameter in model.parameters():  # and no buffers: angles of rotary embeddings must stay precise
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
@@ -104,7 +105,7 @@ def pictures_of(source: ModelSource | None, tokenizer: PreTrainedTokenizerBase) 
     if source is None:
         return None
     if isinstance(source, str):
-        config = AutoConfig.from_pretrained(source)
+        config = pretrained(AutoConfig, source)
         return Pictures(config, tokenizer, source) if config.model_type in FAMILIES else None
     return Pictures(new_config(source, tokenizer), tokenizer) if source.get("model_type") in FAMILIES else None
 
@@ -121,6 +122,6 @@ def own_dtype(source: ModelSource) -> torch.dtype:
     """The precision in which a model was saved, as its configuration says; float32 where it does not, or is new."""
     if not isinstance(source, str):
         return torch.float32
-    config = AutoConfig.from_pretrained(source)
+    config = pretrained(AutoConfig, source)
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     return found if isinstance(found, torch.dtype) else getattr(torch, str(found).removeprefix("torch."))

@@ -6,12 +6,13 @@ In: the section `reward_model`. Out: (key, advice) for every mistake.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlinf.config.learning import RewardModelConfig
-from rlinf.data.tokenizer import load_tokenizer
+from rlinf.data.tokenizer import load_tokenizer, pretrained
 from rlinf.models.language.generation import limits
 
 
@@ -19,7 +20,7 @@ def mistakes_in_saved(settings: RewardModelConfig) -> Iterator[tuple[str, str]]:
     """(key of `reward_model`, advice) for what only reading the model shows; nothing where none is named."""
     if settings.path is None:
         return
-    problems = list(unreadable(settings.path, AutoConfig.from_pretrained))
+    problems = list(unreadable(settings.path, partial(pretrained, AutoConfig)))
     yield from (("path", reason) for reason in problems)
     if not problems or settings.tokenizer is not None:
         key = "path" if settings.tokenizer is None else "tokenizer"
@@ -31,7 +32,7 @@ def mistakes_in_saved(settings: RewardModelConfig) -> Iterator[tuple[str, str]]:
         if not settings.choices and length is not None and length <= settings.max_new_tokens:
             yield "max_new_tokens", f"the model has positions for {length:,} tokens, question and reply together"
         return
-    found = AutoConfig.from_pretrained(settings.path)
+    found = pretrained(AutoConfig, settings.path)
     made, labels = found.architectures or [], found.num_labels or 1
     if made and not any(name.endswith("ForSequenceClassification") for name in made):
         yield (

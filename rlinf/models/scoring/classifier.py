@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlinf.data.tokenizer import pretrained
 from rlinf.models.language.load import ONE_AT_A_TIME
 
 
@@ -97,7 +98,7 @@ def load_classifier(
         OSError: there is none.
     """
     with ONE_AT_A_TIME:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        model, loading = pretrained(AutoModelForSequenceClassification, path, dtype=dtype, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(
             f"{path} is no classification model: it has no {missing[0]}, so its scores would be random. Name a model "

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from rlinf.data.packing import Packed
 from rlinf.data.rng import ONE_AT_A_TIME
+from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Export
 from rlinf.models.language.build import saved_files
 from rlinf.models.language.fsdp import dtype_of
@@ -80,7 +81,7 @@ class MegatronBackEnd:
         with ONE_AT_A_TIME:
             files = saved_files(model.source)
             drawn = None if files else build_model(model.source, tokenizer, seed=model.seed)
-            config = AutoConfig.from_pretrained(str(model.source)) if drawn is None else drawn.config
+            config = pretrained(AutoConfig, str(model.source)) if drawn is None else drawn.config
             if wrong := families.mistakes(config, model.parallel):
                 raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
             whole = _empty(config, model)
@@ -233,7 +234,7 @@ class MegatronBackEnd:
 def _empty(config: Any, model: ModelSettings) -> PreTrainedModel:
     """The whole model without memory: its names, shapes and configuration."""
     with torch.device("meta"):
-        whole: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        whole: PreTrainedModel = without_own_code(AutoModelForCausalLM, config, dtype=torch.float32)
         if model.head == "values":
             without_head(whole)
             whole.add_module("score", nn.Linear(config.hidden_size, 1))

@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedModel
 
 from rlinf.algos.advantages import Reduce
+from rlinf.data.tokenizer import without_own_code
 from rlinf.models.policy.base import Drawn, Evaluated, Level, Observation, Policy, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.layers import RunningNorm, perceptron
 from rlinf.models.policy.vla.action_tokens import ActionTokens, hidden_states, picked_by
@@ -200,5 +201,5 @@ def _model(settings: Mapping[str, Any], **sizes: int) -> PreTrainedModel:
     if "vision" in settings["model_type"]:
         settings = {**settings, "vision_use_head": False}  # pools patches into one, which nobody reads
     config = AutoConfig.for_model(**{**settings, **sizes})
-    model: PreTrainedModel = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model: PreTrainedModel = without_own_code(AutoModel, config, dtype=torch.float32, attn_implementation="sdpa")
     return model

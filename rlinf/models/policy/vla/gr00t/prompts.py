@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.data.tokenizer import pretrained
+
 PICTURE, BEGIN, END = "<IMG_CONTEXT>", "<img>", "</img>"
 """The token of a patch, and what stands around a picture's."""
 _CHAT = (
@@ -94,7 +96,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> Any:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         try:
-            found = AutoTokenizer.from_pretrained(folder)
+            found = pretrained(AutoTokenizer, folder)
             if _TEMPLATE in files:
                 found.chat_template = json.loads(files[_TEMPLATE])["chat_template"]
         except Exception as error:  # of files that may hold anything

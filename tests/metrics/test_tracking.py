@@ -203,6 +203,26 @@ async def test_wandb_writes_offline_and_a_resumed_run_is_the_same_one(about, mon
 
 
 @needs("wandb")
+def test_wandb_without_a_key_is_refused_and_asks_nothing(about, monkeypatch):
+    import wandb
+    from wandb.errors import term
+
+    from rlinf.metrics.sinks.wandb import open_sink
+
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
+        monkeypatch.setenv(name, str(about.directory))
+    monkeypatch.setenv("NETRC", str(about.directory / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(term, "can_use_terminput", lambda: True)
+    monkeypatch.setattr(term, "terminput", lambda *_, **__: pytest.fail("a question in the middle of a run"))
+    wandb.teardown()
+    with pytest.raises(PermissionError, match="WANDB_API_KEY"):
+        open_sink(about, "project")
+    wandb.teardown()
+
+
+@needs("wandb")
 def test_samples_in_wandb_are_one_table_that_grows(about, monkeypatch):
     import wandb
 

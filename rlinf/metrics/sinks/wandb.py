@@ -19,6 +19,7 @@ class WandbSink:
     """Scalars by their names, samples as one table that grows from step to step."""
 
     def __init__(self, about: Tracked, project: str) -> None:
+        _check_credentials()
         named = about.directory / "wandb" / "run_id"
         self._run = wandb.init(
             project=project,
@@ -58,6 +59,16 @@ class WandbSink:
 def open_sink(about: Tracked, project: str) -> WandbSink:
     """Start a run, or go on with the one that this run directory had."""
     return WandbSink(about, project)
+
+
+def _check_credentials() -> None:
+    """Refuse to send where no key is known: `wandb.init` would ask for one on the terminal, in the middle of a run.
+
+    Raises:
+        PermissionError: there is no key.
+    """
+    if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
+        raise PermissionError("no API key is known: run `wandb login` once, or set WANDB_API_KEY or WANDB_MODE=offline")
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.agents.chat import ChatFormat, Message
+from rlinf.config.reading import parse_json
 from rlinf.data.sample import REWARDS, Prompt, Sample, Segment
 from rlinf.engines.base import Completion, Finish
 
@@ -331,7 +332,7 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError:
             pass
     return [function.get("name"), arguments]

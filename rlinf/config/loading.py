@@ -21,6 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlinf.config.reading import measure, read_bytes
 from rlinf.config.schema import Leaf, leaves, nearest, sections
 from rlinf.config.synonyms import OF_TORCHRUN, ours
 
@@ -30,9 +31,6 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 _REFERENCE = re.compile(r"(\\*)\$\{([\w.]+\})?")
 """`${`, the backslashes before it (an odd number makes it plain text), and `key}` if that is what follows."""
-_DEEPEST, _LARGEST = 50, 100_000
-"""Levels and values of a YAML file, aliases written out: ours have 5 and 100, and a few lines of aliases can stand for
-more than any memory holds."""
 _UNREADABLE = (
     yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError, KeyError,
     AssertionError,
@@ -129,7 +127,7 @@ class _Loader:
     def read_file(self, path: Path) -> None:
         """Take every key of a YAML file, or note what is wrong with it."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path).decode("utf-8")
         except OSError as error:
             raise InputError(f"{path}: the config file cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
@@ -289,24 +287,8 @@ def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
     """
     tree = yaml.compose(text)
     if tree is not None:
-        _measured(tree, {}, 0)
+        measure(tree)
     return tree, OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
-
-
-def _measured(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """How many values a node holds with all aliases written out; a node that holds itself is nested too deeply."""
-    if depth > _DEEPEST:
-        raise ValueError(f"nested more than {_DEEPEST} levels deep, at line {node.start_mark.line + 1}")
-    if id(node) not in known:
-        pairs = isinstance(node, yaml.MappingNode)
-        inner = [each for pair in node.value for each in pair] if pairs else node.value
-        each = (_measured(child, known, depth + 1) for child in inner) if isinstance(inner, list) else ()
-        known[id(node)] = 1 + sum(each)
-    if known[id(node)] > _LARGEST:
-        raise ValueError(
-            f"more than {_LARGEST:,} values with its aliases written out, at line {node.start_mark.line + 1}"
-        )
-    return known[id(node)]
 
 
 def _finite(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -48,13 +48,7 @@ def character_tokenizer(characters: str, *, pictures: bool = False) -> PreTraine
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
 
 
-class Loader(Protocol):
-    """A class of transformers that reads saved files, such as `AutoConfig`."""
-
-    def from_pretrained(self, source: Any, /, **how: Any) -> Any: ...
-
-
-def pretrained(loader: Loader, source: str | Path, **how: Any) -> Any:
+def pretrained(loader: Any, source: str | Path, **how: Any) -> Any:
     """`loader.from_pretrained(source, **how)` without running code that comes with the files, and without a question.
 
     Every loader of this package goes through here: left to its default, transformers asks on the terminal whether to

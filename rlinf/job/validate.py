@@ -20,6 +20,7 @@ from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig,
 from rlinf.config.importing import looks_local, mistake_in
 from rlinf.config.learning import BACK_ENDS, RECIPES, NamedTeacher, RewardModelConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump, load
+from rlinf.config.reading import read_bytes
 from rlinf.config.schema import nearest
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import DataConfig, EvaluationConfig, RewardConfig, RunConfig
@@ -250,7 +251,7 @@ def is_embodied(path: str | Path | None) -> bool:
     if path is None:
         return False
     try:
-        tree = yaml.compose(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.compose(read_bytes(Path(path)).decode("utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False  # reading it as any configuration tells what is wrong
     return isinstance(tree, yaml.MappingNode) and any(name.value in ("env", "imitation") for name, _ in tree.value)

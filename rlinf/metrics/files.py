@@ -5,6 +5,7 @@ In: a step's metrics, or some of its samples. Out: lines on disk before the next
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,9 +13,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import open_regular, parse_json
+
 METRICS, SAMPLES, ENVIRONMENT, EXPLAINED = "metrics.jsonl", "samples.jsonl", "environment.json", "explained.jsonl"
 ALARMS = "alarms.jsonl"
 """File names in a run directory."""
+
+
+def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace a file in one step, so that a reader never meets half of it.
+
+    It is written aside first, in a file that is new: a link that stands there, in a directory of somebody else, leads
+    nowhere else.
+
+    Args:
+        path: of the file.
+        text: its content.
+        mode: its permissions, less the umask.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    aside.unlink(missing_ok=True)
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(handle)
+    aside.replace(path)
 
 
 class JsonLines:
@@ -68,7 +92,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; a line cut short by a crash, and whatever is no object, is left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as file:
         for line in file:
             if (row := _row(line)) is not None:
                 yield row
@@ -76,7 +100,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -13,7 +13,6 @@ An earlier run of the same name is moved out of the way, never overwritten; a re
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -22,11 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rlinf.config.reading import parse_json, parse_yaml, read_bytes
 from rlinf.metrics.durable.lock import Lock
 from rlinf.metrics.durable.manifest import MANIFEST, Damaged, sync, verify, write_manifest
-from rlinf.metrics.files import read_lines
+from rlinf.metrics.files import read_lines, replace_text
 
 QUEUE = "queue.json"
 """What of a checkpoint is neither model nor optimizer: step, cursors, what was in the queues."""
@@ -117,10 +115,7 @@ class RunDirectory:
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a file in one step."""
-        aside = path.with_name(f".{path.name}.partial")
-        aside.write_text(text, encoding="utf-8")
-        sync(aside)
-        aside.replace(path)
+        replace_text(path, text)
         sync(path.parent)
 
     def begin_checkpoint(self, step: int) -> Path:
@@ -294,8 +289,8 @@ def changes(resolved: Path, text: str) -> list[Change]:
     if not resolved.exists():
         return []
     try:
-        was, now = (dict(flat(yaml.safe_load(each) or {})) for each in (resolved.read_text(encoding="utf-8"), text))
-    except (yaml.YAMLError, ValueError, AttributeError):
+        was, now = (dict(flat(parse_yaml(each) or {})) for each in (read_bytes(resolved).decode("utf-8"), text))
+    except (ValueError, AttributeError):
         raise ValueError(f"{resolved} is damaged: remove it, and nothing is known to have changed") from None
     return [
         Change(key, was.get(key, MISSING), now.get(key, MISSING))
@@ -320,7 +315,7 @@ def _read(path: Path) -> Checkpoint:
         ValueError: they are not, or there is nothing to go on from; the text begins with the path.
     """
     try:
-        queue = json.loads((path / QUEUE).read_text(encoding="utf-8"))
+        queue = parse_json((path / QUEUE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: it has no {QUEUE}: there is nothing to go on from") from None
     except OSError as error:
@@ -356,7 +351,7 @@ def _up_to(lines: Path, step: int) -> Iterator[str]:
     with lines.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, AttributeError, TypeError):
-                if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
+                if parse_json(line).get("step", 0) <= step and line.endswith("\n"):
                     yield line
 
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlinf.config.reading import parse_json
 from rlinf.data.safetensors_io import make_room, sync_directory, write_tensors, write_text
 from rlinf.runtime.base.tasks import finish
 from rlinf.weights.state_tensors import (
@@ -218,7 +219,7 @@ def _read_about(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no {ABOUT}: it is no state of a trainer, or was not finished")
     try:
-        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        about: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: resume from an earlier checkpoint ({error})") from error
     if about["format"] > FORMAT:

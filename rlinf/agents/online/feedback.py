@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from rlinf.agents.checks import WrongType, WrongValue, at_least_one, number, shown
+from rlinf.config.reading import parse_json
 from rlinf.data.sample import Group, Prompt, Sample
 
 _ARRAYS = {"response_ids": np.int64, "logprobs": np.float32, "versions": np.int32, "loss_mask": np.bool_}
@@ -266,7 +267,7 @@ def _entries(lines: TextIO) -> Iterator[Mapping[str, Any]]:
     """The entries of a journal; a process that was killed may have left half a line at the end."""
     for line in lines:
         if line.endswith("\n"):
-            yield json.loads(line)
+            yield parse_json(line)
 
 
 def _plain(sample: Sample) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
+
+from rlinf.config.reading import parse_json
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _SIGNS = str.maketrans("", "", string.punctuation)
@@ -29,7 +30,7 @@ def normalized(text: str) -> str:
 def right_answers(answers: str) -> list[str]:
     """All right answers in a data set's column; see `exact_match`."""
     try:
-        given = json.loads(answers)
+        given = parse_json(answers)
     except ValueError:
         return [answers]
     if isinstance(given, dict):

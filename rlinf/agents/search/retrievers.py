@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlinf.config.reading import parse_json
 from rlinf.runtime.base.errors import UserError
 
 _SHOWN = 200
@@ -88,7 +88,7 @@ class Bm25:
         documents = []
         for number, line in enumerate(lines, 1):
             try:
-                documents.append(Document.of(json.loads(line)))
+                documents.append(Document.of(parse_json(line)))
             except (ValueError, AttributeError, UserError) as error:
                 raise UserError(f"the corpus {path}, line {number}: {error}") from None
         return Bm25(documents)

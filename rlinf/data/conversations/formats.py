@@ -6,11 +6,11 @@ business.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlinf.config.reading import parse_json
 from rlinf.data.datasets.columns import lookup
 from rlinf.data.datasets.rows import DataError, Row
 
@@ -242,7 +242,7 @@ class Format:
     def _tools(self, row: Row) -> list[Any] | None:
         value = self.value(row, "tools")
         try:
-            found = json.loads(value) if isinstance(value, str) and value else value
+            found = parse_json(value) if isinstance(value, str) and value else value
         except ValueError as error:
             raise DataError(f"column {self.columns['tools']!r} is no JSON: {error}") from error
         return list(found) if found else None

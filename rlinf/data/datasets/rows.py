@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlinf.config.reading import parse_json
+
 Row = Mapping[str, Any]
 """One row: values by column."""
 
@@ -115,7 +117,7 @@ class JsonLines:
     def __getitem__(self, index: int) -> Row:
         start = self._starts[index]
         try:
-            row = json.loads(self._data[start : self._end(start)])
+            row = parse_json(self._data[start : self._end(start)])
         except ValueError as error:  # not JSON, or not UTF-8
             raise DataError(f"{self.where(index)} is no JSON: {error}") from error
         return checked(row, self.where(index))
@@ -233,7 +235,7 @@ def read_json(path: Path) -> ListRows:
         DataError: it is neither.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}; one object per line goes into a .jsonl file") from error
     rows = found.get("data") if isinstance(found, dict) else found

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.config.reading import parse_json
 from rlinf.data.demonstrations.episode import Demonstration, mistake_between
 from rlinf.data.demonstrations.source import (
     ACTIONS,
@@ -186,7 +187,7 @@ def _only_file(path: Path) -> Path:
 def _entries(file: Path) -> list[dict[str, Any]]:
     """Of every episode what the JSON file says, checked."""
     with broken(file, "the text"):
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
     with broken(file, "episodes"):
         found = list(raw["episodes"])
         if not found:

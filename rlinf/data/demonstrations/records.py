@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlinf.config.reading import parse_json
 from rlinf.data.demonstrations.episode import Demonstration
 from rlinf.data.demonstrations.source import IGNORED, NOTHING, About, Episodes, broken
 
@@ -56,7 +57,7 @@ class Records(Episodes):
 
 def _about(file: Path) -> tuple[About, bool]:
     with broken(file, "the text"):
-        about = json.loads(file.read_text(encoding="utf-8"))
+        about = parse_json(file.read_text(encoding="utf-8"))
     checked = {}
     for name, kinds in (("chunks", int), ("terminated", bool), ("success", bool | None), ("instruction", str | None)):
         with broken(file, name):

@@ -6,11 +6,11 @@ to a prompt are complete, so that nobody knows yet which will come of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import parse_json
 from rlinf.data.in_flight.admission import Entry
 from rlinf.data.sample import Group, Sample
 
@@ -47,7 +47,7 @@ def held_in(path: Path) -> Counted:
         ValueError: it is no such file.
     """
     try:
-        objects = json.loads(path.read_text(encoding="utf-8"))["objects"]
+        objects = parse_json(path.read_text(encoding="utf-8"))["objects"]
         return _held(
             (parts["id"], parts["size"], _numbers(parts["result"], objects))
             for name, parts in objects

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
+from rlinf.config.reading import parse_json
 from rlinf.data.in_flight.admission import Entry
 from rlinf.data.in_flight.rules import Kept
 from rlinf.data.safetensors_io import write_tensors, write_text
@@ -57,7 +58,7 @@ def read_kept(directory: Path, kinds: Sequence[type[Any]] = ()) -> Kept | None:
     if not (directory / PLAIN).exists():
         return None
     try:
-        plain = json.loads((directory / PLAIN).read_text(encoding="utf-8"))
+        plain = parse_json((directory / PLAIN).read_text(encoding="utf-8"))
         reader = _Reader({kind.__name__: kind for kind in (*KINDS, *kinds)}, load_file(directory / ARRAYS))
         for described in plain["objects"]:
             reader.read(described)

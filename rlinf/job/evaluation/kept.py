@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.config.loading import InputError
+from rlinf.config.reading import parse_json
 from rlinf.data.datasets.benchmarks import Benchmark
 from rlinf.data.sample import Group, Prompt, Sample
 
@@ -47,7 +48,7 @@ class KeptAnswers:
         whole = text[: text.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row["mark"], str):
                     raise TypeError("a mark is a text")
                 self._rows[row["benchmark"]].append(row)

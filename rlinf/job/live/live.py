@@ -22,6 +22,7 @@ from rlinf.job.live.feed import Feed, Message
 from rlinf.job.live.moments import Moments
 from rlinf.job.live.page import Page
 from rlinf.metrics.console.report import Report
+from rlinf.metrics.files import replace_text
 from rlinf.metrics.web.life import LIVE
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.system.observer import Watch
@@ -169,9 +170,4 @@ class Live:
 def _write(where: Path, path: Path) -> None:
     """Say where the feed is; to this user alone, as only he can open it."""
     about = {"pid": os.getpid(), "machine": socket.gethostname(), "socket": str(path), "began": time.time()}
-    aside = where.with_name(f".{where.name}.partial")
-    with contextlib.suppress(FileNotFoundError):
-        aside.unlink()
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(about, file)
-    aside.replace(where)
+    replace_text(where, json.dumps(about), mode=0o600)

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlinf.config.reading import parse_json
+
 HEARTBEAT = 10.0
 """Seconds between two signs of life: rare beside any file system's work, and often enough for `SILENT_AFTER`."""
 SILENT_AFTER = 6 * HEARTBEAT
@@ -238,7 +240,7 @@ def _flock(file: int) -> bool | None:
 def _owner(path: Path) -> Owner | None:
     """Who has signed a lock; None if nobody has, or nobody can read it."""
     try:
-        said = json.loads(path.read_bytes())
+        said = parse_json(path.read_bytes())
         return Owner(int(said.pop("pid")), **{str(name): str(value) for name, value in said.items()})
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None

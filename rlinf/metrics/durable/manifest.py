@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import parse_json
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; a reader refuses what is newer."""
@@ -137,7 +139,7 @@ def _parsed(told: bytes) -> tuple[int, dict[str, Any]]:
         Damaged: it is none.
     """
     try:
-        content: Any = json.loads(told)
+        content: Any = parse_json(told)
         newer, step, files = content["format"] > FORMAT, int(content["step"]), dict(content["files"])
         known = all(
             _plain(name) and isinstance(said["bytes"], int) and isinstance(said["crc32"], str)

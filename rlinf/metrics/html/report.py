@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlinf.metrics.files import replace_text
 from rlinf.metrics.html.document import static_page
 from rlinf.metrics.html.state.run_state import run_state
 
@@ -27,7 +28,5 @@ def write_report(directory: Path) -> Path:
     """
     state = run_state(directory)
     path = directory / "report.html"
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(static_page(f"{state['name']}: training report", [state]), encoding="utf-8")
-    aside.replace(path)  # a browser that reloads it never meets half of it
+    replace_text(path, static_page(f"{state['name']}: training report", [state]))
     return path

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rlinf.config.reading import parse_json, parse_yaml, read_bytes
 from rlinf.metrics.console.table import ACCURACY, GRADED
 from rlinf.metrics.files import ENVIRONMENT, METRICS, SAMPLES
 from rlinf.metrics.html.state.samples import Row, Samples
@@ -122,7 +121,7 @@ def read_run(directory: Path, metrics: MetricRows | None = None, samples: Sample
         FileNotFoundError: it has no metrics.jsonl, so it is no run's directory.
     """
     if metrics is None:
-        if not (directory / METRICS).is_file():
+        if not (directory / METRICS).is_file() or (directory / METRICS).is_symlink():
             raise FileNotFoundError(f"{directory} is no run's directory: it has no {METRICS}")
         file = MetricFile(directory / METRICS)
         file.update()
@@ -162,20 +161,23 @@ def shown_answers(samples: Samples) -> dict[int, list[Row]]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return read_bytes(path, links=False).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _mapping(text: str) -> Mapping[str, Any]:
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:  # the page shows the text as it is
+        config = parse_yaml(text)
+    except ValueError:  # the page shows the text as it is
         return {}
     return config if isinstance(config, dict) else {}
 
 
 def _environment(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(_text(path) or "{}")
+        found = parse_json(_text(path) or "{}")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -6,12 +6,13 @@ than what is asked for.
 
 from __future__ import annotations
 
-import json
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import open_regular, parse_json
 from rlinf.runtime.observe.intervals import Interval
 from rlinf.runtime.observe.perfetto import read_span
 from rlinf.runtime.observe.spans import Span
@@ -104,7 +105,7 @@ def _events(path: Path, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any
     The runtime writes one per line, so a long trace is never in memory as a whole; a file that another program has
     rewritten is read as a whole.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as file:
         if not file.readline(_FIRST_LINE).rstrip().endswith('"traceEvents": ['):
             yield from (event for event in _rewritten(path) if isinstance(event, dict))
             return
@@ -130,14 +131,14 @@ def _near(line: str, within: Interval) -> bool:
 def _event(line: str) -> Any:
     """One event; None for a line that was cut when its writer was killed."""
     try:
-        return json.loads(line.rstrip().removesuffix(","))
+        return parse_json(line.rstrip().removesuffix(","))
     except ValueError:
         return None
 
 
 def _rewritten(path: Path) -> list[Any]:
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(path.read_text(encoding="utf-8"))["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace in Chrome's format: {error!r}") from error
     if not isinstance(events, list):

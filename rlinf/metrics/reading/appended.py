@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlinf.config.reading import open_regular
+
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
@@ -45,7 +47,7 @@ class Appended:
         A last line without its end waits until that is written. Lines longer than `LONGEST` are left out.
         """
         try:
-            file = self.path.open("rb", buffering=0)
+            file = open_regular(self.path, links=False)
         except OSError:
             self._anew()
             return

@@ -5,11 +5,11 @@ In: the file. Out: its rows, as columns in memory. Who wakes whom: nobody; `upda
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import parse_json
 from rlinf.metrics.reading.appended import Appended
 from rlinf.metrics.reading.metric_rows import MetricRows
 
@@ -47,7 +47,7 @@ def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects among lines; what is none is left out."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # bytes that are no UTF-8, too
             continue
         if isinstance(row, dict):

@@ -23,6 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlinf.config.reading import parse_json
 from rlinf.metrics.html.document import live_page
 from rlinf.metrics.web.feed import CONTROLS, NoFeed
 from rlinf.metrics.web.followed import Followed
@@ -97,7 +98,7 @@ class _Routes:
     async def do(self, request: web.Request) -> web.Response:
         run = self._run(request)
         try:
-            what = (await request.json())["what"]
+            what = parse_json(await request.text())["what"]
         except (ValueError, LookupError, TypeError):
             what = None
         if not isinstance(what, str) or what not in CONTROLS:

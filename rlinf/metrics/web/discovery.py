@@ -7,13 +7,13 @@ them whole.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlinf.config.reading import open_regular, parse_json, read_bytes
 from rlinf.metrics.files import ENVIRONMENT, METRICS
 from rlinf.metrics.reading.metric_file import objects
 from rlinf.metrics.web.life import LIVE, job_of, status
@@ -106,7 +106,7 @@ def _id(path: Path) -> str:
 
 def _last_step(metrics: Path) -> int:
     try:
-        with metrics.open("rb") as file:
+        with open_regular(metrics, links=False) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END))
             end = file.read()
@@ -118,10 +118,10 @@ def _last_step(metrics: Path) -> int:
 
 def _planned(directory: Path) -> int | None:
     try:
-        told = json.loads((directory / ENVIRONMENT).read_bytes())
+        told = parse_json(read_bytes(directory / ENVIRONMENT, links=False))
         if isinstance(told, dict) and type(told.get("steps")) is int:
             return int(told["steps"])
-        found = _STEPS.search((directory / "resolved.yaml").read_text(encoding="utf-8", errors="replace"))
+        found = _STEPS.search(read_bytes(directory / "resolved.yaml", links=False).decode("utf-8", errors="replace"))
     except (OSError, ValueError):
         return None
     return None if found is None else int(found[1])

@@ -86,7 +86,9 @@ class Guard:
         return on
 
     def _knows(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self.token.encode())
+        return hmac.compare_digest(
+            token.encode(errors="replace"), self.token.encode()
+        )  # bytes of no UTF-8 come as surrogates
 
     def _is_ours(self, host: str) -> bool:
         """Whether a request means this machine: by a name of it, or by an address, which no site can have as its

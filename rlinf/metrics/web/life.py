@@ -5,12 +5,13 @@ In: a run directory. Out: the job that writes to it, if one does, and a word for
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlinf.config.reading import parse_json, read_bytes
 
 LIVE = "live.json"
 """A job's word that it lives, in its run directory; removed at its end unless it is killed."""
@@ -52,7 +53,7 @@ def job_of(directory: Path) -> Job | None:
     """The job that says that it writes to a run directory; None if none does, or it cannot be understood."""
     path = directory / LIVE
     try:
-        said, written = json.loads(path.read_bytes()), path.stat().st_mtime
+        said, written = parse_json(read_bytes(path, links=False)), path.stat().st_mtime
         return Job(int(said["pid"]), str(said["machine"]), str(said["socket"]), written)
     except (OSError, ValueError, TypeError, LookupError):
         return None

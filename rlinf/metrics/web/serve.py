@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlinf.metrics.web import shelf
 from rlinf.metrics.web.app import application
@@ -68,9 +70,7 @@ async def serve(named: Sequence[Path], where: Where, say: Callable[[str], None])
     listening = _listen(where)
     port = listening.getsockname()[1]
     guard = Guard(where.host)
-    runner = web.AppRunner(
-        application(Shelf(named), guard), access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE
-    )
+    runner = runner_of(Shelf(named), guard)
     try:
         await runner.setup()
         await web.SockSite(runner, listening).start()
@@ -85,6 +85,26 @@ async def serve(named: Sequence[Path], where: Where, say: Callable[[str], None])
     finally:
         await runner.cleanup()
         listening.close()
+
+
+def runner_of(shelf: Shelf, guard: Guard) -> web.AppRunner:
+    """The server of a page, before it listens."""
+    return web.AppRunner(
+        application(shelf, guard),
+        access_log=None, logger=_own_logger(), handler_cancellation=True, shutdown_timeout=_GOODBYE,
+    )  # fmt: skip
+
+
+def _own_logger() -> logging.Logger:
+    """aiohttp's lines, but for requests that are no HTTP: a port scan or TLS on the port is nothing to tell a reader,
+    and each would be a traceback in the terminal."""
+    own = logging.getLogger(__name__)
+    own.addFilter(_is_no_stranger)  # adding it again changes nothing
+    return own
+
+
+def _is_no_stranger(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _listen(where: Where) -> socket.socket:

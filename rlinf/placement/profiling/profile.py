@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from rlinf.config.reading import parse_json
 from rlinf.placement.hardware import Hardware
 
 from .interpolation import Estimate, OutOfRange, Point, interpolate
@@ -352,7 +353,7 @@ def load(path: Path) -> Profile:
         OSError: it cannot be read.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict) or body.get("version") != VERSION:
             found = body.get("version") if isinstance(body, dict) else body
             raise ValueError(f"version is {found!r}, this program reads {VERSION}: profile again")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from rlinf.metrics.files import read_lines
 from rlinf.metrics.html.document import _PAGE, SCRIPTS, STYLES, live_page
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.html.run_data import MOST_POINTS, read_run
 from rlinf.metrics.html.state.samples import MOST_TEXT
+from tests.config.test_reading import BOMB
 from tests.spans import call, write_trace
 from tests.spans import step as step_of
 
@@ -216,3 +219,50 @@ def test_an_evaluation_that_somebody_asked_for_is_joined_to_its_step(tmp_path):
     lines = [{"step": 1, "loss": 1}, {"step": 1, "evaluation/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert list(read_run(tmp_path).metrics) == [{"step": 1, "loss": 1, "evaluation/accuracy": 0.5}]
+
+
+# A directory of somebody else ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["samples.jsonl", "resolved.yaml", "environment.json", "explained.jsonl", "alarms.jsonl"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_what_is_no_file_of_the_run_itself_is_not_read(tmp_path, name, kind):
+    (tmp_path / "secret").write_text(
+        '{"step": 1, "prompt": "of another file", "response": "", "text": "of another file"}\n'
+    )
+    directory = run_directory(tmp_path / "run")
+    (directory / name).unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(directory / name)
+        case "device":
+            (directory / name).symlink_to("/dev/zero")
+        case "link":
+            (directory / name).symlink_to(tmp_path / "secret")
+    assert "of another file" not in write_report(directory).read_text()
+
+
+def test_aliases_that_stand_for_more_than_memory_holds_are_shown_as_they_are(tmp_path):
+    directory = run_directory(tmp_path)
+    (directory / "resolved.yaml").write_text(BOMB)
+    assert read_run(directory).config == {}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "ledger.jsonl"])
+def test_a_line_that_is_nested_too_deeply_is_left_out(tmp_path, name):
+    directory = run_directory(tmp_path)
+    with (directory / name).open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert read_run(directory).steps == 40
+    assert all(isinstance(row, dict) for row in read_lines(directory / name))
+
+
+def test_a_link_in_place_of_the_report_is_replaced_and_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    directory = run_directory(tmp_path / "run")
+    for name in (".report.html.partial", "report.html"):
+        (directory / name).symlink_to(tmp_path / "precious")
+    assert not write_report(directory).is_symlink()
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -27,6 +27,17 @@ async def test_without_the_token_nothing_is_shown(page, path):
             assert "reward" not in await answer.text()
 
 
+async def test_bytes_that_are_no_text_are_no_token(page):
+    said = await page.raw(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: rlinf-watch-%d=\xff\xfe\r\n\r\n" % page.port)
+    assert said.startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n"])
+async def test_what_is_no_http_is_not_told_to_whoever_watches(page, sent, caplog):
+    assert (await page.raw(sent + b"\r\n\r\n")).startswith(b"HTTP/1.0 400 ")
+    assert caplog.text == ""
+
+
 async def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(page):
     url = page.url("/").with_query(token=page.guard.token)
     async with page.session.get(url, allow_redirects=False) as answer:
@@ -195,7 +206,9 @@ async def test_a_step_is_a_number(page, step):
         assert (answer.status, list(await answer.json())) == (400, ["said"])
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'"stop"', b'{"what": "rm"}', b'{"what": ["stop"]}', b"x" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'"stop"', b'{"what": "rm"}', b'{"what": ["stop"]}', b"x" * 100_000, b"[" * 60_000]
+)
 async def test_what_nobody_can_do_is_refused_with_words(page, tmp_path, body):
     async with job(tmp_path / "r") as alive:
         url = page.url(f"/api/runs/{await page.run()}/do")

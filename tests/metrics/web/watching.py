@@ -15,8 +15,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from rlinf.metrics.web.app import application
 from rlinf.metrics.web.guard import Guard
+from rlinf.metrics.web.serve import runner_of
 from rlinf.metrics.web.shelf import Shelf
 
 
@@ -63,6 +63,15 @@ class Page:
         async with self.session.post(url, json={"what": what}, headers=headers) as answer:
             return answer.status, await answer.json()
 
+    async def raw(self, sent: bytes) -> bytes:
+        """The answer to bytes that need not be HTTP."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(sent)
+        try:
+            return await reader.readline()
+        finally:
+            writer.close()
+
     async def run(self) -> str:
         """Id of the only run."""
         (run,) = await self.json("/api/runs")
@@ -98,7 +107,7 @@ async def open_page(*named: Path) -> AsyncIterator[Page]:
     """A server that shows directories, and who looks at it."""
     listening = socket.create_server(("127.0.0.1", 0))
     guard = Guard("127.0.0.1")
-    runner = web.AppRunner(application(Shelf(named), guard), handler_cancellation=True, shutdown_timeout=0.1)
+    runner = runner_of(Shelf(named), guard)
     await runner.setup()
     await web.SockSite(runner, listening).start()
     try:

@@ -12,13 +12,13 @@ In: a directory. Out: `Info`, and a `Place` for each episode.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import parse_json
 from rlinf.data.demonstrations.source import broken, needs
 
 INFO = "meta/info.json"
@@ -88,7 +88,7 @@ def read_info(directory: Path) -> Info:
     """
     file = directory / INFO
     with broken(file, "the text"):
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
     with broken(file, "codebase_version"):
         version = int(re.fullmatch(r"v?(\d+)(\.\d+)*", str(raw["codebase_version"]))[1])  # type: ignore[index]
         if version not in (2, 3):
@@ -189,7 +189,7 @@ def _lines(file: Path) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines()):
         if line.strip():
             with broken(file, f"line {number + 1}"):
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row, dict):
                     raise ValueError(f"{line:.40} is no object")
             yield row

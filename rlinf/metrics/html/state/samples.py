@@ -5,13 +5,13 @@ In: the file, which may grow. Out: rows. What is in memory is where each step's 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.reading import open_regular, parse_json
 from rlinf.metrics.reading.appended import Appended
 
 Row = dict[str, Any]
@@ -97,7 +97,7 @@ class Samples:
     def _rows(self, places: list[tuple[int, int]]) -> Iterator[Row]:
         if not places:
             return
-        with self._path.open("rb") as file:
+        with open_regular(self._path, links=False) as file:
             for start, length in places:
                 file.seek(start)
                 if (row := _row(file.read(length))) is not None:
@@ -132,7 +132,7 @@ def _told(line: bytes) -> tuple[int, bool] | None:
 
 def _row(line: bytes) -> Row | None:
     try:
-        row = json.loads(line.decode(errors="replace"))
+        row = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

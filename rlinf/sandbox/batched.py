@@ -5,7 +5,8 @@ one of the `at_once` places takes everything that waits into one sandbox, and wa
 batches are as large as the load makes them.
 
 Programs in a sandbox cannot help or harm each other's results: each has a process of its own, one after the other,
-which may not start further ones, has no descriptor but the pipe for its own results, and a copy of no other program.
+which may not start further ones, has no descriptor but the file for its own results, and no copy of another program or
+its results in its memory or its directory.
 What the results should be is never told to it. A program that ends its sandbox has one of its own after that, and those
 behind it another.
 """
@@ -13,6 +14,7 @@ behind it another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import weakref
 from collections import deque
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from rlinf.sandbox.inside import caller
 from rlinf.sandbox.limits import Limits
+from rlinf.sandbox.running import ChannelError, Program
 from rlinf.sandbox.sandbox import Sandbox, shared
 
 _HARNESS = Path(caller.__file__).read_text(encoding="utf-8")
@@ -132,24 +135,34 @@ class Batched:
         given = b"".join(b"%08d%s" % (len(part), part) for part in parts)
         sandbox = shared() if self._sandbox is None else self._sandbox
         self.sandboxes += 1
+        done = 0
         try:
-            result = await sandbox.run_python(_HARNESS, stdin=given, args=[str(self._seconds)], limits=limits)
+            async with sandbox.place(), self._harness(sandbox, given, limits) as harness:
+                with contextlib.suppress(ChannelError):
+                    for each in batch:
+                        each.found = _read(await harness.channel.receive(), len(each.calls), self._seconds)
+                        each.news.set()
+                        done += 1
+                ended = await harness.result() if done < len(batch) else None
         except BaseException:
-            self._again(batch)  # their callers are told the same, or go on where this one was cancelled
+            self._again(batch[done:])  # their callers are told the same, or go on where this one was cancelled
             raise
-        lines = result.stdout.splitlines()
-        over = f"the program ended its sandbox ({result.outcome})"
-        for each, line in zip(batch, lines, strict=False):
-            each.found = _read(line, len(each.calls))
-        left = batch[len(lines) :]
-        if left and left[0].alone:
+        if ended is None:
+            return
+        left = batch[done:]
+        if left[0].alone:
+            over = f"the program ended its sandbox ({ended.outcome})"
             left[0].found = [Returned(None, over)] * len(left[0].calls)
-            left = []
-        for each in batch[: len(batch) - len(left)]:
-            each.news.set()
-        if left:
+            left[0].news.set()
+            left = left[1:]
+        elif left:
             left[0].alone = True
         self._again(left)
+
+    def _harness(
+        self, sandbox: Sandbox, given: bytes, limits: Limits
+    ) -> contextlib.AbstractAsyncContextManager[Program]:
+        return sandbox.program(_HARNESS, stdin=given, args=[str(self._seconds)], limits=limits, channel=True)
 
 
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Batched] = weakref.WeakKeyDictionary()
@@ -161,11 +174,12 @@ async def returned(code: str, calls: Sequence[str]) -> list[Returned]:
     return await mine.returned(code, calls)
 
 
-def _read(line: str, count: int) -> list[Returned]:
+def _read(message: bytes, count: int, seconds: float) -> list[Returned]:
     """The results of one program, which may have written anything."""
     try:
-        told = json.loads(line)
+        told = json.loads(message)
         found = [Returned(None if value is None else str(value), str(error)) for value, error in told][:count]
     except (ValueError, TypeError, RecursionError):
         found = []
-    return found + [Returned(None, "it ended before this call returned")] * (count - len(found))
+    over = f"it took longer than {seconds:g} s" if message == caller.LATE else "it ended before this call returned"
+    return found + [Returned(None, over)] * (count - len(found))

@@ -120,7 +120,6 @@ class Sandbox:
         limits = limits or self.limits
         request = {
             "code": code,
-            "stdin": _bytes(stdin),
             "files": {_inside(name): _bytes(content) for name, content in (files or {}).items()},
             "args": list(args),
             "limits": asdict(limits),
@@ -128,7 +127,7 @@ class Sandbox:
         message = pickle.dumps(request)
         warden = await self._warden()
         with contextlib.ExitStack() as ours:
-            link, end = self._linked(warden, channel, ours)
+            link, end = self._linked(warden, _bytes(stdin), channel, ours)
             reader, writer = await asyncio.open_unix_connection(sock=link)
             ours.callback(writer.transport.abort)
             writer.write(len(message).to_bytes(LENGTH, "big") + message)
@@ -161,13 +160,16 @@ class Sandbox:
             self._finalizer()
 
     def _linked(
-        self, warden: Warden, channel: bool, ours: contextlib.ExitStack
+        self, warden: Warden, stdin: bytes, channel: bool, ours: contextlib.ExitStack
     ) -> tuple[socket.socket, Channel | None]:
         """Ask for a supervisor; returns our ends of the link and of the channel, which `ours` closes."""
         link, theirs = socket.socketpair()
         ours.enter_context(link)
         with contextlib.ExitStack() as given:
-            descriptors = [given.enter_context(theirs).fileno()]
+            file = given.enter_context(open(os.memfd_create("stdin"), "w+b", buffering=0))
+            file.write(stdin)
+            file.seek(0)
+            descriptors = [given.enter_context(theirs).fileno(), file.fileno()]
             talk = None
             if channel:
                 end, other = socket.socketpair()

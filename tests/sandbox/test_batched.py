@@ -80,20 +80,71 @@ def f(x):
     assert [each[0].value for each in found[1:]] == ["1", "1"]
 
 
-def test_a_program_finds_neither_other_programs_nor_what_is_expected_in_its_memory():
-    looking = """
-import gc, sys
+LOOKING = """
+import ctypes, gc, os, re, sys
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+word, bytes_word = re.compile("zy[x]wvu"), re.compile(b"zy[x]wvu")  # without having it in memory itself
+
+def pages(address):
+    "All memory around an address, by system calls: unmapped memory is an error there, and no crash."
+    reader, end = os.pipe()
+    for step in (1, -1):
+        place = address & ~4095
+        while libc.write(end, ctypes.c_void_p(place), 4096) == 4096:
+            yield os.read(reader, 4096)
+            place += step * 4096
+
 def f(x):
-    frame, found = sys._getframe(), []
+    frame, found = sys._getframe(1), []
     while frame is not None:
-        found += [str(value) for value in frame.f_locals.values()]
+        found += [value for value in frame.f_locals.values() if word.search(str(value))]
         frame = frame.f_back
-    texts = [*found, *map(str, gc.get_objects())]
-    word = "".join(["se", "cret"])
-    return any(word in each for each in texts)
+    for each in gc.get_objects():
+        found += [1] if isinstance(each, (dict, list, tuple, set)) and word.search(str(each)) else []
+        found += [1] if word.search(str(getattr(each, "__dict__", ""))) else []
+    looked = 0
+    for address in (id(word), id(found), libc.malloc(100), libc.malloc(200000)):
+        last = b""
+        for page in pages(address):
+            looked += 1
+            found += [1] if bytes_word.search(last[-8:] + page) else []
+            last = page
+    return len(found), looked > 100
 """
-    found, _ = run(["secret = abs; f = abs", looking, "secret = 1; f = abs"], seconds=5.0)
-    assert found[1] == [Returned("False")]
+
+
+def test_a_program_finds_no_other_program_and_no_result_in_its_memory():
+    many = "zyxwvu" * 3
+    programs = [f"def f(x): return '{many}'"] * 3 + [LOOKING] + [f"f = str\n# {many}" + many * 30000]
+    found, sandboxes = run(programs, seconds=20.0, at_once=1)
+    assert found[0][0].value == repr(many)
+    assert found[3] == [Returned("(0, True)")]
+    assert sandboxes <= 2
+
+
+def test_the_memory_that_is_looked_at_is_the_programs():
+    found, _ = run([f"mine = ['zyx' + 'wvu']\n{LOOKING}"], seconds=20.0)
+    assert found[0][0].value.endswith(", True)")
+    assert found[0] != [Returned("(0, True)")]
+
+
+def test_files_of_a_program_are_gone_for_the_next():
+    leaving = """
+import os
+def f(x):
+    open("left", "w").write("x"); os.makedirs("a/b"); open("a/b/c", "w"); os.symlink("/usr", "a/link")
+    os.chmod("a/b", 0); os.chmod("a", 0); os.chmod(".", 0)
+"""
+    found, sandboxes = run(["f = abs", leaving, "import os\ndef f(x): return os.listdir('.')", "f = abs"], at_once=1)
+    assert [each[0].value for each in found[2:]] == ["[]", "1"]
+    assert sandboxes <= 2
+
+
+def test_what_cannot_be_removed_is_left_to_no_other():
+    deep = "import os\ndef f(x):\n    for _ in range(3000): os.mkdir('d'); os.chdir('d')\n"
+    found, _ = run([deep, "import os\ndef f(x): return os.listdir('.')"], seconds=5.0)
+    assert found[1][0].value == "[]"
 
 
 def test_a_cancelled_caller_leaves_others_their_results():

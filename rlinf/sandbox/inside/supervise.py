@@ -54,7 +54,7 @@ class _Run:
     """What is known of a run."""
 
     request: dict[str, Any]
-    """See `Sandbox`: code, stdin, files, args, limits."""
+    """See `Sandbox`: code, files, args, limits. The program has a copy in its memory, so nothing else may be in it."""
     output: dict[int, bytearray] = field(default_factory=dict)
     """What came out, by descriptor: standard output first."""
     outcome: str = ""
@@ -63,20 +63,18 @@ class _Run:
     """What the first process reported."""
 
 
-def supervise(server: Server, link: socket.socket, channel: int) -> None:
+def supervise(server: Server, link: socket.socket, stdin: int, channel: int) -> None:
     """Run what is asked for, and answer.
 
     Args:
         server: what all runs share.
         link: to whoever asked; when it is closed, the program is killed.
+        stdin: a descriptor of what the program reads, which never passes through this process: its memory is the
+            program's.
         channel: a descriptor that the program is given as number 3, or -1.
     """
     request = pickle.loads(_received(link))  # from our own process, which may do as it likes with this one
     run = _Run(request)
-    stdin = os.memfd_create("stdin")
-    with open(stdin, "wb", closefd=False) as file:
-        file.write(request["stdin"])
-    os.lseek(stdin, 0, os.SEEK_SET)
     (out, out_end), (err, err_end), (report, report_end) = os.pipe(), os.pipe(), os.pipe()
     ends = (stdin, out_end, err_end, report_end, channel)
     confine.adopt()

@@ -1,7 +1,8 @@
 """The fork server of a sandbox: confines itself, then forks a supervisor for each program.
 
-In: over a socket, descriptors of a link and perhaps of a channel, one pair per run. Out: a word on how far programs are
-kept apart; the rest is `supervise.py`'s. Who wakes whom: it sleeps until a run is asked for or its owner is gone.
+In: over a socket, descriptors for each run: a link, standard input, perhaps a channel. Out: a word on how far
+programs are kept apart; the rest is `supervise.py`'s. Who wakes whom: it sleeps until a run is asked for or its owner
+is gone.
 
 Programs are forked from here, so they start with an interpreter that has loaded what programs mostly import.
 """
@@ -60,7 +61,7 @@ def main(descriptor: int, settings: str) -> None:
 
 
 def serve(control: socket.socket, owner: int, server: Server) -> None:
-    """Fork a supervisor for every pair of descriptors that comes."""
+    """Fork a supervisor for every set of descriptors that comes."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     with contextlib.suppress(OSError):  # gone already: the socket tells, too
@@ -68,7 +69,7 @@ def serve(control: socket.socket, owner: int, server: Server) -> None:
     while True:
         if [ready for ready, _ in poll.poll() if ready != control.fileno()]:
             return
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 3)
         if not word:
             return
         if os.fork() == 0:
@@ -76,8 +77,8 @@ def serve(control: socket.socket, owner: int, server: Server) -> None:
             try:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                link, *channel = descriptors
-                supervise(server, socket.socket(fileno=link), channel[0] if channel else -1)
+                link, stdin, *channel = descriptors
+                supervise(server, socket.socket(fileno=link), stdin, channel[0] if channel else -1)
                 status = 0
             finally:
                 os._exit(status)

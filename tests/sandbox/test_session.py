@@ -40,6 +40,14 @@ async def test_one_that_does_not_end_is_replaced_by_an_empty_one(sandbox):
         assert "NameError" in (await session.run("x")).stderr
 
 
+async def test_a_fork_of_the_interpreter_answers_nothing(sandbox):
+    async with PythonSession(sandbox) as session:
+        assert (await session.run("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)")).stdout == ""
+        assert (await session.run("if not os.fork(): raise ValueError\n1 / 0")).exit_code == 1
+        assert (await session.run("2 + 3")).stdout == "5\n"
+        assert (await session.run("7")).stdout == "7\n"
+
+
 @pytest.mark.parametrize(
     "code",
     [

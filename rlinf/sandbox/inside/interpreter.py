@@ -37,6 +37,7 @@ def serve(most: int) -> None:
     Args:
         most: characters of the output of a piece that are kept.
     """
+    process = os.getpid()
     scope: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     while True:
         code = json.loads(_exactly(int.from_bytes(_exactly(_LENGTH), "big")))
@@ -53,6 +54,8 @@ def serve(most: int) -> None:
             while trace is not None and trace.tb_frame.f_code.co_filename != "<code>":
                 trace = trace.tb_next  # frames of this file
             err.write("".join(traceback.format_exception(type(error), error, trace)))
+        if os.getpid() != process:  # a copy that the piece forked: it has no part in the conversation
+            os._exit(status & 0xFF)
         text = json.dumps([status, out.getvalue(), err.getvalue(), out.lost + err.lost]).encode()
         data = len(text).to_bytes(_LENGTH, "big") + text
         while data:

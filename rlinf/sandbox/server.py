@@ -66,6 +66,7 @@ def start_warden(allow_weak: bool, preload: Sequence[str] = ()) -> Warden:
 def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
     home = str(Path(rlinf.sandbox.__file__).parents[2])
     packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    more = [path for path in _added(packages) if not (weak and os.geteuid() == 0) or _others_may_enter(path)]
     root = os.geteuid() == 0
     if weak and root and not all(_others_may_enter(path) for path in (sys.base_prefix, *packages)):
         raise SandboxError(f"{reason} Without namespaces, root would run programs as `nobody`, who may not read "
@@ -73,7 +74,7 @@ def _spawn(weak: bool, preload: Sequence[str], reason: str) -> Warden:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = {
         "owner": os.getpid(), "home": home, "shown": [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix],
-        "packages": packages, "preload": [*preload], "weak": weak, "root": root,
+        "packages": [*packages, *more], "preload": [*preload], "weak": weak, "root": root,
     }  # fmt: skip
     with theirs:
         process = subprocess.Popen(
@@ -113,6 +114,15 @@ def isolation(*, allow_weak: bool = True) -> Isolation:
     warden = start_warden(allow_weak)
     warden.end()
     return warden.isolation
+
+
+def _added(packages: Sequence[str]) -> list[str]:
+    """Other directories of installed packages from which this process imports: of the user, or by a .pth file.
+
+    Source trees, which editable installs add, are none: who knows what lies beside the code.
+    """
+    added = [os.path.abspath(path) for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    return [path for path in dict.fromkeys(added) if path not in packages and os.path.isdir(path)]
 
 
 def _others_may_enter(path: str) -> bool:

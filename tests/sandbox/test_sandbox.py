@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,46 @@ def test_loops_one_after_the_other_leave_no_servers(sandbox):
     first, second = used(asyncio.run), used(uvloop.run)
     assert first.poll() is not None
     assert second.poll() is None
+
+
+def test_packages_below_a_temporary_directory_of_a_pth_file_and_of_the_user_are_shown(sandbox, tmp_path):
+    """And read only: `tmp_path` lies below /tmp, of which a program otherwise has its own."""
+    venv.create(tmp_path / "env", with_pip=False)
+    own = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
+    user = tmp_path / "user" / own.relative_to(tmp_path / "env")
+    for number, place in enumerate((own, tmp_path / "other" / "site-packages", user)):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"pack{number}.py").write_text(f"value = {number}")
+    (own / "more.pth").write_text(str(tmp_path / "other" / "site-packages"))
+    (tmp_path / "env" / "pyvenv.cfg").write_text(
+        (tmp_path / "env" / "pyvenv.cfg").read_text().replace("packages = false", "packages = true")
+    )
+    program = f"""
+import os, pack0, pack1, pack2
+def refused(call, *args):
+    try:
+        call(*args)
+    except OSError as error:
+        return True
+first = {tmp_path.parts[2]!r}
+print(pack0.value, pack1.value, pack2.value, refused(os.rename, first, "x"), refused(os.mkdir, first + "/x"),
+    refused(os.mkdir, {str(own / "x")!r}), sorted(os.listdir(".")) == sorted([first, "main.py"]))
+"""
+    script = (
+        f"import asyncio; from rlinf.sandbox.sandbox import run_python; print(asyncio.run(run_python({program!r})))"
+    )
+    found = subprocess.run(
+        [tmp_path / "env" / "bin" / "python", "-c", script],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(module.__file__).parents[2]),
+            "PYTHONUSERBASE": str(tmp_path / "user"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "0 1 2 True True True True" in found.stdout, found.stdout + found.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")

@@ -24,6 +24,8 @@ _NEW_ALL = _NEW_MOUNTS | _NEW_USERS | 0x02000000 | 0x04000000 | 0x08000000 | 0x2
 _BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
 _MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_FDCWD, _AT_RECURSIVE = 1, 2, 4, -100, 0x8000
+_OPEN_TREE, _MOVE_MOUNT, _CLONE_TREE, _FROM_DESCRIPTOR = 428, 429, 0x80000 | 0x8000 | 1, 4
+"""Linux 5.2 has the calls; the flags are to close on exec, all below, a copy; and that the source is a descriptor."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_CAP_AMBIENT = 1, 4, 24, 47
 _CAPABILITIES_3 = 0x20080522
 
@@ -130,6 +132,9 @@ def _new_root(shown: Sequence[str]) -> None:
     trees = ["/usr", *(f"/{name}" for name in ("bin", "sbin", "lib", "lib64") if name not in links)]
     files = ["/etc/ld.so.cache", *(f"/dev/{name}" for name in _DEVICES)]
     wanted = _outermost([path for path in [*trees, *shown] if os.path.isdir(path)])
+    if hidden := [path for path in wanted if path in ("/", WORK)]:
+        raise OSError(f"{hidden[0]} itself holds the interpreter or its packages, and a program has its own; install "
+                      "them into a directory below")  # fmt: skip
     sources = {path: os.open(path, os.O_PATH) for path in [*wanted, *files] if os.path.exists(path)}
     _mount("sandbox", WORK, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=2k")
     for path, source in sources.items():
@@ -148,7 +153,8 @@ def _new_root(shown: Sequence[str]) -> None:
     Path(f"{WORK}/etc/passwd").write_text(f"user:x:{INSIDE}:{INSIDE}::{WORK}:/bin/sh\n")
     Path(f"{WORK}/etc/group").write_text(f"user:x:{INSIDE}:\n")
     Path(f"{WORK}{WORK}").mkdir(exist_ok=True)
-    os.symlink(WORK, f"{WORK}/dev/shm")
+    if not os.path.isdir(f"{WORK}/dev/shm"):  # where an environment lies below it, it is shown and no more
+        os.symlink(WORK, f"{WORK}/dev/shm")
     os.chdir(WORK)
     _call("pivot_root", _libc.syscall, _PIVOT_ROOT[os.uname().machine], b".", b".")
     _call("umount of the old root", _libc.umount2, b".", _DETACH)
@@ -174,10 +180,22 @@ def isolate() -> None:
 
 
 def private_directory(size: int) -> None:
-    """Mount an empty directory at /tmp, which lies in memory and holds `size` bytes; go there."""
+    """Mount an empty directory at /tmp, which lies in memory and holds `size` bytes; go there.
+
+    What the root shows below /tmp, an environment that was made there, is mounted in it again.
+    """
+    shown = {name: _call(f"open_tree of {WORK}/{name}", _libc.syscall, _OPEN_TREE, _AT_FDCWD,
+                         f"{WORK}/{name}".encode(), _CLONE_TREE) for name in os.listdir(WORK)}  # fmt: skip
     text = f"mode=700,uid={INSIDE},gid={INSIDE},size={size},nr_inodes=16k"
     _mount("work", WORK, "tmpfs", _NOSUID | _NODEV, text)
     os.chdir(WORK)
+    _libc.setfsuid(INSIDE)  # to whom new directories belong: nobody else need exist in this namespace
+    _libc.setfsgid(INSIDE)
+    for name, tree in shown.items():
+        os.mkdir(name)
+        _call(f"move_mount to {WORK}/{name}", _libc.syscall, _MOVE_MOUNT, tree, b"", _AT_FDCWD, name.encode(),
+              _FROM_DESCRIPTOR)  # fmt: skip
+        os.close(tree)
 
 
 def become(inside: int, set_groups: bool) -> None:
@@ -263,7 +281,9 @@ def _read_only(path: str, *, recursive: bool = True, devices: bool = False) -> N
     _call(named, _libc.syscall, _MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes))
 
 
-def _call(name: str, function: Any, *args: Any) -> None:
-    if function(*args) < 0:
+def _call(name: str, function: Any, *args: Any) -> int:
+    result = int(function(*args))
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result

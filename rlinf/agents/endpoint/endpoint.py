@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -28,10 +29,13 @@ from rlinf.runtime.base.tasks import cancel_all
 if TYPE_CHECKING:
     from aiohttp import web
 
+logger = logging.getLogger(__name__)
 _BACKLOG = 4096
 """Connections that wait to be accepted: as many agents as begin at once."""
 _KEPT_RATES = 10_000
 """Keys whose rate is remembered."""
+_SHOWN = 80
+"""Characters of what is no HTTP that the log shows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +70,37 @@ class _Rate:
 
     left: float
     at: float
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """The log of the HTTP server. Requests that are no HTTP, such as a port scan's, are counted, and the first is one
+    line: they are mistakes of who sends them.
+
+    Args:
+        metrics: count them.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(logger)
+        self._metrics = metrics
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        """Log an exception of the server."""
+        from aiohttp.http_exceptions import HttpProcessingError
+
+        if not isinstance(exc_info, HttpProcessingError):
+            super().exception(msg, *args, exc_info=exc_info, **more)
+            return
+        counts = self._metrics.requests
+        if not any(route == "malformed" for route, _ in counts):
+            what = " ".join(str(exc_info.message).split())[:_SHOWN]
+            self.warning("the endpoint was sent what is no HTTP (%r) and refused it; more of it is only counted", what)
+        counts["malformed", exc_info.code] += 1
+
+
+def _bytes(credential: str) -> bytes:
+    """A credential as it came over the wire, where it need not be UTF-8."""
+    return credential.encode("utf-8", "surrogateescape")
 
 
 class Endpoint:
@@ -177,7 +212,7 @@ class Endpoint:
                 code="invalid_api_key",
             )
         token = None if agents else self.config.token
-        if token is not None and not hmac.compare_digest((key or "").encode(), token.encode()):
+        if token is not None and not hmac.compare_digest(_bytes(key or ""), _bytes(token)):
             raise ApiError(
                 401, "show the endpoint's token: Authorization: Bearer …, or x-api-key", code="invalid_api_key"
             )
@@ -299,8 +334,11 @@ class Endpoint:
     async def _serve(self, application: web.Application) -> None:
         from aiohttp import web
 
+        log = _ServerLog(self.metrics)
         # a client that leaves cancels its handler, and so what it asked for
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=log
+        )
         await self._runner.setup()
         assert self._socket is not None
         await web.SockSite(self._runner, self._socket, backlog=_BACKLOG).start()

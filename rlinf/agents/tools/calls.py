@@ -72,6 +72,13 @@ class Malformed(ValueError):
     """A call that cannot be read; the text says why."""
 
 
+MOST_CALLS = 128
+"""Calls that are read in one answer, broken ones among them: no task needs more at once, and a model that repeats the
+mark of a call would have thousands of results written back to it."""
+_MOST_READS = 2 * MOST_CALLS
+"""Places in one answer where a call is looked for. Each may cost a look at the whole answer."""
+_MOST_BROKEN = 16
+"""Broken calls of one answer that the model is told of one by one."""
 _THINKING = re.compile(r"</?think>")
 
 
@@ -115,18 +122,40 @@ class CallFormat:
         Returns:
             What was found; any text gives something.
         """
+        said, calls, broken = self._apart(text)
+        if self.untyped:
+            known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+            calls = [(name, typed(arguments, known.get(name, {}))) for name, arguments in calls]
+        numbered: list[ToolCall] = []
+        for name, arguments in calls[:MOST_CALLS]:
+            try:
+                numbered.append(ToolCall(_id(len(numbered), name, arguments), name, arguments))
+            except (ValueError, RecursionError):  # half a surrogate pair, infinity, a number of 5,000 digits
+                broken.append(f"{name}: the arguments cannot be written as JSON")
+        if len(broken) > _MOST_BROKEN:
+            broken[_MOST_BROKEN:] = [f"{len(broken) - _MOST_BROKEN} more calls cannot be read"]
+        if len(calls) > MOST_CALLS:
+            broken.append(f"only the first {MOST_CALLS} calls of an answer are read")
+        return Parsed("".join(said).strip(), tuple(numbered), tuple(broken))
+
+    def _apart(self, text: str) -> tuple[list[str], list[tuple[str, dict[str, Any]]], list[str]]:
+        """The text around calls, names and arguments of the calls, and what is wrong with broken ones."""
         said: list[str] = []
         calls: list[tuple[str, dict[str, Any]]] = []
         broken: list[str] = []
-        at = 0
-        while (match := self.opens.search(text, at)) is not None:
-            thought = _THINKING.search(text, at)
+        opening, thinking = _Ahead(self.opens, text), _Ahead(_THINKING, text)
+        at = reads = 0
+        while (match := opening.of(at)) is not None:
+            thought = thinking.of(at)
             if thought is not None and thought.start() <= match.start():
                 behind = _behind_thought(text, thought)
                 said.append(text[at:behind])
                 at = behind
                 continue
-            read = self._read(text, match)
+            if reads >= _MOST_READS or len(calls) + len(broken) >= MOST_CALLS:
+                broken.append(f"only the first {MOST_CALLS} calls of an answer are read")
+                break
+            read, reads = self._read(text, match), reads + 1
             if thought is not None and thought.group() == "</think>" and not _spans(read, thought):
                 said.append(text[at : thought.end()])  # the prompt had begun to think: all before was thought
                 at = thought.end()
@@ -140,22 +169,31 @@ class CallFormat:
             broken += read.broken
             at = max(read.end, match.end())
         said.append(text[at:])
-        if self.untyped:
-            known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
-            calls = [(name, typed(arguments, known.get(name, {}))) for name, arguments in calls]
-        numbered: list[ToolCall] = []
-        for name, arguments in calls:
-            try:
-                numbered.append(ToolCall(_id(len(numbered), name, arguments), name, arguments))
-            except (ValueError, RecursionError):  # half a surrogate pair, infinity, a number of 5,000 digits
-                broken.append(f"{name}: the arguments cannot be written as JSON")
-        return Parsed("".join(said).strip(), tuple(numbered), tuple(broken))
+        return said, calls, broken
 
     def _read(self, text: str, match: re.Match[str]) -> Read | None:
         try:
             return self.read(text, match)
         except Malformed as error:
             return Read(len(text), broken=(str(error),))
+
+
+class _Ahead:
+    """The next match of a pattern, from places that only grow: no part of the text is searched twice.
+
+    Args:
+        pattern: it.
+        text: where.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+        self._pattern, self._text, self._match = pattern, text, pattern.search(text)
+
+    def of(self, place: int) -> re.Match[str] | None:
+        """The first match from a place on."""
+        if self._match is not None and self._match.start() < place:
+            self._match = self._pattern.search(self._text, place)
+        return self._match
 
 
 def _behind_thought(text: str, begun: re.Match[str]) -> int:

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from rlinf.agents.tools.calls import CallFormat, Malformed, Read
+from rlinf.agents.tools.calls import MOST_CALLS, CallFormat, Malformed, Read
 
 _SPACE = re.compile(r"\s*")
 _SHOWN = 60
@@ -79,15 +79,19 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def _closed(text: str, at: int, *marks: str) -> int:
-    """Behind the nearest of these marks, or the end of the text if a model that stopped left it out."""
-    ends = [found + len(mark) for mark in marks if (found := text.find(mark, at)) >= 0]
-    return min(ends, default=len(text))
+def _closed(text: str, at: int, mark: str, end: int) -> int:
+    """Behind the nearest mark before `end`, or that end if a model that stopped left it out."""
+    found = text.find(mark, at, end)
+    return end if found < 0 else found + len(mark)
 
 
 def _until(text: str, at: int, *marks: str) -> int:
     """Before the nearest of these marks, or the end of the text."""
-    return min((found for mark in marks if (found := text.find(mark, at)) >= 0), default=len(text))
+    end = len(text)
+    for mark in marks:
+        if (found := text.find(mark, at, end)) >= 0:
+            end = found
+    return end
 
 
 class Hermes(CallFormat):
@@ -102,14 +106,14 @@ class Hermes(CallFormat):
             call = call_of(value)
         except Malformed as error:
             following = _until(text, match.end(), "<tool_call>")
-            return Read(min(_closed(text, match.end(), "</tool_call>"), following), broken=(str(error),))
+            return Read(_closed(text, match.end(), "</tool_call>", following), broken=(str(error),))
         behind = behind_space(text, end)
         if text.startswith("</tool_call>", behind):
             return Read(behind + len("</tool_call>"), (call,))
         if behind < len(text) and not text.startswith("<", behind):  # another mark, or the end token
             following = _until(text, end, "<tool_call>")
             why = f"</tool_call> must follow the JSON object, not {quoted(text, behind)}"
-            return Read(min(_closed(text, end, "</tool_call>"), following), broken=(why,))
+            return Read(_closed(text, end, "</tool_call>", following), broken=(why,))
         return Read(end, (call,))
 
 
@@ -131,7 +135,7 @@ class Qwen3Coder(CallFormat):
         named = _NAMED.match(text, match.start() if match.group() == "<function=" else match.end())
         following = _until(text, match.end() + 1, "<tool_call>")
         if named is None or not named.group(1).strip():
-            end = min(_closed(text, match.end(), "</tool_call>"), following)
+            end = _closed(text, match.end(), "</tool_call>", following)
             return Read(end, broken=("a tool call is <function=name>, its parameters, </function>",))
         name, at, arguments = named.group(1).strip(), named.end(), dict[str, Any]()
         while (parameter := _PARAMETER.match(text, at)) is not None:
@@ -145,7 +149,7 @@ class Qwen3Coder(CallFormat):
         behind = behind_space(text, at)
         if not text.startswith("</function>", behind):
             why = f"{name}: </function> must follow the parameters, not {quoted(text, behind) or 'the end'}"
-            return Read(min(_closed(text, behind, "</tool_call>"), following), broken=(why,))
+            return Read(_closed(text, behind, "</tool_call>", following), broken=(why,))
         behind += len("</function>")
         closing = behind_space(text, behind)
         if match.group() != "<function=" and text.startswith("</tool_call>", closing):
@@ -177,7 +181,7 @@ class DeepSeek(CallFormat):
             return Read(match.end(), broken=(f"{_BEGIN} must follow {_ALL_BEGIN}",))
         calls: list[tuple[str, dict[str, Any]]] = []
         broken: list[str] = []
-        while text.startswith(_BEGIN, at):
+        while text.startswith(_BEGIN, at) and len(calls) + len(broken) <= MOST_CALLS:
             end = _until(text, at + len(_BEGIN), _BEGIN, _ALL_END)
             try:
                 call, end = _deepseek_call(text, at + len(_BEGIN), end)
@@ -203,7 +207,8 @@ def _deepseek_call(text: str, at: int, end: int) -> tuple[tuple[str, dict[str, A
     return call, behind + len(_END) if text.startswith(_END, behind) else at
 
 
-_ARGUED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_ARGUED = re.compile(r"\s*+([\w.\-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
+"""Nothing in it is tried twice (`+`): a name and 8,000 spaces would take a second."""
 
 
 class Mistral(CallFormat):

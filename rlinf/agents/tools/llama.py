@@ -10,12 +10,12 @@ import re
 import warnings
 from typing import Any
 
-from rlinf.agents.tools.calls import CallFormat, Malformed, Read
+from rlinf.agents.tools.calls import MOST_CALLS, CallFormat, Malformed, Read
 from rlinf.agents.tools.formats import behind_space, call_of, json_at, quoted, several
 
 _FRESH = r"(?:\A|(?<=</think>))\s*"
 """Nothing was said yet."""
-_BETWEEN = re.compile(r"\s*[;,]?\s*(?=\{)|\s*<\|python_tag\|>\s*")
+_BETWEEN = re.compile(r"\s*+[;,]?+\s*+(?=\{)|\s*+<\|python_tag\|>\s*+")
 _BUILT_IN = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 _LONGEST = 50_000
 """Characters of Python that are parsed; more is no call, and Python's own parser suffers from depth."""
@@ -50,7 +50,7 @@ class LlamaJson(CallFormat):
             calls += good
             broken += bad
             between = _BETWEEN.match(text, end)
-            if between is None:
+            if between is None or len(calls) + len(broken) > MOST_CALLS:
                 return Read(end, tuple(calls), tuple(broken))
             at = between.end()
 

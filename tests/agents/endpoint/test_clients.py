@@ -176,6 +176,15 @@ async def test_several_answers_have_logprobs_token_ids_and_seeds_of_their_own():
         assert len(set(seeds[0])) == 3
 
 
+async def test_every_whole_number_is_a_seed():
+    async with stand() as here, openai_of(here) as client:
+        for seed in (0, 0, -1, 5, 5):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}], seed=seed)
+        zero, again, minus, five, same = (seed for *_, seed, _ in here.model.calls)
+        assert (zero, five) == (again, same)
+        assert len({zero, minus, five}) == 3
+
+
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
 async def test_what_stops_an_answer_is_not_told_and_the_answer_still_joins(kind):
     async with stand("ab STOP", "ab") as here, openai_of(here) as client, anthropic_of(here) as other:

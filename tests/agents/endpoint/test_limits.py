@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.config.text import EndpointConfig
 from rlinf.runtime.base.errors import ActorDied, UserError
 from tests.agents.endpoint.serving import stand
 
@@ -122,6 +124,43 @@ async def test_only_keys_of_agents_that_still_work_are_answered():
         assert "its episode is over" in told["error"]["message"]
         assert here.endpoint.sessions == {}
         assert here.llm.counts().calls == 2
+
+
+async def test_a_credential_that_is_no_text_is_refused_like_any_other(caplog):
+    model = Endpoint(EndpointConfig(token="secret"), opens=lambda: None)
+    try:
+        for key in (b"\xff\xfe", b"secret\xff", "sécret".encode()):
+            raw = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key + b"\r\n"
+            assert b" 401 " in await said_to(model, raw + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}")
+        assert b" 400 " in await said_to(
+            model, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+            b"Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+        )  # fmt: skip
+    finally:
+        await model.close()
+    assert caplog.text == ""
+
+
+async def test_what_is_no_http_is_one_line_of_the_log_and_a_count(caplog):
+    async with stand() as here:
+        for raw in (b"\x16\x03\x01\x02\x00\x01\n\n", b"GET / HTTP/9\r\n\r\n", b"nonsense\r\n\r\n"):
+            assert b" 400 " in await said_to(here.endpoint, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + raw)
+            assert b" 400 " in await said_to(here.endpoint, raw)
+        malformed = {key: n for key, n in here.endpoint.metrics.requests.items() if key[0] == "malformed"}
+    assert len(caplog.records) == 1
+    assert "Traceback" not in caplog.text
+    assert sum(malformed.values()) > 1
+
+
+async def said_to(endpoint, raw):
+    """What comes back for bytes."""
+    endpoint.listen()
+    reader, writer = await asyncio.open_connection(*endpoint.address)
+    writer.write(raw)
+    async with asyncio.timeout(20):
+        told = await reader.read()
+    writer.close()
+    return told
 
 
 async def test_what_is_asked_when_the_episode_ends_is_given_up():

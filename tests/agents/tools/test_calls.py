@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlinf.agents.tools.calls import FORMATS, CallFormat, Malformed, Read, call_format, typed
+from rlinf.agents.tools.calls import FORMATS, MOST_CALLS, CallFormat, Malformed, Read, call_format, typed
 from rlinf.runtime.base.errors import UserError
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
@@ -149,6 +150,88 @@ def test_depth_and_length_are_survived(name):
     for opening in ("<tool_call>", "", "<|python_tag|>", "[TOOL_CALLS]", "[f(x=", "<function=f><parameter=x>"):
         for deep in ("[" * 40_000, '{"a":' * 40_000, "-" * 40_000, "(" * 40_000, '{"name": "f", "arguments": ' * 2_000):
             assert not format_named(name).parse(opening + deep).calls
+
+
+REPEATED = [
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>{}</think>"),
+    ("hermes", '<tool_call>{"name": "f"}'),
+    ("qwen3_coder", "<tool_call><function=a>"),
+    ("qwen3_coder", "<function=a><parameter=x></think>"),
+    ("mistral", "[TOOL_CALLS]{"),
+    ("mistral", "[TOOL_CALLS]a[ARGS]{}"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
+    ("llama3_json", '{"name": "f", "parameters": {}};'),
+    ("pythonic", "<|python_start|>"),
+]
+"""What a collapsing policy writes again and again."""
+
+
+class Watched(str):
+    """A text that counts the characters that are looked at in it by `find`."""
+
+    __slots__ = ("looked",)
+
+    def find(self, what, start=0, end=None):
+        end = len(self) if end is None else end
+        found = super().find(what, start, end)
+        self.looked = getattr(self, "looked", 0) + max(0, (end if found < 0 else found) - start)
+        return found
+
+
+class WatchedPattern:
+    """A pattern that counts the characters that it searches of a `Watched` text."""
+
+    def __init__(self, pattern):
+        self.pattern = pattern
+
+    def search(self, text, at=0):
+        found = self.pattern.search(text, at)
+        text.looked = getattr(text, "looked", 0) + (len(text) if found is None else found.end()) - at
+        return found
+
+
+@pytest.mark.parametrize(("name", "mark"), REPEATED)
+def test_a_mark_that_is_repeated_thousands_of_times_costs_time_in_its_length_and_few_results(name, mark, monkeypatch):
+    monkeypatch.setattr("rlinf.agents.tools.calls._THINKING", WatchedPattern(re.compile("</?think>")))
+    read, looked = format_named(name), []
+    monkeypatch.setattr(type(read), "opens", WatchedPattern(read.opens))
+    for times in (8_192, 16_384):
+        text = Watched(mark * times)
+        parsed = read.parse(text)
+        looked.append(text.looked)
+        assert len(parsed.calls) <= MOST_CALLS
+        assert len(parsed.broken) <= 20
+        assert sum(len(why) for why in parsed.broken) < 4_000
+        assert parsed.broken or len(parsed.calls) < times
+    assert looked[1] <= 2.1 * looked[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]a" + " " * 100_000),
+        ("llama3_json", '{"name": "f", "parameters": {}}' + " " * 100_000 + "x"),
+    ],
+)
+def test_white_space_is_not_tried_in_every_division(name, text):
+    began = time.process_time()
+    format_named(name).parse(text)
+    assert time.process_time() - began < 5  # in every division it takes a minute
+
+
+def test_all_calls_up_to_the_limit_are_read_and_the_model_is_told_of_the_limit():
+    one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parsed = format_named("hermes").parse(one * MOST_CALLS)
+    assert (len(parsed.calls), parsed.broken) == (MOST_CALLS, ())
+    parsed = format_named("hermes").parse(one * (MOST_CALLS + 1))
+    assert len(parsed.calls) == MOST_CALLS
+    assert str(MOST_CALLS) in parsed.broken[0]
+    listed = "[TOOL_CALLS]" + tojson([{"name": "f", "arguments": {}}] * 1000)
+    parsed = format_named("mistral").parse(listed)
+    assert len(parsed.calls) == MOST_CALLS
+    assert str(MOST_CALLS) in parsed.broken[0]
 
 
 BROKEN = [

@@ -85,7 +85,8 @@ def _asked(body: Fields) -> Asked:
     if (longest := body.whole("max_completion_tokens", 1)) is not None:
         sampling["max_new_tokens"] = longest
     for theirs, ours in (("min_tokens", "min_new_tokens"), ("seed", "seed")):
-        if value := body.whole(theirs, -(2**63) if ours == "seed" else 0, 2**63 - 1 if ours == "seed" else 2**31):
+        low, high = (-(2**63), 2**63 - 1) if ours == "seed" else (0, 2**31)
+        if (value := body.whole(theirs, low, high)) is not None:
             sampling[ours] = value
     if (min_p := body.number("min_p", 0, 1)) is not None:
         sampling["min_p"] = min_p

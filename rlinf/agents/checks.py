@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -106,3 +107,35 @@ def coroutine_function(episode: Any, call: str) -> None:
         raise WrongType(f"{call}: the episode was called already; pass the function itself, without ()")
     if not callable(episode):
         raise WrongType(f"{call}: {shown(episode)} is no episode; pass an `async def` function of one task")
+
+
+class Schemas:
+    """JSON schemas of strangers, and texts that shall be of them; kept in a child process, because a pattern, or
+    references that double, may take longer than anybody waits."""
+
+    def wrong(self, schema: Mapping[str, Any], text: str | None = None) -> str | None:
+        """Why a text is not JSON of a schema, or, without a text, why the schema is none.
+
+        Args:
+            schema: it; addresses in its `$ref`s are not asked for anything.
+            text: what shall be of it; None looks at the schema alone.
+
+        Returns:
+            A sentence; None: nothing is wrong.
+        """
+        import jsonschema
+        import referencing
+
+        kind = jsonschema.validators.validator_for(schema)
+        try:
+            if text is None:
+                kind.check_schema(schema)
+            else:
+                kind(schema, registry=referencing.Registry()).validate(json.loads(text))
+        except jsonschema.SchemaError as error:
+            return str(error.message)
+        except jsonschema.ValidationError as error:
+            return f"the answer is not of the schema: {error.message}"
+        except Exception as error:  # a `$ref` to nothing, a pattern that is none, endless recursion
+            return f"the schema cannot be applied: {type(error).__name__}"
+        return None

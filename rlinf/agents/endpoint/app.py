@@ -20,7 +20,7 @@ from aiohttp import web
 
 from rlinf.agents.endpoint.asking import Asked, Said, ask, message_of, template_of
 from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
-from rlinf.agents.endpoint.errors import ApiError, refused
+from rlinf.agents.endpoint.errors import ApiError, invalid, refused
 from rlinf.agents.endpoint.fields import Fields, parsed
 from rlinf.agents.endpoint.protocols import chat, completions, messages, responses
 from rlinf.runtime.base.tasks import cancel_all
@@ -57,12 +57,14 @@ class Call:
         Raises:
             ApiError, UserError, Exception: it cannot answer.
         """
-        endpoint, session = self.endpoint, self.session
+        endpoint, session, form = self.endpoint, self.session, asked.form
+        if form is not None and (why := await form.impossible(endpoint.applying)) is not None:
+            raise invalid(form.param, f"{form.param}: {why}")
         if session is None:
             known = next(iter(endpoint.sessions.values()), None)
             format = None if known is None else template_of(known.llm, asked.tools)
             session = self.session = endpoint.conversation(asked.told() if asked.messages else [], format)
-        asking = [asyncio.ensure_future(ask(session.llm, one)) for one in _each(asked)]
+        asking = [asyncio.ensure_future(ask(session.llm, one, endpoint.applying)) for one in _each(asked)]
         session.asking.update(asking)
         try:
             said = [await one for one in asking]

@@ -7,6 +7,7 @@ is known when it comes back. Who wakes whom: the model's answer.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,13 @@ from rlinf.agents.endpoint.fields import Fields
 from rlinf.agents.llm import Reply
 from rlinf.agents.tools.calls import ToolCall
 from rlinf.agents.trajectories import Key, Turn
+from rlinf.runtime.base.errors import RemoteError
+from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.worker import CallTimeout, Worker
 
 Schema = dict[str, Any]
+_SCHEMA_SECONDS = 2.0
+"""Seconds for applying one schema: a thousand times what real ones take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class JsonForm:
 
     schema: Mapping[str, Any] | None
     """JSON schema of it; None: any object."""
+    param: str = ""
+    """Where the request says so."""
 
     @property
     def instruction(self) -> str:
@@ -39,25 +47,54 @@ class JsonForm:
             return "Answer with one JSON object and nothing else."
         return f"Answer with JSON of this schema and nothing else: {json.dumps(self.schema, ensure_ascii=False)}"
 
-    def wrong(self, text: str) -> str | None:
-        """Why an answer is not what was asked for; None: it is."""
+    async def impossible(self, applying: Applying) -> str | None:
+        """Why there can be no answer of the schema, because it is none; None: it is one."""
+        return None if self.schema is None else await applying.wrong(self.schema)
+
+    async def wrong(self, text: str, applying: Applying) -> str | None:
+        """Why an answer is not what was asked for; None: it is.
+
+        Args:
+            text: the answer.
+            applying: applies the schema.
+        """
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             return f"the answer is not valid JSON: {error}"
         if self.schema is None:
             return None if isinstance(value, dict) else "the answer is not a JSON object"
-        import jsonschema  # 0.1 s, and few ask for it
-        import referencing
+        return await applying.wrong(self.schema, text)
 
-        kind = jsonschema.validators.validator_for(self.schema)
-        try:  # an empty registry: nothing is fetched from the addresses of a `$ref`
-            kind(self.schema, registry=referencing.Registry()).validate(value)
-        except jsonschema.ValidationError as error:
-            return f"the answer is not of the schema: {error.message}"
-        except Exception as error:  # a `$ref` to nothing, a pattern that is none, endless recursion
+
+class Applying:
+    """Applies the schemas of clients in a process of its own, which begins with the first and is killed where one takes
+    longer than `_SCHEMA_SECONDS`: the event loop, and with it the run, never waits for a pattern."""
+
+    def __init__(self) -> None:
+        self._child: Worker | None = None
+        self._starting = asyncio.Lock()
+
+    async def wrong(self, schema: Mapping[str, Any], text: str | None = None) -> str | None:
+        """Why a text is not JSON of a schema, or, without a text, why the schema is none; None: nothing is wrong."""
+        try:
+            async with self._starting:
+                if self._child is None:
+                    child = Worker("rlinf.agents.checks:Schemas", name="schemas of clients", answers="json")
+                    await child.start()
+                    self._child = child
+            said = await self._child.call("wrong", schema, text, timeout=_SCHEMA_SECONDS)
+        except CallTimeout:
+            return f"the schema cannot be applied within {_SCHEMA_SECONDS:g} s: take simpler patterns"
+        except (ChildDied, RemoteError, TypeError) as error:  # TypeError: nested too deeply to be sent
             return f"the schema cannot be applied: {type(error).__name__}"
-        return None
+        return None if said is None else str(said)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            await self._child.stop()
+            self._child = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +162,13 @@ def template_of(llm: AgentLLM, tools: Sequence[Schema] | None) -> ChatFormat:
     return chat.with_arguments(tools=list(tools)) if tools else chat
 
 
-async def ask(llm: AgentLLM, asked: Asked) -> Said:
+async def ask(llm: AgentLLM, asked: Asked, applying: Applying) -> Said:
     """Let the model answer once.
+
+    Args:
+        llm: the model.
+        asked: what.
+        applying: applies the schema of the answer, if one is asked for.
 
     Raises:
         UserError: it cannot; see `AgentLLM.chat`.
@@ -155,7 +197,7 @@ async def ask(llm: AgentLLM, asked: Asked) -> Said:
         if found:
             at, stop = min(found)
             text = text[:at]
-    refusal = asked.form.wrong(text) if asked.form is not None and not calls else None
+    refusal = await asked.form.wrong(text, applying) if asked.form is not None and not calls else None
     cached = 0 if turn.parent is None else turn.parent.length
     key = b""
     if asked.ids is None:
@@ -219,13 +261,7 @@ def json_form(kind: Any, schema: Any, param: str) -> JsonForm | None:
         raise invalid(param, f"{param}.type must be text, json_object or json_schema")
     if not isinstance(schema, dict):
         raise invalid(param, f"{param}: its schema must be an object")
-    import jsonschema  # 0.1 s, and few ask for it
-
-    try:
-        jsonschema.validators.validator_for(schema).check_schema(schema)
-    except (jsonschema.SchemaError, RecursionError, TypeError) as error:
-        raise invalid(param, f"{param}: {getattr(error, 'message', error)}") from None
-    return JsonForm(schema)
+    return JsonForm(schema, param)
 
 
 def arguments_of(given: Any, path: str) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.agent import AgentLLM
 from rlinf.agents.chat import ChatFormat, Message
-from rlinf.agents.endpoint.asking import Said
+from rlinf.agents.endpoint.asking import Applying, Said
 from rlinf.agents.endpoint.errors import ApiError
 from rlinf.agents.endpoint.metrics import Metrics
 from rlinf.agents.trajectories import Key
@@ -125,6 +125,8 @@ class Endpoint:
         """What it counts."""
         self.sessions: dict[str, EndpointSession] = {}
         """Those that are open, by name; those of clients in the order in which they were last asked."""
+        self.applying = Applying()
+        """Applies JSON schemas of clients."""
         self._opens, self._posts, self._said = opens, posts or {}, answered
         self._by_history: dict[Key, EndpointSession] = {}
         self._by_response: dict[str, EndpointSession] = {}
@@ -351,6 +353,7 @@ class Endpoint:
             await cancel_all([self._serving])
         if self._runner is not None:
             await self._runner.cleanup()
+        await self.applying.close()
         if self._socket is not None:
             self._socket.close()
         self._socket = self._serving = self._runner = None

@@ -18,7 +18,7 @@ from rlinf.agents.search.exact_match import exact_match
 from rlinf.agents.search.retrievers import Document, retriever_of
 
 _STOPS = ["</search>", "</answer>"]
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_BEGINS = re.compile(r"<(search|answer)>")
 INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I "
     "want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -67,18 +67,31 @@ async def search_r1(
             if not turn:
                 raise  # the question alone is too long
             return 0.0
-        action = _ACTION.search(reply.text)
-        if action is not None and action[1] == "answer":
-            return exact_match(action[2], task.answer)
+        action = action_of(reply.text)
+        if action is not None and action[0] == "answer":
+            return exact_match(action[1], task.answer)
         if turn == turns:
             break
         if action is None:
             read = invalid
         else:
-            found = await searching.search(action[2].strip(), topk)
+            found = await searching.search(action[1].strip(), topk)
             read = information.format(documents=shown(found, documents))
         ids = np.concatenate([ids, reply.ids, chat.ids(read)])
     return 0.0
+
+
+def action_of(text: str) -> tuple[str, str] | None:
+    """The first action in an answer: `search` or `answer`, and the words inside its tags; None: there is none.
+
+    Args:
+        text: the answer. Tags that are begun thousands of times and never closed cost no more than its length.
+    """
+    last = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    for match in _BEGINS.finditer(text):
+        if match.end() <= last[kind := match[1]]:
+            return kind, text[match.end() : text.find(f"</{kind}>", match.end())]
+    return None
 
 
 def shown(found: Sequence[Document], form: str = "Doc {number}(Title: {title}) {text}\n") -> str:

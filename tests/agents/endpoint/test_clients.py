@@ -179,7 +179,9 @@ async def test_several_answers_have_logprobs_token_ids_and_seeds_of_their_own():
 async def test_every_whole_number_is_a_seed():
     async with stand() as here, openai_of(here) as client:
         for seed in (0, 0, -1, 5, 5):
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}], seed=seed)
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "Hi"}], seed=seed
+            )
         zero, again, minus, five, same = (seed for *_, seed, _ in here.model.calls)
         assert (zero, five) == (again, same)
         assert len({zero, minus, five}) == 3
@@ -247,6 +249,30 @@ async def test_json_that_was_asked_for_is_checked():
         asked = here.model.tokenizer.decode(here.model.calls[0][0])
         assert 'Answer with JSON of this schema and nothing else: {"type": "object"' in asked
         assert here.endpoint.metrics.malformed == 2
+
+
+async def test_a_schema_that_takes_forever_is_given_up_and_the_run_goes_on(monkeypatch):
+    monkeypatch.setattr("rlinf.agents.endpoint.asking._SCHEMA_SECONDS", 0.5)
+    slow = {"type": "string", "pattern": "^(a+)+$"}
+    doubling = {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}}
+    doubling |= {"$ref": "#/$defs/d0"}
+    doubling["$defs"]["d40"] = {"type": "string"}
+    none = {"type": "strange"}
+    async with stand(f'"{"a" * 40}!"', '"a"') as here, openai_of(here) as client:
+        told = []
+        for schema in (slow, doubling, {"type": "string", "pattern": "^a$"}, none):
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            try:
+                done = await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "Hi"}], response_format=form
+                )
+            except openai.BadRequestError as error:
+                told.append(error.param)
+            else:
+                told.append(done.choices[0].message.refusal)
+        assert "within 0.5 s" in told[0]
+        assert "within 0.5 s" in told[1]
+        assert told[2:] == [None, "response_format"]
 
 
 async def test_a_stream_ends_with_usage_and_has_logprobs():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlinf.agents.agent import samples_of
 from rlinf.agents.llm import ContextFull
 from rlinf.agents.search.by_tool import search_by_tool
-from rlinf.agents.search.search_r1 import INVALID, search_r1
+from rlinf.agents.search.search_r1 import INVALID, action_of, search_r1
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
 from tests.agents.acting import TOKENIZER, begun, ids
@@ -104,3 +108,11 @@ async def test_a_server_that_fails_behind_the_tool_is_no_fault_of_the_model():
     settings = {"attempts": 1, "timeout": 1.0}
     with pytest.raises(UserError, match="no documents in 1 attempts"):
         await search_by_tool(TASK, llm, retriever="http://127.0.0.1:9/retrieve", settings=settings)
+
+
+@given(
+    st.lists(st.sampled_from(["<search>", "</search>", "<answer>", "</answer>", "a", "\n"]), max_size=9).map("".join)
+)
+def test_the_first_action_with_both_of_its_tags_counts(text):
+    found = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
+    assert action_of(text) == (None if found is None else found.groups())

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rlinf.rewards.score import Score
+from rlinf.rewards.score import NOT_APPLICABLE, Score, as_list, as_number
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _TRL_ONLY = ("prompts", "completions", "completion_ids", "trainer_state")
@@ -52,14 +52,28 @@ class verl:
         truth = model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else answer
         given = {"extra_info": None, **row, "solution_str": response, "ground_truth": truth}
         value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
-        return _awaited(value) if inspect.isawaitable(value) else _score(value)
+        return self._awaited(value) if inspect.isawaitable(value) else self._score(value)
+
+    async def _awaited(self, value: Any) -> Any:
+        return self._score(await value)
+
+    def _score(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if "score" not in value:
+            raise ValueError(f"reward {self.__name__} returned {value!r:.200} without `score`, which is the reward")
+        others = {name: as_number(item) for name, item in value.items() if name not in ("score", "pred")}
+        numbers = {name: number for name, number in others.items() if number is not None}
+        predicted = value.get("pred")
+        return Score(value["score"], numbers, None if predicted is None else str(predicted))
 
 
 class trl:
     """`reward(prompts, completions, **columns) -> list[float]`, called with lists of one.
 
-    Prompts and completions are texts, or lists of messages where the data set's prompts are chats. Functions that
-    compare the completions of a prompt with each other are marked by `over_group`: they get all of them.
+    Prompts and completions are texts, or lists of messages where the data set's prompts are chats. The scores may be a
+    list, a tensor or an array; None among them means that the function does not apply, and the others are summed.
+    Functions that compare the completions of a prompt with each other are marked by `over_group`: they get all of them.
 
     Args:
         function: what to call.
@@ -92,9 +106,8 @@ class trl:
         given["completion_ids"] = [ids] if responses is None else ids
         given["trainer_state"] = None  # TRL's own state: there is none here
         value = self.function(**{name: item for name, item in given.items() if self._all or name in self._names})
-        if responses is not None:
-            return value
-        return _awaited_first(value) if inspect.isawaitable(value) else _first(value)
+        read = _first if responses is None else _of_group
+        return _awaited(value, read) if inspect.isawaitable(value) else read(value)
 
 
 def _takes_all(parameters: Iterable[inspect.Parameter]) -> bool:
@@ -113,25 +126,22 @@ def _signature(own: Mapping[str, Any], more: Iterable[inspect.Parameter]) -> ins
     return inspect.Signature([*parameters.values(), *rest])
 
 
-def _score(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    numbers = {
-        name: float(item) for name, item in value.items() if name != "score" and isinstance(item, bool | int | float)
-    }
-    predicted = value.get("pred")
-    return Score(value.get("score"), numbers, None if predicted is None else str(predicted))  # type: ignore[arg-type]
-
-
-async def _awaited(value: Any) -> Any:
-    return _score(await value)
-
-
 def _first(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or len(value) != 1:
-        raise ValueError(f"expected a list of one reward for one completion, got {value!r}")
-    return value[0]
+    scores = as_list(value)
+    if scores is None or len(scores) != 1:
+        raise ValueError(f"expected a list of one reward for one completion, got {value!r:.200}")
+    return _applicable(scores)[0]
 
 
-async def _awaited_first(value: Any) -> Any:
-    return _first(await value)
+def _applicable(scores: list[Any]) -> list[Any]:
+    """TRL's scores, with `NOT_APPLICABLE` in place of its None."""
+    return [NOT_APPLICABLE if score is None else score for score in scores]
+
+
+def _of_group(value: Any) -> Any:
+    scores = as_list(value)
+    return value if scores is None else _applicable(scores)
+
+
+async def _awaited(value: Any, read: Callable[[Any], Any]) -> Any:
+    return read(await value)

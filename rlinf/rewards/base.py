@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,19 +22,27 @@ from typing import Any, TypeVar
 
 from rlinf.config.importing import resolve
 from rlinf.rewards.adapters import adapted
-from rlinf.rewards.score import Score
+from rlinf.rewards.score import NOT_APPLICABLE, Score, as_number
 
 F = TypeVar("F", bound=Callable[..., Any])
 RewardFunction = Callable[..., Any]
 """Returns a number or a `Score`, or an awaitable of one."""
 
 
-@dataclass(frozen=True, slots=True)
 class ByValue:
-    """A function that no other process could import, such as a lambda or one of the main program: as its code."""
+    """A function that no other process could import, such as a lambda or one of the main program: as its code.
 
-    code: bytes
-    """A pickle by cloudpickle."""
+    Args:
+        code: a pickle by cloudpickle.
+        original: the function itself, which the process that has it goes on to use; no other process is sent it.
+    """
+
+    def __init__(self, code: bytes, original: RewardFunction | None = None):
+        self.code = code
+        self._original = original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ByValue, (self.code,)
 
     @staticmethod
     def of(function: RewardFunction) -> ByValue:
@@ -44,12 +53,52 @@ class ByValue:
         """
         import cloudpickle  # only here: the processes that read it need it, and they import it by themselves
 
-        return ByValue(cloudpickle.dumps(function))
+        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+            def reducer_override(self, each: Any) -> Any:  # a cache is pickled by name, even where no name leads to it
+                if isinstance(each, _CACHE) and (_is_main(each) or "<" in each.__qualname__):
+                    return _cached, (each.__wrapped__, each.cache_parameters())
+                return super().reducer_override(each)
+
+        file = io.BytesIO()
+        Pickler(file).dump(function)
+        return ByValue(file.getvalue(), function)
 
     @property
     def function(self) -> RewardFunction:
-        """The function, made anew."""
-        return pickle.loads(self.code)  # type: ignore[no-any-return]
+        """The function: itself in the process that has it, and made anew in others."""
+        return pickle.loads(self.code) if self._original is None else self._original
+
+
+_CACHE = type(functools.lru_cache(lambda: None))
+
+
+def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
+    """A function with an empty cache of the same size."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def _is_main(value: Any) -> bool:
+    return getattr(value, "__module__", None) == "__main__"
+
+
+def name_in_main(value: Any) -> str | None:
+    """The name of a function or class of the main program that a pickle of a value would refer to; None if there is
+    none, so that other processes can read it. A partial, a cache or an object of the main program's refers to it too.
+
+    Raises:
+        Exception: the value cannot be pickled.
+    """
+    names: list[str] = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, each: Any) -> Any:
+            if not _is_main(each):
+                return NotImplemented
+            names.append(str(getattr(each, "__qualname__", type(each).__qualname__)))
+            return str, ()  # nobody reads this pickle
+
+    Pickler(io.BytesIO()).dump(value)
+    return names[0] if names else None
 
 
 RewardSource = RewardFunction | str | ByValue | Mapping[str, Any]
@@ -150,13 +199,14 @@ class Part:
             ValueError: nothing callable is there, or `args` has a name that the function does not take.
         """
         source = load_reward(source)
-        own = getattr(source, "__name__", type(source).__name__)
+        own = name_of(source)
         function: Any
         if inspect.isclass(source):
             _check_args(own, args, inspect.signature(source))
             function = source(**args) if make else source.__call__
             hidden, given = 0 if make else 1, frozenset[str]()  # of a class, `self`
         else:
+            _check_readable(own, source)
             _check_args(own, args, inspect.signature(adapted(source)))
             bound = functools.partial(source, **args) if args else source
             if bound is not source and getattr(source, "__over_group__", False):
@@ -166,7 +216,7 @@ class Part:
         parameters = list(inspect.signature(function).parameters.values())[hidden:]
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
-            raise ValueError(f"reward {own} takes {by_position} by position only; remove the `/` from its parameters")
+            raise ValueError(f"reward {own} takes {by_position} by position only{_by_name(own, source)}")
         return Part(
             name=name or own,
             function=function,
@@ -295,17 +345,23 @@ class Reward:
             values: what each part returned for it.
 
         Raises:
-            ValueError: one is no finite number.
+            ValueError: one is no finite number, or no part applies to the answer.
         """
-        found = [checked(part.name, value) for part, value in zip(self.parts, values, strict=True)]
+        pairs = zip(self.parts, values, strict=True)
+        found = [(part, checked(part.name, value)) for part, value in pairs if value is not NOT_APPLICABLE]
+        if not found:
+            raise ValueError(
+                f"reward {self.name} returned None, so nothing scores this answer: return a finite number, or add a "
+                "reward that applies where this one does not"
+            )
         if not self.several:
-            return found[0]
-        total = sum(part.weight * score.value for part, score in zip(self.parts, found, strict=True))
+            return found[0][1]
         scores: dict[str, float] = {}
-        for part, score in zip(self.parts, found, strict=True):
+        for part, score in found:
             scores[part.name] = score.value
             scores.update({f"{part.name}/{name}": value for name, value in score.scores.items()})
-        return Score(total, scores, next((score.extracted for score in found if score.extracted is not None), None))
+        total = sum(part.weight * score.value for part, score in found)
+        return Score(total, scores, next((score.extracted for _, score in found if score.extracted is not None), None))
 
 
 def checked(name: str, value: Any) -> Score:
@@ -322,14 +378,11 @@ def checked(name: str, value: Any) -> Score:
 
 
 def _finite(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
         if inspect.iscoroutine(value):
             value.close()
-        raise ValueError(f"reward {name} returned {value!r}: it must return a finite number, or a Score of them")
+        raise ValueError(f"reward {name} returned {value!r:.200}: it must return a finite number, or a Score of them")
     return number
 
 
@@ -344,6 +397,27 @@ def _part(name: str, given: Any, make: bool) -> Part:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ValueError(f"reward part {name!r} has weight {weight!r}, which is no number")
     return Part.of(name, given["function"], float(weight), given.get("args") or {}, make)
+
+
+def name_of(function: Any) -> str:
+    """A function's own name, which a partial has from what it calls; of an object, its class's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _by_name(name: str, source: Any) -> str:
+    """Advice on a function that takes arguments by position: rewards are called by the names of their parameters."""
+    if inspect.isbuiltin(source):
+        return f": wrap it in a function that names what it takes, such as lambda response: {name}(response)"
+    return "; remove the `/` from its parameters"
+
+
+def _check_readable(name: str, function: Any) -> None:
+    try:
+        inspect.signature(function)
+    except ValueError:  # of some functions that are written in C
+        raise ValueError(f"reward {name} does not say what it takes{_by_name(name, function)}") from None
 
 
 def _check_args(name: str, args: Mapping[str, Any], signature: inspect.Signature) -> None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.rewards.base import RewardSource
+from rlinf.rewards.base import RewardSource, name_in_main
 from rlinf.rewards.scorer import Arguments, Verdict
 from rlinf.runtime.base.errors import RemoteError, again
 from rlinf.runtime.processes.supervisor import ChildDied
@@ -236,20 +235,12 @@ def check_sendable(source: RewardSource, args: Mapping[str, Any] | None) -> None
         "define it at the top of a module file and name it by its dotted path, such as my_rewards.score; or set "
         "isolate to never, which runs it in the judge's own process, where a hang hangs the job"
     )
-    for function in _functions(source):
-        if getattr(function, "__module__", None) == "__main__":
-            name = getattr(function, "__qualname__", function)
-            raise ValueError(f"reward {name} of the main program cannot be run in a child process: {advice}")
     try:
-        pickle.dumps((source, args))
+        name = name_in_main((source, args))
     except Exception as error:
         raise ValueError(f"the reward cannot be sent to a child process ({error}): {advice}") from error
-
-
-def _functions(source: RewardSource) -> list[Any]:
-    if not isinstance(source, Mapping):
-        return [source]
-    return [given["function"] if isinstance(given, Mapping) else given for given in source.values()]
+    if name is not None:
+        raise ValueError(f"reward {name} of the main program cannot be run in a child process: {advice}")
 
 
 def _settle(job: _Job, verdict: Verdict) -> None:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlinf.rewards.base import ON_REQUEST, RESPONSES, Part, Reward, RewardSource
+from rlinf.rewards.score import as_list
 from rlinf.runtime.processes.imports import ImportWatch
 
 Arguments = Mapping[str, Any]
@@ -213,13 +214,14 @@ def members(reward: Reward, offered: Arguments, values: Sequence[Sequence[Any]])
         (given,) = found
         if isinstance(given, _Raised):
             return failed(given.error)
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
-            told = f"{len(given)} scores" if isinstance(given, Sequence) else f"{given!r:.100}"
+        scores = as_list(given)
+        if scores is None or len(scores) != count:
+            told = f"{given!r:.100}" if scores is None else f"{len(scores)} scores"
             wanted = f"a list of {count}, one score per answer"
             return failed(
                 ValueError(f"reward {part.name} returned {told} for {count} answers: it must return {wanted}")
             )
-        columns.append(given)
+        columns.append(scores)
     return Verdict("ok", 0.0, members=tuple(_member(reward, row) for row in zip(*columns, strict=True)))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.data.tokenizer import CHARACTERS, load_tokenizer
 from rlinf.job.prepare import InMemory
-from rlinf.rewards.base import ByValue, RewardSource
+from rlinf.rewards.base import ByValue, RewardSource, name_in_main, name_of
 
 MODEL, TOKENIZER = "model", "tokenizer"
 """What models and tokenizers that were objects are called in a run directory."""
@@ -151,8 +151,7 @@ class Objects:
             advice = "a reward is a function, its dotted path, or (function, weight)"
             raise self._wrong("rewards", function, advice)
         try:
-            if getattr(function, "__module__", None) != "__main__" and type(function).__module__ != "__main__":
-                pickle.dumps(function)
+            if name_in_main(function) is None:
                 return function
         except Exception:  # whatever a pickle of it raises, it goes by value or stays here
             pass
@@ -207,7 +206,7 @@ def _is_weighted(given: Any) -> bool:
 def _name(function: Any, otherwise: str) -> str:
     if isinstance(function, str):
         return function.rpartition(".")[2]
-    name = str(getattr(function, "__name__", type(function).__name__))
+    name = name_of(function)
     return name if name.isidentifier() else otherwise
 
 

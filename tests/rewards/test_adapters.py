@@ -1,10 +1,13 @@
 """Reward functions as other frameworks write them."""
 
+import numpy
 import pytest
+import torch
 
 from rlinf.rewards import adapters
-from rlinf.rewards.base import OFFERED, Reward
+from rlinf.rewards.base import OFFERED, Reward, over_group
 from rlinf.rewards.score import Score
+from rlinf.rewards.scorer import Scorer
 
 ROW = {"response": "12", "answer": "12", "prompt": "21>", "truncated": False, "response_ids": [7, 8]}
 
@@ -95,7 +98,48 @@ async def test_trl_s_async_function():
     assert (await score(reward)).value == 0.25
 
 
-@pytest.mark.parametrize("returned", [[None], [1.0, 2.0], 1.0])
+@pytest.mark.parametrize(
+    "made", [list, tuple, torch.tensor, numpy.array, lambda scores: torch.tensor(scores)[:, None][:, 0]]
+)
+def test_trl_s_scores_may_be_a_tensor_or_an_array(made):
+    assert score(lambda completions: made([0.5])).value == 0.5
+    both = Scorer(over_group(lambda completions, **_: made([0.5, 1.5])))
+    verdict = both.one({**ROW, "responses": ["1", "2"], "truncated": [False, False], "response_ids": [[7], [8]]})
+    assert [member.value for member in verdict.members] == [0.5, 1.5]
+
+
+def test_none_of_a_trl_function_leaves_the_sum_to_the_others():
+    parts = {"maths": lambda completions: [None], "form": {"function": lambda completions: [0.5], "weight": 2}}
+    assert score(parts) == Score(1.0, {"form": 0.5})
+    with pytest.raises(ValueError, match=r"maths \+ code returned None.*nothing scores"):
+        score({"maths": lambda completions: [None], "code": lambda completions: [None]})
+    group = Scorer({"maths": over_group(lambda completions, **_: [None, 2.0]), "form": lambda response: 1.0})
+    members = group.one(
+        {**ROW, "responses": ["1", "2"], "truncated": [False, False], "response_ids": [[7], [8]]}
+    ).members
+    assert [member.value for member in members] == [1.0, 3.0]
+
+
+def test_none_of_a_function_of_ours_is_a_forgotten_return():
+    with pytest.raises(ValueError, match=r"reward judge returned None.*finite number"):
+        score({"judge": lambda response: None, "form": lambda response: 1.0})
+
+
+def test_verl_s_dict_without_a_score_is_told_as_that():
+    def graded(solution_str, ground_truth):
+        return {"acc": 1.0}
+
+    with pytest.raises(ValueError, match=r"graded returned \{'acc': 1.0\} without `score`"):
+        score(graded)
+
+
+def test_parts_of_verl_s_dict_may_be_numpy_s_or_torch_s():
+    parts = {"acc": numpy.float32(1), "n": numpy.int64(3), "t": torch.tensor(2), "note": "12", "all": [1]}
+    given = score(lambda solution_str, ground_truth: {"score": numpy.float32(0), **parts})
+    assert given == Score(0.0, {"acc": 1.0, "n": 3.0, "t": 2.0})
+
+
+@pytest.mark.parametrize("returned", [[None], [1.0, 2.0], 1.0, "1", ["1.0"], torch.ones(1, 1)])
 def test_what_trl_s_function_may_not_return(returned):
     with pytest.raises(ValueError, match=r"finite number|list of one"):
         score(lambda completions: returned)

@@ -1,12 +1,14 @@
 """Reward functions: how they are found, how their arguments are bound, how several are summed."""
 
+import functools
 import math
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.rewards.base import OFFERED, Reward, checked, load_reward, trusted
+from rlinf.rewards.base import OFFERED, ByValue, Reward, checked, load_reward, name_in_main, trusted
 from rlinf.rewards.exact import exact
 from rlinf.rewards.score import Score
 
@@ -92,6 +94,51 @@ def test_a_function_that_takes_arguments_by_position_only_is_refused():
         Reward.of(positional)
 
 
+@pytest.mark.parametrize("function", [len, max])
+def test_a_builtin_is_to_be_wrapped(function):
+    with pytest.raises(ValueError, match=f"{function.__name__} .*lambda response: {function.__name__}"):
+        Reward.of(function)
+
+
+def of_script(response, scale=1.0):
+    """As if the script that runs had it, so that no other process can import it."""
+    return scale * len(response)
+
+
+of_script.__module__ = "__main__"
+cached_of_script = functools.lru_cache(maxsize=7)(of_script)
+
+
+def uses_the_cache(response):
+    return cached_of_script(response)
+
+
+uses_the_cache.__module__ = "__main__"
+OF_SCRIPT = {
+    "function": (of_script, 2),
+    "partial": (functools.partial(of_script, scale=3.0), 6),
+    "cache": (cached_of_script, 2),
+    "partial of a cache": (functools.partial(cached_of_script, scale=4.0), 8),
+    "function that calls a cache": (uses_the_cache, 2),
+    "cache of a closure": (functools.lru_cache(lambda response: 5.0), 5),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCRIPT)
+def test_a_script_s_function_goes_to_other_processes_as_its_code_however_it_is_wrapped(name):
+    function, expected = OF_SCRIPT[name]
+    if "closure" not in name:
+        assert name_in_main([function]) is not None
+    sent = pickle.loads(pickle.dumps(ByValue.of(function)))
+    assert value(sent) == expected
+    assert sent.function is not function
+
+
+def test_the_process_that_has_a_function_goes_on_to_use_it_itself():
+    assert ByValue.of(of_script).function is of_script
+    assert name_in_main(functools.partial(Scaled(2.0))) is None
+
+
 class Scaled:
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -118,7 +165,9 @@ def test_what_a_class_takes_is_known_without_making_it():
     assert Reward.of(Costly, make=False).needed == {"response", "level"}
 
 
-@pytest.mark.parametrize("returned", [None, "a", math.nan, math.inf, [], Score(math.nan), Score(1, {"part": math.nan})])
+@pytest.mark.parametrize(
+    "returned", [None, "a", "1.0", b"1", math.nan, math.inf, [], Score(math.nan), Score(1, {"part": math.nan})]
+)
 def test_only_finite_numbers_are_rewards(returned):
     with pytest.raises(ValueError, match=r"reward exact\b.*finite number"):
         checked("exact", returned)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from textwrap import dedent
 
@@ -291,14 +292,24 @@ async def test_children_that_only_die_are_given_up(rewards, monkeypatch):
             await children.score(asked("exit", "exit", "1"))
 
 
-@pytest.mark.parametrize("function", [lambda response: 1.0, None])
+def of_script(response, scale=1.0):
+    """As if the script that runs had it."""
+    return scale * len(response)
+
+
+of_script.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response: 1.0,
+        of_script,
+        functools.partial(of_script, scale=2.0),
+        {"a": {"function": functools.partial(of_script, scale=2.0), "weight": 2.0}},
+    ],
+)
 def test_a_function_that_cannot_be_sent_is_refused_with_advice(function):
-    if function is None:
-
-        def function(response):
-            return 1.0
-
-        function.__module__ = "__main__"
     with pytest.raises(ValueError, match="dotted path"):
         RewardPool(function, None, is_async=False, name="r", workers=1, timeout=1)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlinf.config.reading import parse_json
 
 Row = Mapping[str, Any]
@@ -265,10 +267,26 @@ def read_parquet(path: Path) -> TableRows:
 
 
 def checked(row: Any, where: str) -> Row:
-    """`row`, if it is one. Raises `DataError` if not."""
+    """`row`, if it is one, with Python's own lists and numbers. Raises `DataError` if not."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is a {type(row).__name__}, not a row with named columns")
-    return row
+    return without_arrays(row)  # type: ignore[no-any-return]
+
+
+def without_arrays(value: Any) -> Any:
+    """A value with lists and numbers of Python's in place of numpy's, such as pandas makes of the lists in a parquet
+    file. Arrays of numbers with several dimensions stay: they are pictures."""
+    if isinstance(value, np.ndarray):
+        return [without_arrays(item) for item in value] if value.dtype == object or value.ndim == 1 else value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        changed = {name: without_arrays(item) for name, item in value.items()}
+        return changed if any(changed[name] is not item for name, item in value.items()) else value
+    if isinstance(value, list):
+        items = [without_arrays(item) for item in value]
+        return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+    return value
 
 
 def fingerprint(rows: Rows) -> str:

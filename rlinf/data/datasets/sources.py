@@ -7,7 +7,7 @@ the other.
 from __future__ import annotations
 
 import glob
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,11 @@ from rlinf.data.datasets.rows import (
 from rlinf.data.library_bars import fold_datasets
 
 Source = str | Path | Iterable[Row] | AsyncIterable[Row] | Callable[[], Iterable[Row] | AsyncIterable[Row]]
-"""A file, several by a pattern with `*`, a directory, a hub name, `module.name` of an object; or that object: a list,
-an iterable or async iterable of mappings, or a function that makes one."""
+"""A file, several by a pattern with `*`, a directory, a hub name, `module.name` of an object; or that object: a list, a
+table of pandas, polars, Arrow or `datasets`, an iterable or async iterable of mappings, or a function making one."""
+
+_REMEMBERED = 20_000
+"""Rows of an iterator that are kept, so that it can be gone through again: tens of megabytes of text."""
 
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": JsonLines,
@@ -49,7 +52,7 @@ class Iterated:
     open: Callable[[], Iterable[Row] | AsyncIterable[Row]]
     """Begins again at the first one; unless `once`."""
     once: bool
-    """It can be gone through only once: it is an iterator already."""
+    """It is an iterator already: only its first rows can be gone through again."""
     is_async: bool
     """It is gone through by `async for`."""
 
@@ -68,16 +71,101 @@ def open_rows(source: Source, *, split: str = "train") -> Rows | Iterated:
         return _named(str(source), split)
     name = getattr(source, "__qualname__", type(source).__name__)
     if isinstance(source, AsyncIterable):
-        return Iterated(name, lambda: source, hasattr(source, "__anext__"), is_async=True)
-    if hasattr(source, "column_names") and hasattr(source, "__getitem__"):
+        again = _RememberedAsync(name, source) if hasattr(source, "__anext__") else source
+        return Iterated(name, lambda: again, again is not source, is_async=True)
+    if hasattr(source, "column_names") and hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return TableRows(name, source)
+    if (records := _records(source)) is not None:
+        return ListRows(f"a {name}", records)
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, Mapping | bytes):
         return ListRows(f"a {name}" if isinstance(source, list | tuple) else name, source)  # type: ignore[arg-type]
     if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-        return Iterated(name, lambda: source, hasattr(source, "__next__"), is_async=False)
+        again = _Remembered(name, source) if hasattr(source, "__next__") else source
+        return Iterated(name, lambda: again, again is not source, is_async=False)
     if callable(source):
         return _made(name, source)
     raise DataError(f"data: a {type(source).__name__} holds no rows; give a file, a list or an iterable of dicts")
+
+
+def _records(source: Any) -> list[Row] | None:
+    """The rows of a table of pandas or polars, with None where a value is missing; None of anything else."""
+    if hasattr(source, "to_dicts") and hasattr(source, "columns"):
+        return list(source.to_dicts())
+    if not (hasattr(source, "iloc") and hasattr(source, "columns")):
+        return None
+    missing = source.isna()
+    columns = {str(name): (source[name].tolist(), missing[name].tolist()) for name in source.columns}
+    return [
+        {name: None if gone[index] else values[index] for name, (values, gone) in columns.items()}
+        for index in range(len(source))
+    ]
+
+
+class _Kept:
+    """The first rows of an iterator, as many as are kept; None when there were more.
+
+    Args:
+        name: of the iterator, for errors.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._rows: list[Row] | None = []
+
+    def keep(self, row: Row) -> None:
+        """Keep one more row, or none any longer."""
+        if self._rows is not None:
+            self._rows.append(row)
+            if len(self._rows) > _REMEMBERED:
+                self._rows = None
+
+    def first(self) -> list[Row]:
+        """The rows so far.
+
+        Raises:
+            DataError: they were too many.
+        """
+        if self._rows is None:
+            raise DataError(
+                f"{self._name} gave more than {_REMEMBERED:,} rows, which is what is kept of what can be read "
+                "only once, so it cannot be begun again: give a list, or a function that makes the iterable anew for "
+                "each pass"
+            )
+        return self._rows
+
+
+class _Remembered:
+    """An iterator that can be gone through again, from its first row, as far as its rows are kept.
+
+    Args:
+        name: for errors.
+        rows: the iterator.
+    """
+
+    def __init__(self, name: str, rows: Iterable[Row]):
+        self._kept = _Kept(name)
+        self._rows = iter(rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from list(self._kept.first())
+        for row in self._rows:
+            self._kept.keep(row)
+            yield row
+
+
+class _RememberedAsync:
+    """An async iterator that can be gone through again; see `_Remembered`."""
+
+    def __init__(self, name: str, rows: AsyncIterable[Row]):
+        self._kept = _Kept(name)
+        self._rows = aiter(rows)
+
+    async def __aiter__(self) -> AsyncIterator[Row]:
+        for row in list(self._kept.first()):
+            yield row
+        async for row in self._rows:
+            self._kept.keep(row)
+            yield row
 
 
 def _made(name: str, make: Callable[[], Any]) -> Rows | Iterated:

@@ -160,11 +160,6 @@ class IteratedStream(Generic[Item]):
 
     def _begin(self, which: int) -> None:
         """Begin a pass."""
-        if self._rows.once and which > 0:
-            raise DataError(
-                f"{self._rows.name} ended after {self._read} rows and cannot be begun again: give a list, or a "
-                "function that makes the iterable anew for each pass"
-            )
         opened = self._rows.open()
         self._source: Any = aiter(opened) if self._rows.is_async else iter(opened)  # type: ignore[arg-type]
         self._pass = which

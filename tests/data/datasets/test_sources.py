@@ -3,11 +3,13 @@
 import json
 
 import datasets
+import numpy
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.rows import DataError, without_arrays
 from rlinf.data.datasets.sources import Iterated, open_rows
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(6)]
@@ -111,6 +113,42 @@ def test_lists_and_data_sets_in_memory_are_read_in_any_order():
     assert all_of(open_rows(lambda: ROWS)) == ROWS
 
 
+def test_tables_of_pandas_are_rows_with_none_for_what_is_missing():
+    frame = pandas.DataFrame({"question": ["0?", "1?"], "answer": [0, 1], "level": [1.5, None]}, index=[7, 7])
+    rows = open_rows(frame)
+    assert all_of(rows) == [
+        {"question": "0?", "answer": 0, "level": 1.5},
+        {"question": "1?", "answer": 1, "level": None},
+    ]
+    assert type(rows[0]["answer"]) is int
+    assert rows.where(1) == "a DataFrame, row 2"
+
+
+def test_messages_that_pandas_read_from_parquet_are_lists(tmp_path):
+    chat = [{"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": ["2", "two"]}}]
+    frame = pandas.read_parquet(write(tmp_path / "verl.parquet", chat))
+    assert type(frame["prompt"][0]) is numpy.ndarray
+    assert all_of(open_rows(frame)) == chat
+    assert all_of(open_rows(frame.to_dict("records"))) == chat
+    assert list(map(without_arrays, open_rows(iter(frame.to_dict("records"))).open())) == chat
+
+
+def test_numbers_of_numpy_are_python_s_and_pictures_stay():
+    picture = numpy.zeros((2, 2, 3), dtype=numpy.uint8)
+    row = {"answer": numpy.int64(3), "choices": numpy.array(["a", "b"]), "image": picture, "same": {"a": [1]}}
+    (read,) = all_of(open_rows([row]))
+    assert (read["answer"], read["choices"]) == (3, ["a", "b"])
+    assert read["image"] is picture
+    assert read["same"] is row["same"]
+
+
+def test_data_sets_that_stream_are_gone_through_again_and_again():
+    streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    rows = open_rows(streamed)
+    assert isinstance(rows, Iterated)
+    assert [list(rows.open()), list(rows.open())] == [ROWS, ROWS]
+
+
 def test_iterables_are_gone_through():
     def generate():
         yield from ROWS
@@ -123,9 +161,7 @@ def test_iterables_are_gone_through():
         rows = open_rows(source)
         assert isinstance(rows, Iterated)
         assert (rows.once, rows.is_async) == (once, False)
-        assert list(rows.open()) == ROWS
-        if not once:
-            assert list(rows.open()) == ROWS
+        assert [list(rows.open()), list(rows.open())] == [ROWS, ROWS]
 
 
 async def test_async_iterables_are_gone_through():

@@ -111,10 +111,25 @@ def test_another_seed_is_noticed():
         stream(seed=4).load_state_dict(stream().state_dict())
 
 
-def test_an_iterator_that_has_ended_cannot_begin_again():
+async def test_an_iterator_that_has_ended_begins_again_with_the_rows_that_were_kept():
+    as_often, once = stream(), stream(generate())
+    assert seen(once.take(30)) == seen(as_often.take(30))
+    assert seen(await stream(generate_async()).draw(30)) == seen(stream().take(30))
+
+
+def test_an_iterator_goes_on_in_its_third_pass_after_a_resume():
+    source = stream(generate())
+    source.take(28)
+    resumed = stream(generate())
+    resumed.load_state_dict(source.state_dict())
+    assert seen(resumed.take(14)) == seen(source.take(14))
+
+
+def test_of_a_long_iterator_no_rows_are_kept(monkeypatch):
+    monkeypatch.setattr("rlinf.data.datasets.sources._REMEMBERED", 11)
     source = stream(generate())
     source.take(12)
-    with pytest.raises(DataError, match="ended after 12 rows and cannot be begun again"):
+    with pytest.raises(DataError, match=r"generate gave more than 11 rows.*a function that makes"):
         source.take(1)
 
 

@@ -39,7 +39,7 @@ def configured(run_dir: str | Path | None, settings: Mapping[str, Any], who: str
     values: dict[str, Any] = {}
     problems, recipe = [], name_of(settings.get("algorithm"))
     for name, value in settings.items():
-        if (key := key_of(name, recipe)) is None:
+        if (key := key_of(name, recipe, value)) is None:
             problems.append(Problem(who, name, value, f"there is no such setting{_instead(name, recipe)}"))
         else:
             values[key] = value
@@ -54,14 +54,18 @@ def name_of(algorithm: Any) -> Any:
     return algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
 
 
-def key_of(name: str, recipe: Any = None) -> str | None:
+def key_of(name: str, recipe: Any = None, value: Any = None) -> str | None:
     """The dotted key that a setting's name stands for; None if there is none.
 
     Args:
         name: of the setting.
         recipe: name of the run's algorithm.
+        value: of the setting: a text is no section, so `system="Be brief."` is `data.system`.
     """
-    known = {leaf.key for leaf in leaves(RunConfig)} | dict(sections(RunConfig)).keys()
+    keys = {leaf.key for leaf in leaves(RunConfig)}
+    known = keys | dict(sections(RunConfig)).keys()
+    if isinstance(value, str) and name in known - keys:
+        return next((key for section in _SECTIONS if (key := f"{section}.{name}") in keys), name)
     if name in known or ("." in name and name.partition(".")[0] in known):
         return name
     if name in _SHORT:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.loading import ConfigError, Problem
+from rlinf.config.schema import leaves
+from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import CHARACTERS, load_tokenizer
 from rlinf.job.prepare import InMemory
 from rlinf.rewards.base import ByValue, RewardSource, name_in_main, name_of
@@ -80,13 +82,28 @@ class Objects:
     # Data -------------------------------------------------------------------------------------------------------------
 
     def take_data(self, data: Any, evaluation: Any) -> None:
-        """Names and objects to learn from, and to evaluate on."""
+        """Names and objects to learn from, and to evaluate on; or mappings of keys of these sections, with the names or
+        objects as `train` and as `data`."""
+        data, evaluation = self._section("data", data, "train"), self._section("evaluation", evaluation, "data")
         train, held_out = self._rows("data", data), self._rows("evaluation", evaluation)
         if isinstance(train, str) and (held_out is None or isinstance(held_out, str)):
             self.settings["data.train"], train = train, None
         if isinstance(held_out, str):
             self.settings["evaluation.data"], held_out = held_out, None
         self.passed = replace(self.passed, train=train, evaluation=held_out)
+
+    def _section(self, section: str, given: Any, own: str) -> Any:
+        """What stands under the key `own` of a mapping of a section's keys, of which the others are settings; anything
+        else as it is given."""
+        keys = {
+            leaf.key.removeprefix(f"{section}.").partition(".")[0]
+            for leaf in leaves(RunConfig)
+            if leaf.key.startswith(f"{section}.")
+        }
+        if not isinstance(given, Mapping) or not given or given.keys() - keys:
+            return given
+        self.settings |= {f"{section}.{key}": value for key, value in given.items() if key != own}
+        return given.get(own)
 
     def _rows(self, name: str, rows: Any) -> Any:
         if isinstance(rows, os.PathLike):
@@ -159,6 +176,19 @@ class Objects:
             return ByValue.of(function)
         except Exception:
             return function
+
+    # Agent ------------------------------------------------------------------------------------------------------------
+
+    def take_agent(self, agent: Any) -> None:
+        """A function, its dotted path, or a mapping of keys of the section `agent`."""
+        function = agent
+        if isinstance(agent, Mapping):
+            self.settings |= {f"agent.{key}": value for key, value in agent.items() if key != "function"}
+            function = agent.get("function")
+        if callable(function):
+            self.passed = replace(self.passed, agent=function)
+        elif function is not None:
+            self.settings["agent.function"] = function
 
     # Algorithm --------------------------------------------------------------------------------------------------------
 

@@ -70,8 +70,9 @@ def train(
             `on_checkpoint`; see docs/train.md.
         resume: `never`, `auto` to go on in run_dir if there is a checkpoint, or the path of a run or checkpoint.
         flow: one step, an async function or its dotted path; None takes the algorithm's.
-        agent: what works on each task, `async def agent(task, llm)`, or its dotted path; see docs/agents.md. None: the
-            model answers each prompt once.
+        agent: what works on each task, `async def agent(task, llm)`, or its dotted path, or a mapping of keys of the
+            section `agent`, of which `function` is one of these; see docs/agents.md. None: the model answers each
+            prompt once.
         settings: any key of docs/config.md: by its own name (`steps`, `lr`, `group_size`), as a section with a mapping
             (`rollout={"max_new_tokens": 64}`), or dotted (`**{"rollout.max_new_tokens": 64}`).
 
@@ -133,7 +134,7 @@ def _train(call: _Call) -> Result | None:
     """What `train` does in this process."""
     if int(os.environ.get("RANK", "0")):
         shared = ("system", "checkpoint")  # what every process has to know
-        limits = {name: each for name, each in call.settings.items() if (key_of(name) or "").startswith(shared)}
+        limits = {name: each for name, each in call.settings.items() if _key(name, each).startswith(shared)}
         config = configured(call.run_dir, limits, WHO)
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
@@ -193,12 +194,10 @@ def _sorted(call: _Call, hosts: int) -> Given:
     if not isinstance(call.callbacks, Iterable):
         raise ConfigError([Problem(WHO, "callbacks", MISSING, "give a list of them, [my_callback]")])
     objects.passed = replace(objects.passed, callbacks=tuple(call.callbacks))
-    named = {"flow": call.flow, "agent.function": call.agent}
-    named = {key: value for key, value in named.items() if value is not None and not callable(value)}
+    objects.take_agent(call.agent)
+    named = {} if call.flow is None or callable(call.flow) else {"flow": call.flow}
     if callable(call.flow):
         objects.passed = replace(objects.passed, flow=call.flow)
-    if callable(call.agent):
-        objects.passed = replace(objects.passed, agent=call.agent)
     spread = {"placement.mode": "collocated"} if hosts > 1 and not _placed(call.settings) else {}
     settings = {"algorithm": objects.take_algorithm(call.algorithm), **named, **spread, **call.settings}
     return given(objects, settings, call.run_dir, call.resume)
@@ -206,7 +205,11 @@ def _sorted(call: _Call, hosts: int) -> Given:
 
 def _placed(settings: Mapping[str, Any]) -> bool:
     """Whether some setting says where roles run; otherwise every process of the job is used."""
-    return any((key_of(name) or "").partition(".")[0] == "placement" for name in settings)
+    return any(_key(name, each).partition(".")[0] == "placement" for name, each in settings.items())
+
+
+def _key(name: str, value: Any) -> str:
+    return key_of(name, value=value) or ""
 
 
 def _in_loop() -> bool:

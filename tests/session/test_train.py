@@ -22,6 +22,7 @@ from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
 from rlinf.session.configure import configured, key_of
+from rlinf.session.objects import Objects
 from rlinf.session.trl_names import OF_GIVEN_TEXTS, OURS
 from tests.launching import ROOT, launch
 from tests.session.rewards import right, trl_style
@@ -203,7 +204,9 @@ WRONG = {
     "data": ({"data": 5}, "a int holds no rows"),
     "empty": ({"data": []}, "a list has no rows"),
     "splits": ({"data": {"train": ROWS, "test": ROWS}}, "data = {train, test}: these are several data sets"),
-    "evaluation": ({"evaluation": {"every": 2}}, "these are several data sets"),
+    "evaluation": ({"evaluation": {"every": 2}}, "evaluation.every = 2: .*pass evaluation too"),
+    "agent": ({"agent": {"functoin": "my_agent.ep"}}, "functoin"),
+    "system": ({"system": 3}, "system = 3: .*host_timeout"),
     "nothing to evaluate on": ({"**": {"evaluation.every": 2}}, "evaluation.every = 2: .*pass evaluation too"),
     "algorithm": ({"algorithm": "grppo"}, "grppo"),
     "setting": ({"**": {"learning_rate": 1e-6}}, "learning_rate = 1e-06: .*TRL's name; here it is lr"),
@@ -235,6 +238,24 @@ def test_a_wrong_call_gets_a_message_without_our_traceback(tmp_path, case):
     ours = [frame for frame in traceback.extract_tb(raised.value.__traceback__) if "/rlinf/" in frame.filename]
     assert [frame.name for frame in ours] == ["train"]
     assert not list(tmp_path.glob(".*")), "nothing is left behind"
+
+
+def test_a_text_is_no_section():
+    assert configured(None, {"system": "Be brief."}, "train").data.system == "Be brief."
+    assert configured(None, {"system": {"host_timeout": 5.0}}, "train").system.host_timeout == 5.0
+
+
+def test_arguments_may_be_their_sections():
+    async def agent(task, llm):
+        return 0.0
+
+    objects = Objects("train")
+    objects.take_agent({"function": agent, "endpoint": {"host": "::1"}, "timeout": 5.0})
+    objects.take_data({"train": ROWS, "system": "Be brief."}, {"data": ROWS[:1], "every": 2})
+    assert (objects.passed.agent, objects.passed.train, objects.passed.evaluation) == (agent, ROWS, ROWS[:1])
+    config = configured(None, objects.settings, "train")
+    assert (config.agent.endpoint.host, config.agent.timeout) == ("::1", 5.0)
+    assert (config.data.system, config.evaluation.every) == ("Be brief.", 2)
 
 
 def test_every_name_of_trl_that_is_translated_leads_to_a_call_that_works():

@@ -71,6 +71,12 @@ def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
     """
     weights, watched = _weights(spec, batch)
     surrogate: LossSum = spec.loss(batch, spec.aggregation, weights)
+    if not isinstance(surrogate, LossSum):
+        name = getattr(spec.loss, "__name__", type(spec.loss).__name__)
+        raise TypeError(
+            f"loss {name} returned a {type(surrogate).__name__}, not a LossSum: end it with rlinf.algos.losses.policy "
+            "or its like, or with LossSum of your own sums (docs/algorithms.md)"
+        )
     loss = surrogate.watching(watched)
     how: dict[str, Any] = {
         "how": spec.aggregation.how,

@@ -11,6 +11,7 @@ arrives as the mapping that it is.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -78,6 +79,7 @@ class AlgorithmSpec:
         for place, part in (("advantage", self.advantage), ("loss", self.loss)):
             if not callable(part):
                 raise ValueError(f"{where}: {place}={part!r} is not a function")
+            _check_call(f"{where}: {place}", part, _CALLED_WITH[place])
         if isinstance(self.advantage, Gae) != (self.critic is not None):
             raise ValueError(f"{where}: advantage 'gae' and `critic` need each other: set both or neither")
         if self.correction is not None and isinstance(self.loss, Decoupled):
@@ -109,6 +111,23 @@ class AlgorithmSpec:
         """The trainer must compute log-probs with the weights just before the update."""
         decoupled = isinstance(self.loss, Decoupled) and self.loss.proximal == "recompute"
         return decoupled or self.correction is not None or self.rejection is not None
+
+
+_CALLED_WITH = {"advantage": ("answers", "penalty", "reduce"), "loss": ("batch", "aggregation", "weights")}
+"""Arguments of the functions at these places, by position."""
+
+
+def _check_call(where: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """See that a function can be called with these arguments; raises `ValueError` if not."""
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"{where}: {getattr(function, '__name__', function)} is an `async def`; a plain `def` is called"
+        )
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        name, given = getattr(function, "__name__", type(function).__name__), ", ".join(arguments)
+        raise ValueError(f"{where}: {name} is called as {name}({given}), by position, and: {error}") from None
 
 
 _PARTS: dict[str, Any] = {

@@ -220,6 +220,14 @@ def test_what_is_missing_is_named(call, text):
         call()
 
 
+def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
+    def mine(batch, aggregation, weights):
+        return -batch.logprobs.sum()
+
+    with pytest.raises(TypeError, match="loss mine returned a Tensor, not a LossSum"):
+        loss_of(recipes.get("grpo", {"loss": mine}), micro_batch())
+
+
 def test_hidden_log_probs_cannot_hurt_a_penalty():
     given = answers()
     dirty = {

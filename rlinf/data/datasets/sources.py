@@ -80,8 +80,8 @@ def open_rows(source: Source, *, split: str = "train") -> Rows | Iterated:
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, Mapping | bytes):
         return ListRows(f"a {name}" if isinstance(source, list | tuple) else name, source)  # type: ignore[arg-type]
     if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-        again = _Remembered(name, source) if hasattr(source, "__next__") else source
-        return Iterated(name, lambda: again, again is not source, is_async=False)
+        rows = _Remembered(name, source) if hasattr(source, "__next__") else source
+        return Iterated(name, lambda: rows, rows is not source, is_async=False)
     if callable(source):
         return _made(name, source)
     raise DataError(f"data: a {type(source).__name__} holds no rows; give a file, a list or an iterable of dicts")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.agents.awaited import Awaited
-from rlinf.agents.chat import ChatFormat, Message
+from rlinf.agents.chat import ChatFormat, Message, copied
 from rlinf.agents.checks import WrongType, number, shown, token_ids
 from rlinf.agents.llm import Reply, Setting
 from rlinf.agents.prompts import are_messages
@@ -98,7 +98,7 @@ class AgentLLM:
 
     def __init__(self, record: _Record, chat: ChatFormat, key: Sequence[int], sampling: Mapping[str, Any], name: str):
         self._record, self._chat, self._key, self._sampling = record, chat, tuple(key), dict(sampling)
-        self._asked: dict[bytes, int] = {}  # how often the same tokens were answered
+        self._asked: dict[tuple[bytes, Any], int] = {}  # how often the same tokens were answered, with which seed
         self._lines: set[int] = set()  # conversations that the engine may know of
         self._address: tuple[str, str] | None = None
         self.name = name
@@ -168,24 +168,25 @@ class AgentLLM:
         """
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
-        return Awaited(self._chatted([dict(message) for message in messages], tools, sampling), "llm.chat(…)")
+        return Awaited(self._chatted([copied(message) for message in messages], tools, sampling), "llm.chat(…)")
 
     async def _chatted(self, messages: list[Message], tools: Any, sampling: Mapping[str, Any]) -> Answer:
         schemas, runnable = _offered(tools)
         chat = self._chat if not schemas else self._chat.with_arguments(tools=schemas)
         parent, read = self.trajectories.of_messages(messages, chat)
 
-        def said(reply: Reply) -> tuple[list[Message], Any]:
+        def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
             parsed = self._record.calls.parse(reply.text, schemas)
-            message: dict[str, Any] = {"role": "assistant", "content": parsed.content if parsed.calls else reply.text}
-            if parsed.calls:
-                message["tool_calls"] = [call.message for call in parsed.calls]
-            return [*messages, message], parsed
+            calls = tuple(call.of_answer(id) for call in parsed.calls)
+            message: dict[str, Any] = {"role": "assistant", "content": parsed.content if calls else reply.text}
+            if calls:
+                message["tool_calls"] = [call.message for call in calls]
+            return [*messages, message], (parsed, calls)
 
-        reply, turn, (whole, parsed) = await self._answered("llm.chat", parent, read, sampling, said, chat)
+        reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, read, sampling, said, chat)
         return Answer(
             reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish,
-            parsed.content, parsed.calls, parsed.broken, whole[-1], turn, runnable,
+            parsed.content, calls, parsed.broken, whole[-1], turn, runnable,
         )  # fmt: skip
 
     def generate(self, prompt: Any, **sampling: Any) -> Awaited[Reply]:
@@ -205,7 +206,7 @@ class AgentLLM:
         given = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
         ids = token_ids(given, self._record.setting.vocabulary, "llm.generate")
         parent, read = self.trajectories.of_ids(ids)
-        reply, _, _ = await self._answered("llm.generate", parent, read, sampling, lambda _: ([], None), None)
+        reply, _, _ = await self._answered("llm.generate", parent, read, sampling, lambda *_: ([], None), None)
         return reply
 
     async def _answered(
@@ -214,7 +215,7 @@ class AgentLLM:
         parent: Turn | None,
         read: np.ndarray,
         given: Mapping[str, Any],
-        said: Callable[[Reply], tuple[list[Message], Any]],
+        said: Callable[[Reply, str], tuple[list[Message], Any]],
         chat: ChatFormat | None,
     ) -> tuple[Reply, Turn, tuple[list[Message], Any]]:
         record, setting = self._record, self._record.setting
@@ -227,8 +228,8 @@ class AgentLLM:
         given = {name: value for name, value in given.items() if name != "seed"}
         chosen = setting.chosen(call, len(ids), self._sampling, given)
         digest = hashlib.blake2b(f"{self.name}/".encode() + ids.tobytes(), digest_size=8).digest()
+        asked = self._asked[(digest, fixed)] = self._asked.get((digest, fixed), -1) + 1
         if fixed is None:
-            asked = self._asked[digest] = self._asked.get(digest, -1) + 1
             seed = mix(*self._key, int.from_bytes(digest, "little"), asked)
         else:
             seed = mix(fixed, int.from_bytes(digest, "little"))
@@ -239,10 +240,8 @@ class AgentLLM:
         done = await setting.llm.answer(ids, seed=seed, conversation=line, **chosen)
         if record.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
-        kept = done.response_ids[:-1] if done.finish == "stop" else done.response_ids
-        text = str(self._chat.tokenizer.decode(kept, skip_special_tokens=False))
-        reply = Reply(text, done.response_ids, done.logprobs, done.versions, done.finish)
-        messages, parsed = said(reply)
+        reply = Reply.of(done, self._chat.tokenizer.decode)
+        messages, parsed = said(reply, f"{digest.hex()} {fixed} {asked}")
         turn = self.trajectories.add(parent, read, done, chosen["temperature"], line, messages, chat)
         return reply, turn, (messages, parsed)
 
@@ -392,4 +391,22 @@ def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:
         rewards = dict(returned)
     else:
         rewards = dict.fromkeys(spoke, returned)
-    return [sample for name, agent in spoke.items() for sample in agent.samples(rewards.get(name))]
+    return [sample for name, agent in spoke.items() for sample in _rewarded(agent, rewards.get(name))]
+
+
+def _rewarded(llm: AgentLLM, reward: Any) -> list[Sample]:
+    """The samples of one agent.
+
+    Raises:
+        UserError: some of its branches were rewarded by `llm.reward`, and others were not.
+    """
+    samples = llm.samples(reward)
+    without = sum(sample.reward is None for sample in samples)
+    if 0 < without < len(samples):
+        whose = f" of agent {llm.name!r}" if llm.name else ""
+        raise UserError(
+            f"llm.reward: {without} of {len(samples)} branches{whose} have no rewarded answer, and a reward is that of "
+            "its own branch: reward an answer of each, by llm.reward(value, answer), 0.0 too; or return one number, "
+            "which is the reward of them all"
+        )
+    return samples

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,28 @@ from rlinf.runtime.base.errors import UserError
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what else the chat template reads, such as `tool_calls`."""
-_MARK = "\u2402rlinf\u2403"
-"""Stands for the content of a message that is tokens already; not white space, which templates trim."""
+_MARK = f"rlinf{secrets.token_hex(16)}"
+"""Stands for the content of a message that is tokens already; not white space, which templates trim, and another in
+each process, so that no text can hold it."""
+_PROBE = f"probe{secrets.token_hex(16)}"
+"""Stands for the content of a message of which is asked whether the template shows it."""
+_CALL = {"name": "f", "arguments": dict[str, Any]()}
+_CALLED: tuple[Message, ...] = (
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}]},
+    {"role": "tool", "content": "", "name": "f", "tool_call_id": "call00001"},
+)
+"""A tool was called, and has answered."""
 _KEPT = 256
 """Encodings that are kept. Attempts at one task begin alike, and often read the same from a tool."""
+
+
+def copied(value: Any) -> Any:
+    """Plain data, such as messages, as a copy of its own: mappings, lists and arrays anew, all else as it is."""
+    if isinstance(value, Mapping):
+        return {key: copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class ChatFormat:
@@ -44,6 +63,7 @@ class ChatFormat:
     ) -> None:
         self.tokenizer, self._arguments, self._say = tokenizer, dict(arguments or {}), say
         self._said: set[str] = set()
+        self._shown: set[str] = set()  # roles that the template is known to show
         if not self._arguments.get("tools"):  # templates tell an empty list from none
             self._arguments.pop("tools", None)
         self._kept: dict[bytes, np.ndarray] = {}
@@ -53,7 +73,7 @@ class ChatFormat:
         if not more:
             return self
         made = ChatFormat(self.tokenizer, {**self._arguments, **more}, self._say)
-        made._kept, made._said = self._kept, self._said
+        made._kept, made._said, made._shown = self._kept, self._said, self._shown
         return made
 
     def warn(self, about: str, text: str) -> None:
@@ -98,7 +118,7 @@ class ChatFormat:
             answer: the model answers next.
 
         Raises:
-            UserError: the chat template refuses them, or does not describe the tools.
+            UserError: the chat template refuses them, leaves one out, or does not describe the tools.
         """
         if not self.has_template:
             text = "".join(_text(message) for message in messages)
@@ -118,6 +138,9 @@ class ChatFormat:
                 f"the chat template does not tell the model of the tools, such as {hidden[0]}: take a template that "
                 "does, by data.chat_template, or describe them in a system message and pass no tools"
             )
+        self._check_shown(messages, 0)
+        if self._arguments.get("tools"):  # what they will say is shown too?
+            self._check_shown([*messages, *_CALLED], len(messages) + 1)
         return self.ids(text)
 
     def _hidden(self, text: str) -> list[str]:
@@ -149,6 +172,7 @@ class ChatFormat:
         # Calls of the last answer are among its tokens; the template would write them once more.
         last = {key: value for key, value in before[-1].items() if key != "tool_calls"}
         marked = [*before[:-1], {**last, "content": _MARK}, *messages]
+        self._check_shown(marked, len(before))
         ids = self._once("following", marked, answer, self._behind_the_mark)
         return ids[1:] if ended_by is not None and len(ids) and ids[0] == ended_by else ids
 
@@ -161,6 +185,33 @@ class ChatFormat:
                 "another template, by data.chat_template"
             )
         return self.ids(text)
+
+    def _check_shown(self, messages: Sequence[Message], first: int) -> None:
+        """See that the model will read messages, once for each role: many templates print nothing of roles that they
+        do not know.
+
+        Args:
+            messages: all of them.
+            first: of those that are new.
+
+        Raises:
+            UserError: the template leaves one out.
+        """
+        for number, message in enumerate(messages[first:], first):
+            role = str(message["role"])
+            if role in self._shown or role == "assistant" or not isinstance(message.get("content"), str):
+                continue
+            probe = [*messages[:number], {**message, "content": _PROBE}, *messages[number + 1 :]]
+            try:
+                shown = _PROBE in self._rendered(probe, answer=True)
+            except UserError:  # it wants another text there, and says so where it does not get it
+                shown = True
+            if not shown:
+                raise UserError(
+                    f"the chat template prints nothing of messages of role {role}, so the model would never read them: "
+                    "take a template that knows this role, by data.chat_template, or say it as the user"
+                )
+            self._shown.add(role)
 
     def _once(
         self,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.agents.awaited import Awaited
-from rlinf.agents.chat import ChatFormat, Message
+from rlinf.agents.chat import ChatFormat, Message, copied
 from rlinf.agents.checks import WrongType, number, shown, token_ids
 from rlinf.agents.llm import Reply, Setting
 from rlinf.data.rng import mix
@@ -68,7 +68,7 @@ class Conversation:
     fresh: Callable[[], int] | None = None
     """Gives numbers to forks."""
     messages: list[Message] = field(default_factory=list)
-    _encoded: int = 0  # so many messages are tokens
+    _read: list[Message] = field(default_factory=list)  # the messages that are tokens
     _segments: list[Segment] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
     _last: Reply | None = None  # the model had the last word, and this is it
@@ -124,17 +124,17 @@ class Conversation:
                 f"conversation.{call}: a text of the assistant is not what the model generated; take `generate`, or "
                 "begin a conversation with earlier messages: conversation(prompt=[{'role': …, 'content': …}, …])"
             )
-        self.messages.append({"role": role, "content": content, **more})
+        self.messages.append(copied({"role": role, "content": content, **more}))
         return self
 
     def begin(self, messages: Iterable[Message]) -> None:
         """Add earlier messages of any roles, before the first answer."""
-        self.messages += [dict(message) for message in messages]
+        self.messages += [copied(message) for message in messages]
 
     def _raw(self, ids: np.ndarray, role: str) -> None:
         self._encode(answer=role == "assistant")
         self.messages.append({"role": role, "content": str(self.chat.tokenizer.decode(ids))})
-        self._encoded, self._last = len(self.messages), None
+        self._became_tokens(None)
         self._segments.append(Segment(ids))
 
     # What the model says ----------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Conversation:
         self._check("generate")
         if not self.messages:
             raise UserError("conversation.generate: nothing was said yet; say something by c.user(…) before it")
-        if self._encoded == len(self.messages) and self._last is not None and self._last.finish != "length":
+        if len(self._read) == len(self.messages) and self._last is not None and self._last.finish != "length":
             raise UserError("conversation.generate: the model had the last word; say something by c.user(…) before it")
         begun = self.messages[-1] if self.messages[-1]["role"] == "assistant" else None
         self._encode(answer=True)
@@ -173,33 +173,47 @@ class Conversation:
             self._temperature = math.nan
         else:
             self._temperature = temperature
-        kept = done.response_ids[:-1] if done.finish == "stop" else done.response_ids
-        text = str(self.chat.tokenizer.decode(kept, skip_special_tokens=False))
-        reply = Reply(text, done.response_ids, done.logprobs, done.versions, done.finish)
+        reply = Reply.of(done, self.chat.tokenizer.decode)
         self._turns.append(_Turn(len(self._segments), reply.finish))
-        self._segments.append(Segment(reply.ids, reply.logprobs, reply.versions, done.routes))
+        self._segments.append(Segment(done.response_ids, done.logprobs, done.versions, done.routes))
         if begun is not None:  # it went on with an answer that a limit had cut, or that it was made to begin with
-            self.messages[-1] = {**begun, "content": f"{begun['content']}{text}"}
+            self.messages[-1] = {**begun, "content": f"{begun['content']}{reply.text}"}
         else:
-            self.messages.append({"role": "assistant", "content": text})
-        self._encoded, self._last = len(self.messages), reply
+            self.messages.append({"role": "assistant", "content": reply.text})
+        self._became_tokens(reply)
         return reply
 
     def _encode(self, *, answer: bool) -> None:
-        """Make tokens of the messages that are none yet."""
-        new = self.messages[self._encoded :]
+        """Make tokens of the messages that are none yet.
+
+        Raises:
+            UserError: a message that is tokens already was changed.
+        """
+        for place, message in enumerate(self._read):
+            if place >= len(self.messages) or self.messages[place] != message:
+                raise UserError(
+                    f"conversation.messages[{place}] was changed after the model had read it, and it would not read it "
+                    "again: begin another conversation with the messages as they shall be, "
+                    "session.conversation(prompt=[…])"
+                )
+        new = self.messages[len(self._read) :]
         if not new:
             return
-        if self._encoded == 0:
+        if not self._read:
             ids = self.chat.opening(new, answer=answer)
         else:
             ended = self._last is not None and self._last.finish == "stop"
             ended_by = int(self._last.ids[-1]) if ended and self._last is not None else None
-            ids = self.chat.following(self.messages[: self._encoded], new, ended_by=ended_by, answer=answer)
+            ids = self.chat.following(self._read, new, ended_by=ended_by, answer=answer)
         if not self._segments and not len(ids):
             raise UserError("conversation.generate: what was said has not one token; say something by c.user(…)")
         self._segments.append(Segment(ids))
-        self._encoded, self._last = len(self.messages), None
+        self._became_tokens(None)
+
+    def _became_tokens(self, last: Reply | None) -> None:
+        """All messages are tokens now, the last of them those of a reply or of nobody's."""
+        self._read = copied(self.messages)
+        self._last = last
 
     # What came of it --------------------------------------------------------------------------------------------
 
@@ -222,12 +236,16 @@ class Conversation:
         turn.reward = (turn.reward or 0.0) + number(value, "conversation.reward")
 
     def fork(self) -> Conversation:
-        """Another conversation that goes on from here, with randomness of its own; its trajectory has all that was
-        said before too."""
+        """Another conversation that goes on from here, with randomness of its own.
+
+        Its trajectory has all that was said before too, and learns it with its own reward: a policy gradient over the
+        trajectories, in which an answer before the fork counts once for each. Where every answer shall be learned once,
+        take `session.llm()`, whose branches share what came before.
+        """
         self._check("fork")
         self._forks += 1
         other = copy.copy(self)
-        other.messages, other._segments = [*self.messages], [*self._segments]
+        other.messages, other._segments = copied(self.messages), [*self._segments]
         other._turns = [copy.copy(turn) for turn in self._turns]
         other.key, other._drawn, other._forks = (*self.key, self._drawn, -self._forks), 0, 0
         other.number = self.number if self.fresh is None else self.fresh()

@@ -5,7 +5,7 @@ In: token ids. Out: a `Reply`. A model behind an actor, a server or a script in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlinf.agents.checks import WrongType, WrongValue
-from rlinf.engines.base import Finish, Sampling
+from rlinf.data.sample import read_only
+from rlinf.engines.base import Completion, Finish, Sampling
 from rlinf.runtime.base.errors import UserError
 
 SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop")
@@ -54,13 +55,26 @@ class Reply:
     text: str
     """Without its end token."""
     ids: np.ndarray
-    """Its tokens, the end token included if one was reached, int64 [tokens]."""
+    """Its tokens, the end token included if one was reached, int64 [tokens]; it cannot be written into."""
     logprobs: np.ndarray
     """Log-prob of each token under softmax(logits / temperature), nats, float32 [tokens]."""
     versions: np.ndarray
     """Version of the weights that made each token, int32 [tokens]."""
     finish: Finish
     """Why it ended: `stop` (an end token), `text` (a stop text), `length` (a limit cut it), `abort`."""
+
+    @staticmethod
+    def of(answer: Completion, decode: Callable[..., Any]) -> Reply:
+        """What a program is given of an answer: copies, so that nothing it does to them reaches the record.
+
+        Args:
+            answer: the engine's.
+            decode: the tokenizer's.
+        """
+        shown = answer.response_ids[:-1] if answer.finish == "stop" else answer.response_ids
+        text = str(decode(shown, skip_special_tokens=False))
+        ids, logprobs, versions = map(read_only, (answer.response_ids, answer.logprobs, answer.versions))
+        return Reply(text, ids, logprobs, versions, answer.finish)
 
     def __str__(self) -> str:
         return self.text

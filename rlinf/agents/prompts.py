@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.agents.chat import ChatFormat
+from rlinf.agents.chat import ChatFormat, copied
 from rlinf.agents.checks import WrongType, WrongValue, shown, token_ids
-from rlinf.data.sample import Prompt
+from rlinf.data.sample import Prompt, read_only
 
 
 def prompt_of(given: Any, id: int, chat: ChatFormat, vocabulary: int | None, call: str) -> Prompt:
@@ -42,11 +42,19 @@ def prompt_of(given: Any, id: int, chat: ChatFormat, vocabulary: int | None, cal
         return Prompt(id, _some(chat.ids(given, first=True), given, call), given)
     if are_messages(given, call):
         ids = _some(chat.opening(given), given, call)
-        return Prompt(id, ids, str(chat.tokenizer.decode(ids)), row={"messages": [dict(message) for message in given]})
+        return Prompt(id, ids, str(chat.tokenizer.decode(ids)), row={"messages": copied(given)})
     if isinstance(given, (list, tuple, np.ndarray)):
         ids = token_ids(given, vocabulary, call)
         return Prompt(id, ids, str(chat.tokenizer.decode(ids)))
     raise WrongType(f"{call}: {shown(given)} is no prompt; give a text, a list of messages, token ids or a Prompt")
+
+
+def handed_out(task: Any) -> Any:
+    """A task as a program is given it: of a prompt a copy, so that nothing the program does to it reaches the reward,
+    the record, or the other attempts at it. Tasks of one's own are passed as they are."""
+    if not isinstance(task, Prompt):
+        return task
+    return replace(task, token_ids=read_only(task.token_ids), row=copied(task.row))
 
 
 def are_messages(given: Any, call: str) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlinf.agents.chat import ChatFormat, Message
 from rlinf.config.reading import parse_json
-from rlinf.data.sample import REWARDS, Prompt, Sample, Segment
+from rlinf.data.sample import REWARDS, Prompt, Sample, Segment, read_only
 from rlinf.engines.base import Completion, Finish
 
 Key = bytes
@@ -40,8 +40,10 @@ class Turn:
     """None: nothing was said by the model before."""
     key: Key
     """Of the history up to the answer's end; `_NOTHING` for calls by token ids."""
-    messages: tuple[Message, ...]
-    """All messages up to the answer; empty for calls by token ids."""
+    before: hashlib.blake2b | None
+    """Digests the messages that were answered; None for calls by token ids."""
+    words: bytes
+    """The answer as messages are compared; empty for calls by token ids."""
     read: np.ndarray
     """Tokens that stand between the parent's answer and this one, int64 [read]."""
     said: Segment
@@ -107,7 +109,7 @@ class Trajectories:
     @property
     def turns(self) -> Sequence[Turn]:
         """All answers, in the order in which they ended."""
-        return self._turns
+        return tuple(self._turns)
 
     # What is read -----------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Trajectories:
         recorded: dict[bytes, Turn] = {}
         if any(message.get("role") == "assistant" for message in messages[count:]):
             recorded |= self._other_words
-            recorded |= {_canonical(turn.messages[-1]): turn for turn in self._turns if turn.messages}
+            recorded |= {turn.words: turn for turn in self._turns if turn.words}
         parts: list[np.ndarray] = []
         for number in range(count, len(messages) + 1):
             turn = None
@@ -175,11 +177,11 @@ class Trajectories:
 
     def histories(self, messages: Sequence[Message], chat: ChatFormat) -> Iterator[tuple[int, Key]]:
         """(how many messages, key) of every history that the messages begin with and that ends with an answer."""
-        state = hashlib.blake2b(chat.fingerprint, digest_size=16)
+        state = _start(chat)
         for number, message in enumerate(messages, 1):
             state.update(_canonical(message))
             if message.get("role") == "assistant":
-                yield number, state.copy().digest()
+                yield number, state.digest()
 
     # What is said -----------------------------------------------------------------------------------------------
 
@@ -204,12 +206,16 @@ class Trajectories:
             messages: all of them, the answer last; none for calls by token ids.
             chat: as in `of_messages`.
         """
-        histories = [key for _, key in self.histories(messages, self.chat if chat is None else chat)]
-        key = histories[-1] if histories else _NOTHING
+        state, words, key = None, b"", _NOTHING
+        if messages:
+            state, words = _start(self.chat if chat is None else chat), _canonical(messages[-1])
+            for message in messages[:-1]:
+                state.update(_canonical(message))
+            key = _ended(state, words)
         before = 0 if parent is None else parent.length
         segment = Segment(done.response_ids, done.logprobs, done.versions, done.routes)
         turn = Turn(
-            parent, key, tuple(messages), read, segment, done.finish, temperature, conversation,
+            parent, key, state, words, read_only(read), segment, done.finish, temperature, conversation,
             before + len(read) + len(done.response_ids),
         )  # fmt: skip
         self.counts.calls += 1
@@ -222,21 +228,20 @@ class Trajectories:
             self._by_key[key] = turn
         return turn
 
-    def also(self, turn: Turn, message: Message, chat: ChatFormat | None = None) -> Key:
+    def also(self, turn: Turn, message: Message) -> Key:
         """The harness knows an answer by other words than ours, such as without the text that stopped it.
 
         Args:
             turn: the answer to messages.
             message: it, as the harness will send it back.
-            chat: as in `of_messages`.
 
         Returns:
             The key of the history that ends with it.
         """
-        if (words := _canonical(message)) == _canonical(turn.messages[-1]):
+        if (words := _canonical(message)) == turn.words or turn.before is None:
             return turn.key
         self._other_words[words] = turn
-        *_, (_, key) = self.histories([*turn.messages[:-1], message], self.chat if chat is None else chat)
+        key = _ended(turn.before, words)
         self._by_key[key] = turn
         return key
 
@@ -248,11 +253,11 @@ class Trajectories:
         Args:
             prompt: the task; None for none.
             index: of the samples in their group.
-            reward: of the whole; None takes the sum of the turns' rewards, or leaves the samples to a judge.
+            reward: of the whole; None takes for each sample the rewards of its own answers, and of those that stand
+                behind them on their line. A sample without any is left to a judge.
             more: further fields of the samples, such as `scores`.
         """
-        told = [turn.reward for turn in self._turns if turn.reward is not None]
-        total = sum(told) if reward is None and told else reward
+        in_turns = any(turn.reward is not None for turn in self._turns)
         taken: set[int] = set()
         samples: list[Sample] = []
         for leaf in sorted(self._turns, key=lambda turn: turn.conversation):  # as they began, whichever ended first
@@ -263,7 +268,9 @@ class Trajectories:
                 own = [turn for turn in line if id(turn) not in taken and turn.temperature == temperature]
                 if any(len(turn.said.token_ids) for turn in own):
                     taken |= {id(turn) for turn in own}
-                    samples.append(self._sample(line, own, prompt, index, total, bool(told), more))
+                    earned = [turn.reward for turn in line[line.index(own[0]) :] if turn.reward is not None]
+                    total = sum(earned) if reward is None and earned else reward
+                    samples.append(self._sample(line, own, prompt, index, total, in_turns, more))
         return samples
 
     def _sample(
@@ -314,17 +321,38 @@ class Trajectories:
         )
 
 
+def _start(chat: ChatFormat) -> hashlib.blake2b:
+    """A digest of histories with the arguments of this chat template."""
+    return hashlib.blake2b(chat.fingerprint, digest_size=16)
+
+
+def _ended(state: hashlib.blake2b, words: bytes) -> Key:
+    """The key of a history that a digest begins and these words end."""
+    whole = state.copy()
+    whole.update(words)
+    return whole.digest()
+
+
+_COMPARED = frozenset({"role", "content", "tool_calls"})
+"""What answers are compared by: libraries add others to it, and white space around its words and ids of its calls are
+not the model's."""
+
+
 def _canonical(message: Message) -> bytes:
-    """What two messages must share to be the same: role, words and calls; not white space around them, ids of calls, or
-    fields that libraries add."""
+    """What two messages must share to be the same. Answers share words and calls, in whatever clothes a library sends
+    them back; all other messages share every field that says something."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         content = "".join(str(part["text"]) for part in content)
+    answer = message.get("role") == "assistant"
     calls = [_call(call) for call in message.get("tool_calls") or ()]
-    words = content.strip() if isinstance(content, str) else content or ""
-    if isinstance(words, str) and not calls:  # nearly all messages, at a fifth of the cost
+    words = content.strip() if answer and isinstance(content, str) else content or ""
+    more = (
+        {} if answer else {name: each for name, each in message.items() if name not in _COMPARED and each is not None}
+    )
+    if isinstance(words, str) and not calls and not more:  # nearly all messages, at a fifth of the cost
         return f"{len(words)} {message.get('role')} {words}".encode("utf-8", "surrogatepass")
-    return _JSON.encode([message.get("role"), words, calls]).encode("utf-8", "surrogatepass")
+    return _JSON.encode([message.get("role"), words, calls, more]).encode("utf-8", "surrogatepass")
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:

@@ -56,6 +56,13 @@ def prefix_key(token_ids: np.ndarray, images: Sequence[ImageRef] = ()) -> Prefix
     return token_ids.astype(np.int64, copy=False).tobytes(), tuple(image.digest for image in images)
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    """A copy that cannot be written into, by nobody who holds it."""
+    made = np.array(array)
+    made.setflags(write=False)
+    return made.view()  # of a view, the flag cannot be taken back
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """A problem to answer."""
@@ -101,7 +108,7 @@ class Example:
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """A run of tokens in a conversation: what the model generated, or what was put in between (tool output, a user's
-    turn, a template)."""
+    turn, a template). Its tokens are copies that cannot be written into: what is learned is what was sampled."""
 
     token_ids: np.ndarray
     """int64 [segment]"""
@@ -112,6 +119,11 @@ class Segment:
     """Version of the weights that generated each token, int32 [segment]; None where `logprobs` is None."""
     routes: np.ndarray | None = None
     """Of all that was read for it, from the beginning of the conversation; see `Sample.routes`."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "logprobs", "versions"):
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_only(array))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,10 +212,15 @@ class Sample:
                 )
             said.append((part.token_ids, logprobs, versions, np.full(length, part.logprobs is not None)))
         ids, logprobs, versions, mask = map(np.concatenate, zip(*said, strict=True))
-        arrays = ids.astype(np.int64), logprobs.astype(np.float32), versions.astype(np.int32)
+        arrays = (
+            read_only(ids.astype(np.int64)),
+            read_only(logprobs.astype(np.float32)),
+            read_only(versions.astype(np.int32)),
+        )
         read = len(prompt.token_ids) + len(ids) - 1
         routes = routing.joined(read, [part.routes for part in segments])
-        return Sample(prompt, index, *arrays, loss_mask=mask.astype(bool), routes=routes, **more)
+        learned = read_only(mask.astype(bool))
+        return Sample(prompt, index, *arrays, loss_mask=learned, routes=routes, **more)
 
     @property
     def group(self) -> int:

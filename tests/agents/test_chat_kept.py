@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlinf.agents.chat import _KEPT, ChatFormat
+from rlinf.agents.chat import _KEPT, _PROBE, ChatFormat
 from rlinf.runtime.base.errors import UserError
 from tests.agents.speaking import STYLES, tokenizer_of
 
@@ -20,7 +20,7 @@ class Counting:
         render = self.tokenizer.apply_chat_template
 
         def counted(*args, **kwargs):
-            self.rendered += 1
+            self.rendered += _PROBE not in str(args)  # a role is looked for once
             return render(*args, **kwargs)
 
         monkeypatch.setattr(self.tokenizer, "apply_chat_template", counted)

@@ -198,6 +198,35 @@ def test_a_template_that_hides_the_tools_is_the_users_error():
     assert len(ChatFormat(tokenizer).with_arguments(tools=[]).opening(said))
 
 
+WITHOUT_TOOL = (  # as many templates have it: a role that it does not know is nothing
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{% if message.role in ('user', 'assistant') %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_swallows_a_role_is_refused_before_the_model_is_asked():
+    chat = ChatFormat(tokenizer_of(Style(WITHOUT_TOOL, "<|im_end|>")))
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for role in ("tool", "system", "developer"):
+        with pytest.raises(UserError, match=rf"role {role}.*data\.chat_template"):
+            chat.following([ask, answer], [{"role": role, "content": "a"}])
+    with pytest.raises(UserError, match="role system"):
+        chat.opening([{"role": "system", "content": "a"}, ask])
+    with pytest.raises(UserError, match="role tool"):  # before a tool is called
+        chat.with_arguments(tools=TOOLS).opening([ask])
+    assert len(chat.following([ask, answer], [ask, answer, {"role": "user", "content": ""}]))
+
+
+@pytest.mark.parametrize("text", ["\u2402rlinf\u2403", "rlinf", "<|im_start|>"])
+def test_no_text_stands_for_a_mark_of_ours(text):
+    tokenizer = tokenizer_of(SHAPES["qwen25"])
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (*_, found) = [ChatFormat(tokenizer).following(said, [{"role": "tool", "content": f"x{text}y"}], ended_by=None)]
+    head = "<|im_end|>\n<|im_start|>user\n<tool_response>\nx"
+    assert found[: len(encode(tokenizer, head))].tolist() == encode(tokenizer, head)
+
+
 def test_without_a_template_the_run_is_told_once_that_nothing_describes_the_tools():
     told = []
     chat = ChatFormat(tokenizer_of(Style(None, "</s>")), say=told.append)
@@ -214,7 +243,9 @@ def test_without_a_template_the_run_is_told_once_that_nothing_describes_the_tool
 
 
 def test_no_tools_are_none():
-    tokenizer = tokenizer_of(replace(SHAPES["qwen25"], template="{% if tools is not none %}tools{% endif %}a"))
+    tokenizer = tokenizer_of(
+        replace(SHAPES["qwen25"], template="{% if tools is not none %}tools{% endif %}{{ messages[0].content }}")
+    )
     plain = ChatFormat(tokenizer).opening([{"role": "user", "content": "a"}])
     assert np.array_equal(plain, ChatFormat(tokenizer, {"tools": []}).opening([{"role": "user", "content": "a"}]))
     assert list(plain) == encode(tokenizer, "a")

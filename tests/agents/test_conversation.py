@@ -38,6 +38,30 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
+def test_a_message_that_was_changed_after_the_model_had_read_it_is_an_error():
+    conversation, _, _ = talk(says=[("a", "length"), ("b", "stop")])
+    conversation.user([{"type": "text", "text": "ab"}] if conversation.chat.has_template else "ab")
+    run(conversation.generate())
+    conversation.messages[0]["content"] = "aa"
+    with pytest.raises(UserError, match=r"messages\[0\]"):
+        run(conversation.generate())
+
+
+def test_what_is_written_into_a_fork_or_an_answer_reaches_nobody_else():
+    conversation, speaker, tokenizer = talk(says=[("ab", "stop"), ("ba", "stop")])
+    reply = run(conversation.user("ab").generate())
+    conversation.user("aa")
+    fork = conversation.fork()
+    for messages in (fork.messages, fork.user("x").messages):
+        messages[-1]["content"] = "bb"
+    with pytest.raises(ValueError, match="read-only"):
+        reply.ids[:] = 7
+    run(conversation.generate())
+    assert speaker.heard[-1][0].tolist() == encode(tokenizer, "ab") + encode(tokenizer, "ab") + encode(tokenizer, "aa")
+    with pytest.raises(ValueError, match="read-only"):
+        conversation.trajectory(1.0).response_ids[:] = 7
+
+
 @st.composite
 def scripts(draw):
     """A style, an opening, and turns: what is said, the answer, how it ends, its reward."""

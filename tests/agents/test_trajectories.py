@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -173,6 +175,45 @@ async def test_rewards_of_answers_stand_at_their_ends():
     assert len(second.ids)
 
 
+async def test_the_reward_of_an_answer_is_that_of_its_own_branch():
+    llm, parrot = begun()
+    good, bad = await llm.chat([user("one")]), await llm.chat([user("two")])
+    llm.reward(1.0, good)
+    llm.reward(0.0, bad)
+    samples = samples_of(None, llm)
+    assert [(sample.reward, sample.per_token["rewards"].sum()) for sample in samples] == [(1.0, 1.0), (0.0, 0.0)]
+    assert learned(samples) == said(parrot)
+    assert [sample.reward for sample in samples_of(0.5, llm)] == [0.5, 0.5]
+
+
+async def test_what_branches_share_earns_what_came_of_its_own_line():
+    llm, _ = begun()
+    first = await llm.chat([user("Hi")])
+    left, right = [await llm.chat([user("Hi"), first.message, user(text)]) for text in ("left", "right")]
+    llm.reward(0.5, first)
+    llm.reward(1.0, left)
+    llm.reward(-1.0, right)
+    assert [sample.reward for sample in samples_of(None, llm)] == [1.5, -1.0]
+
+
+async def test_temperatures_of_one_line_earn_what_comes_behind_them():
+    llm, _ = begun()
+    first = await llm.chat([user("Hi")], temperature=0.5)
+    await llm.chat([user("Hi"), first.message, user("go")], temperature=2.0)
+    llm.reward(1.0)
+    assert [sample.reward for sample in samples_of(None, llm)] == [1.0, 1.0]
+
+
+async def test_a_branch_that_nobody_rewarded_is_an_error_that_names_the_agent():
+    llm, _ = begun()
+    planner = llm.agent("planner")
+    answer = await planner.chat([user("one")])
+    await planner.chat([user("two")])
+    planner.reward(1.0, answer)
+    with pytest.raises(UserError, match="1 of 2 branches of agent 'planner'"):
+        samples_of(None, llm)
+
+
 async def test_what_cannot_be_is_said():
     llm, parrot = begun(longest=24)
     with pytest.raises(UserError, match="without asking the model anything"):
@@ -215,6 +256,112 @@ async def test_whatever_a_harness_sends_each_generated_token_is_learned_once_and
     for sample in samples:  # every sample is something that the model really read and said
         whole = [*sample.prompt.token_ids, *sample.response_ids]
         assert any(np.array_equal(whole, [*ids, *answer]) for ids, answer, _, _ in parrot.calls)
+
+
+async def _vandal(seed):
+    """An agent that goes on, forks and returns samples, and writes into whatever it is given on the way."""
+    rng = random.Random(seed)
+    llm, parrot = begun(rng.choice(["chatml", "llama", "qwen"]), seed=seed)
+    messages, answers = [user("Hi")], []
+    for _ in range(rng.randint(1, 5)):
+        if rng.random() < 0.2:
+            read = np.asarray(parrot.tokenizer.convert_tokens_to_ids(list("abxy")))
+            answer = await llm.generate(read)
+            read[:] = 7
+        else:
+            answer = await llm.chat(messages)
+            messages = [*messages, answer.message, {"role": "user", "content": [{"type": "text", "text": "go"}]}]
+        answers.append(answer)
+        _spoil(rng, llm, messages, answers)
+    if rng.random() < 0.3:
+        with contextlib.suppress(ValueError):
+            llm.samples(0.0)[0].response_ids[:] = 9
+    return samples_of(1.0, llm), parrot
+
+
+def _spoil(rng, llm, messages, answers):
+    """Write into some of the things that are at hand."""
+    answer, turn = rng.choice(answers), rng.choice(llm.trajectories.turns)
+    arrays = [answer.ids, answer.logprobs, answer.versions, turn.read, turn.said.token_ids, turn.said.logprobs]
+    for array in rng.sample(arrays, rng.randint(0, 6)):
+        with contextlib.suppress(ValueError):
+            array[:] = 7
+        with contextlib.suppress(ValueError):
+            array.setflags(write=True)
+            array += 1
+    message = rng.choice(messages)
+    match rng.choice(["content", "nested", "calls", "turns", "nothing"]):
+        case "content":
+            message["content"] = rng.choice(["edited", "", "ab"])
+        case "nested" if isinstance(message["content"], list):
+            message["content"][0]["text"] = "edited"
+        case "calls" if message["role"] == "assistant":
+            message["tool_calls"] = [{"function": {"name": "other", "arguments": {}}}]
+        case "turns":
+            with contextlib.suppress(AttributeError):
+                llm.trajectories.turns.clear()
+
+
+MORE = [pytest.param(range(first, first + 1000), marks=pytest.mark.repeated) for first in range(300, 10_300, 1000)]
+
+
+@pytest.mark.parametrize("seeds", [range(300), *MORE])
+async def test_whatever_an_agent_writes_into_what_is_trained_is_what_was_sampled(seeds):
+    for seed in seeds:
+        samples, parrot = await _vandal(seed)
+        assert learned(samples) == said(parrot), seed
+        for sample in samples:
+            whole = [*sample.prompt.token_ids, *sample.response_ids]
+            assert any(np.array_equal(whole, [*ids, *answer]) for ids, answer, _, _ in parrot.calls), seed
+
+
+async def test_an_answer_that_was_edited_in_place_is_read_as_it_was_edited():
+    llm, parrot = begun()
+    answer = await llm.chat([user("Hi")])
+    answer.message["content"] = "edited"
+    await llm.chat([user("Hi"), answer.message, user("go")])
+    assert "edited" in parrot.tokenizer.decode(parrot.calls[1][0])
+    assert llm.counts().branches == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [("name", "ann", "bob"), ("tool_call_id", "1", "2"), ("content", " ab", "ab"), ("content", "ab", "ab\n")],
+)
+async def test_messages_of_others_are_the_same_only_with_every_field(field, one, other):
+    llm, _ = begun()
+    answer = await llm.chat([{**user("ab"), field: one}])
+    await llm.chat([{**user("ab"), field: other}, answer.message, user("go")])
+    assert llm.counts().branches == 1
+    await llm.chat([{**user("ab"), field: one, "cache": None}, answer.message, user("go")])
+    assert llm.counts().joined == 1
+
+
+async def test_equal_calls_of_several_answers_have_ids_of_their_own():
+    llm, _ = begun("qwen")
+    say(llm, '<tool_call>{"name": "add", "arguments": {"a": [1], "b": 2}}</tool_call>')
+    messages, ids = [user("Hi")], []
+    for agent in (llm, llm, llm, llm.agent("other")):
+        answer = await agent.chat(messages, tools=[add], seed=5)
+        (call,) = answer.calls
+        ids.append(call.id)
+        assert answer.message["tool_calls"][0]["id"] == call.id
+        call.arguments["a"].append(7)
+        assert answer.message["tool_calls"][0]["function"]["arguments"]["a"] == [1]
+    assert len({*ids}) == 4
+    assert all(len(id) == 9 and id.isalnum() for id in ids)
+
+
+def say(llm, text):
+    """Have a model say a text from now on."""
+    tokenizer, model = llm.trajectories.chat.tokenizer, llm._record.setting.llm
+
+    async def answer(ids, *, seed, conversation, **sampling):
+        said = np.append(tokenizer(text)["input_ids"], tokenizer.eos_token_id)
+        model.calls.append((ids, said, seed, conversation))
+        return Completion(0, said, np.full(len(said), -1.0, np.float32), np.zeros(len(said), np.int32), "stop")
+
+    model.answer = answer
 
 
 def add(a: int, b: int) -> int:

@@ -201,7 +201,7 @@ async def ask(llm: AgentLLM, asked: Asked, applying: Applying) -> Said:
     cached = 0 if turn.parent is None else turn.parent.length
     key = b""
     if asked.ids is None:
-        key = llm.trajectories.also(turn, message_of(text, calls), template_of(llm, asked.tools))
+        key = llm.trajectories.also(turn, message_of(text, calls))
     return Said(reply, text, calls, stop, refusal, turn.length - len(reply.ids), cached, turn, key)
 
 

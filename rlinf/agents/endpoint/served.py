@@ -22,7 +22,7 @@ from rlinf.agents.checks import WrongType, number, shown
 from rlinf.agents.endpoint.endpoint import Endpoint, EndpointSession
 from rlinf.agents.endpoint.errors import ApiError, invalid
 from rlinf.config.text import EndpointConfig
-from rlinf.data.sample import REWARDS, Group, Sample
+from rlinf.data.sample import Group, Sample
 from rlinf.runtime.base.errors import UserError
 
 
@@ -124,7 +124,7 @@ class Served:
         answers[choice].turn.reward = value
         leaves = [turn for turn in found.llm.trajectories.turns if not turn.goes_on]
         if end or (end is None and all(turn.reward is not None for turn in leaves) and not found.asking):
-            self._over(found, [_by_turns(sample) for sample in found.llm.samples()])
+            self._over(found, [sample for sample in found.llm.samples() if sample.reward is not None])
         return True
 
     def _over(self, session: EndpointSession, samples: Sequence[Sample]) -> None:
@@ -165,12 +165,6 @@ class Served:
             what = f"session {shown(session)}" if response is None else f"response {shown(response)}"
             raise ApiError(404, f"there is no {what} that waits for feedback", code="not_found")
         return call.json({"object": "feedback", "reward": reward})
-
-
-def _by_turns(sample: Sample) -> Sample:
-    """A sample whose reward is that of its own answers; other branches of the session have theirs."""
-    rewards = sample.per_token.get(REWARDS)
-    return sample if rewards is None else replace(sample, reward=float(rewards.sum()))
 
 
 def serving_config(config: EndpointConfig, given: Mapping[str, Any]) -> EndpointConfig:

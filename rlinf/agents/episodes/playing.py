@@ -23,6 +23,7 @@ from rlinf.agents.episodes.open_task import OpenTask
 from rlinf.agents.episodes.outcome import groups_of, out_of_time, remark_on, samples_of, unjudged
 from rlinf.agents.episodes.record import Call, Record
 from rlinf.agents.episodes.tally import Tally
+from rlinf.agents.prompts import handed_out
 from rlinf.data.sample import Group, Sample
 from rlinf.engines.base import PartialAnswer
 from rlinf.runtime.base.errors import RuntimeFault, UserError
@@ -270,7 +271,7 @@ class Episodes:
             for tally in (played.tally, *self._tallies):
                 tally.blocked = max(tally.blocked, seconds)
 
-        playing = self._play(played.given)
+        playing = self._play(handed_out(played.given))
         if not isinstance(playing, Awaitable):
             raise WrongType("episode: it is no `async def` function; it returned without being awaited")
         task = asyncio.create_task(_awaited(playing, blocked))

@@ -15,11 +15,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from rlinf.agents.chat import copied
 from rlinf.config.importing import resolve
 from rlinf.runtime.base.errors import UserError
 
@@ -32,7 +33,8 @@ class ToolCall:
     """A model asks for a tool."""
 
     id: str
-    """Names the call in the tool's answer: nine letters and digits, made from the call itself and its place."""
+    """Names the call in the tool's answer: nine letters and digits, which Mistral's templates ask for. It is made of
+    the call itself, its place, and the answer that it stands in: the same in every repetition of a run."""
     name: str
     """Of the tool; there need not be one of this name."""
     arguments: dict[str, Any]
@@ -40,8 +42,17 @@ class ToolCall:
 
     @property
     def message(self) -> dict[str, Any]:
-        """An entry of `tool_calls` in an assistant message, as chat templates read it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        """An entry of `tool_calls` in an assistant message, as chat templates read it; a copy."""
+        function = {"name": self.name, "arguments": copied(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def of_answer(self, answer: str) -> ToolCall:
+        """The call with an id that no other answer has for an equal one.
+
+        Args:
+            answer: names the answer that it stands in.
+        """
+        return replace(self, id=hashlib.sha256(f"{answer} {self.id}".encode()).hexdigest()[:9])
 
 
 @dataclass(frozen=True, slots=True)

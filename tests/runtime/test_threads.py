@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +154,28 @@ async def test_an_error_of_a_brief_function_is_raised_where_it_is_awaited(monkey
     compute.close()
     with pytest.raises(ActorDied, match="was closed before"):
         await compute.run_briefly("work", work)
+
+
+async def test_a_failure_that_a_cancellation_has_overtaken_is_not_reported_as_lost() -> None:
+    """Two roles are made at the same time: the first that fails is the cause, and ends the other."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    compute, begun, release = ComputeThread("actor", asyncio.get_running_loop()), threading.Event(), threading.Event()
+
+    def fails() -> None:
+        begun.set()
+        release.wait()
+        raise ValueError("second")
+
+    waiting = asyncio.create_task(compute.run(fails))
+    await asyncio.to_thread(begun.wait)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    compute.close()
+    del waiting
+    gc.collect()
+    await asyncio.sleep(0)
+    assert told == []

@@ -31,7 +31,7 @@ from rlinf.job.checks.fits import MOST_PARTS
 from rlinf.job.checks.naming import RAISED, problem
 from rlinf.models.language.build import freeze
 from rlinf.models.language.families import unsupported
-from rlinf.models.language.load import ONE_AT_A_TIME, new_config, pictures_of
+from rlinf.models.language.load import ONE_AT_A_TIME, new_config, pictures_of, unreadable_weights
 from rlinf.models.language.lora import POLICY, add_adapters
 from rlinf.models.language.parallel.arrangement import arranged
 from rlinf.models.language.parallel.mistakes import mistakes_in
@@ -53,6 +53,8 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
     try:
         if model.path is not None:
             found = pretrained(AutoConfig, model.path)
+            if (damage := unreadable_weights(model.path)) is not None:
+                return None, [Problem("configuration", key, value, damage)]
             if found.model_type in FAMILIES:
                 key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
                 pictures_of(model.path, load_tokenizer(model.tokenizer or model.path))
@@ -86,6 +88,8 @@ def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]
             try:
                 with _quiet():
                     _try_out(pretrained(AutoConfig, path), engine=False)
+                if (damage := unreadable_weights(path)) is not None:
+                    yield Problem("configuration", key, path, damage)
             except RAISED as error:  # as above
                 yield problem(key, path, error)
 

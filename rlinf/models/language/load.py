@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlinf.config.loading import InputError
 from rlinf.data.library_bars import fold_transformers
 from rlinf.data.pictures.processor import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.rng import ONE_AT_A_TIME, mix
@@ -54,14 +59,18 @@ def build_model(
 
     Raises:
         ValueError: a configuration without `model_type`, or with one that transformers does not know.
+        InputError: the saved weights are not those of the saved configuration.
     """
     labels = {} if kind is AutoModelForCausalLM else {"num_labels": 1}
     if isinstance(source, str):
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(seed))
             maker = auto_class(pretrained(AutoConfig, source), kind)
-            loaded: PreTrainedModel = pretrained(maker, source, dtype=dtype, **labels)
-        return _scoring(loaded, tokenizer) if labels else loaded
+            loaded, report = pretrained(maker, source, dtype=dtype, output_loading_info=True, **labels)
+        if labels:
+            return _scoring(loaded, tokenizer)
+        _check_whole(source, report["missing_keys"])
+        return loaded  # type: ignore[no-any-return]
     config = new_config({**source, **labels}, tokenizer)
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed))
@@ -70,6 +79,43 @@ def build_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model
+
+
+def _check_whole(source: str, missing: Collection[str]) -> None:
+    """Refuse a model that transformers would complete by random weights, with a warning that nobody reads."""
+    if missing:
+        raise InputError(
+            f"the model in {source} has no weights for {len(missing)} of its tensors, such as {min(missing)}: its "
+            "config.json is of another model, or files are missing"
+        )
+
+
+def unreadable_weights(source: str) -> str | None:
+    """Tell by their headers why the files of a model's weights cannot be read; None if nothing speaks against it.
+
+    Args:
+        source: a directory; of a hub name nothing is known.
+    """
+    directory = Path(source)
+    if not directory.is_dir():
+        return None
+    tensors, pickles = sorted(directory.glob("*.safetensors")), sorted(directory.glob("pytorch_model*.bin"))
+    if not tensors and not pickles:
+        return "there are no weights in it: neither *.safetensors nor pytorch_model*.bin"
+    for file in tensors:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is damaged: {error}"
+    for file in () if tensors else pickles:
+        try:
+            torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+        except pickle.UnpicklingError:
+            return f"{file.name} is a pickle that holds more than tensors, which is never run: save it as safetensors"
+        except (RuntimeError, EOFError, OSError) as error:
+            return f"{file.name} is damaged: {str(error).splitlines()[0]}"
+    return None
 
 
 def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from rlinf.config.learning import RewardModelConfig
 from rlinf.data.tokenizer import load_tokenizer, pretrained
 from rlinf.models.language.generation import limits
+from rlinf.models.language.load import unreadable_weights
 
 
 def mistakes_in_saved(settings: RewardModelConfig) -> Iterator[tuple[str, str]]:
@@ -25,6 +26,9 @@ def mistakes_in_saved(settings: RewardModelConfig) -> Iterator[tuple[str, str]]:
     if not problems or settings.tokenizer is not None:
         key = "path" if settings.tokenizer is None else "tokenizer"
         yield from ((key, reason) for reason in unreadable(settings.tokenizer or settings.path, load_tokenizer))
+    if not problems and (damage := unreadable_weights(settings.path)) is not None:
+        yield "path", damage
+        return
     if problems:
         return
     if settings.kind == "generative":

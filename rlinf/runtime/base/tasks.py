@@ -23,13 +23,19 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def finish(future: asyncio.Future[Any]) -> None:
-    """Wait until a task or future has ended, come what may; a cancellation meanwhile is raised after that."""
+    """Wait until a task or future has ended, come what may; a cancellation meanwhile is raised after that.
+
+    Its outcome is the caller's to read. One that is left unread was overtaken by a cancellation, whose cause is the
+    first; asyncio would report it as lost.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error
+    if not future.cancelled():
+        future.exception()
     if cancelled is not None:
         raise cancelled
 

@@ -1,10 +1,17 @@
 """Making models: saved ones, and new ones from a configuration."""
 
+import json
+
 import pytest
 import torch
 
+from rlinf.config.learning import RewardModelConfig
+from rlinf.config.loading import InputError
+from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.tokenizer import load_tokenizer
-from rlinf.models.language.load import build_model
+from rlinf.job.checks.model import policy_model
+from rlinf.models.language.load import build_model, unreadable_weights
+from rlinf.models.scoring.check import mistakes_in_saved
 from tests.actors import toys
 
 MODEL = toys.configuration()
@@ -39,3 +46,67 @@ def test_a_saved_model_is_loaded_without_bars(tmp_path, capfd):
     build_model(MODEL, TOKENIZER).save_pretrained(tmp_path)
     build_model(str(tmp_path), TOKENIZER)
     assert capfd.readouterr().err == ""
+
+
+# Weights that are damaged ---------------------------------------------------------------------------------------------
+
+
+class _Runs:
+    """Unpickled, it runs a function."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle of somebody else ran",)
+
+
+def _cut(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _removed(directory):
+    (directory / "model.safetensors").unlink()
+
+
+def _pickled(content):
+    def write(directory):
+        _removed(directory)
+        torch.save(content, directory / "pytorch_model.bin")
+
+    return write
+
+
+def _cut_pickle(directory):
+    _pickled({"weight": torch.ones(100)})(directory)
+    file = directory / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    build_model(MODEL, TOKENIZER).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("damage", [_cut, _removed, _pickled({"a": torch.ones(3), "b": _Runs()}), _cut_pickle])
+def test_damaged_weights_are_refused_before_the_start_and_nothing_in_them_runs(saved, damage):
+    damage(saved)
+    assert unreadable_weights(str(saved))
+    _, (problem,) = policy_model(RunConfig(model=ModelConfig(path=str(saved))))
+    assert problem.key == "model.path"
+    assert [key for key, _ in mistakes_in_saved(RewardModelConfig(path=str(saved)))] == ["path"]
+
+
+@pytest.mark.parametrize("change", [lambda _: None, _pickled({"a": torch.ones(3)})])
+def test_whole_weights_are_taken(saved, change):
+    change(saved)
+    assert unreadable_weights(str(saved)) is None
+
+
+def test_a_model_whose_files_lack_a_layer_is_not_completed_by_random_weights(saved):
+    config = json.loads((saved / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config |= {"num_hidden_layers": layers + 1, "layer_types": ["full_attention"] * (layers + 1)}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=rf"layers\.{layers}\."):
+        build_model(str(saved), TOKENIZER)

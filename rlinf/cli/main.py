@@ -27,6 +27,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
+from rlinf.job.ending.going_on import Starting
 from rlinf.job.start import train
 from rlinf.job.validate import is_embodied, load_any
 from rlinf.metrics.console.progress import shown
@@ -82,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line in this process, one of those that torchrun started or the only one; returns the exit code."""
     rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        with shown():
-            return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts)
+        with shown(), Starting() as starting:
+            return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts, starting)
     except (InputError, RunFailure) as error:
         return _report(error, rank)
     except HostLost:
@@ -129,7 +130,7 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request(config, tuple(known.overrides), known.dry_run, known.verbose, known.help, known.resume)
 
 
-def _serve(request: Request, rank: int, hosts: int) -> int:
+def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
     if request.help:
         return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
     look_in_working_directory()
@@ -141,7 +142,7 @@ def _serve(request: Request, rank: int, hosts: int) -> int:
             print(describe(config, hosts, whole=request.verbose))
         return 0
     _say(f"{config.name}: results go to {Path(config.output_dir).expanduser() / config.name}", rank)
-    train(config, rank, request.resume)
+    train(config, rank, request.resume, starting)
     return 0
 
 

@@ -25,9 +25,9 @@ class CheckpointConfig:
     best_mode: Literal["max", "min"] = "max"
     """Whether the largest value of that metric is the best, or the smallest."""
     grace: float = number(30.0, low=0)
-    """Seconds in which a run that gets SIGTERM or SIGUSR1 writes a checkpoint and ends with exit code 75, to go on by
-    `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it at
-    once."""
+    """Seconds in which a run that gets SIGTERM, SIGUSR1 or SIGHUP writes a checkpoint and ends with exit code 75, to go
+    on by `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it
+    at once."""
 
 
 @dataclass

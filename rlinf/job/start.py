@@ -19,7 +19,7 @@ from rlinf.config.loading import ConfigError, InputError, RunFailure, dump
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
-from rlinf.job.ending.going_on import command, saying_how_to_go_on
+from rlinf.job.ending.going_on import Starting, command, saying_how_to_go_on
 from rlinf.metrics.durable.lock import Held, Lock, held
 from rlinf.metrics.run_directory import MISSING, Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
@@ -34,13 +34,16 @@ REFERENCE = "reference"
 """Directory of a run or a checkpoint that holds the reference policy, where that is not as it was loaded."""
 
 
-def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "never") -> None:
+def train(
+    config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "never", starting: Starting | None = None
+) -> None:
     """Run a checked configuration in this process, one of those that torchrun started or the only one.
 
     Args:
         config: what to run.
         rank: of this process.
         resume: `auto`, `never`, or the path of a run or checkpoint to go on from.
+        starting: told when the run begins, which signals concern from then on.
 
     Raises:
         InputError: what the configuration names is not there or does not fit; nothing was started.
@@ -69,9 +72,15 @@ def train(config: RunConfig | EmbodiedConfig, rank: int = 0, resume: str = "neve
         begun = checkpoint_to_resume(resume, path.absolute())
         directory = open_run_directory(path.absolute(), config, begun, lock, prepared.told)
         directory.resumed_by = command(directory.resolved)
+
+        async def program(system: ActorSystem) -> None:
+            if starting is not None:
+                starting.begins()
+            await loop_of(system, prepared.config or config, prepared, directory).run(begun)
+
         with saying_how_to_go_on(directory, config.checkpoint):
             run_to_end(
-                lambda system: loop_of(system, prepared.config or config, prepared, directory).run(begun),
+                program,
                 config.system,
                 prepared.placed.memory_of(hosts),
                 config.checkpoint.grace,

@@ -7,16 +7,60 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
+from rlinf.config.loading import InputError
 from rlinf.metrics.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from rlinf.config.common import CheckpointConfig
+
+
+class Starting:
+    """The time before a run begins, entered around it: told to end in it, the process does, as nothing is to be saved.
+
+    Once `begins` was called signals are the run's own, and when it is over they change nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._told: int | None = None
+        self._begun = False
+
+    def __enter__(self) -> Self:
+        with suppress(ValueError):  # not the main thread
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                if (was := signal.getsignal(number)) == signal.SIG_DFL:
+                    signal.signal(number, self._end)
+                    self._before[number] = was
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, was in self._before.items():
+            signal.signal(number, was)
+
+    def begins(self) -> None:
+        """From here on the run does what signals want.
+
+        Raises:
+            SystemExit: one came that did not get through: what a signal raises inside a finalizer is dropped.
+        """
+        if self._told is not None:
+            raise SystemExit(os.EX_TEMPFAIL)
+        self._begun = True
+
+    def _end(self, number: int, _: object) -> None:
+        if not self._begun:
+            if self._told is None and os.environ.get("RANK", "0") == "0":
+                name = signal.Signals(number).name
+                sys.stderr.write(f"told to end by {name} while starting: no step was begun; start it again as before\n")
+            self._told = number
+            raise SystemExit(os.EX_TEMPFAIL)
 
 
 def command(resolved: Path) -> str:
@@ -55,7 +99,8 @@ def from_here(path: Path) -> str:
 
 @contextmanager
 def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -> Iterator[None]:
-    """A run that a signal ends at once, before it could speak for itself, says on stderr how it is gone on with.
+    """A run that ends before it could speak for itself: its report is written; and if a signal ended it at once, stderr
+    says how it is gone on with.
 
     Args:
         directory: of the run.
@@ -65,6 +110,21 @@ def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -
 
     try:
         yield
-    except Stopped:
-        sys.stderr.write(f"rlinf: {going_on(directory, checkpoint.every)}\n")
+    except InputError:
+        raise  # nothing was run that a report could tell of
+    except BaseException as error:
+        if isinstance(error, Stopped):
+            sys.stderr.write(f"rlinf: {going_on(directory, checkpoint.every)}\n")
+        _report_what_is_there(directory)
         raise
+
+
+def _report_what_is_there(directory: RunDirectory) -> None:
+    """Write the report of a run that has failed, if anything was measured; an error in it must not hide the run's."""
+    from rlinf.metrics.html.report import write_report
+
+    if directory.metrics.is_file() and directory.metrics.stat().st_size:
+        try:
+            write_report(directory.path)
+        except Exception as error:
+            sys.stderr.write(f"rlinf: {directory.report} cannot be written: {type(error).__name__}: {error}\n")

@@ -18,7 +18,8 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from .errors import ActorDied
-from .tasks import finish, start_thread
+from .shutdown import start_thread
+from .tasks import finish
 
 T = TypeVar("T")
 

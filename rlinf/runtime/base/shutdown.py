@@ -1,66 +1,162 @@
-"""The end of a process that is one of several: no thread is inside torch when the interpreter finalises.
+"""Threads of the runtime, and the end of their process: none is inside torch when the interpreter finalises.
 
-Flows in: the threads that the runtime started, and how `run` ended. Flows out: the process's exit code. Nobody is
-woken: this is the last thing that a process does.
+Flows in: blocking functions; how `run` ended. Flows out: their threads; the process's exit code. Who wakes whom: this
+is the last thing that a process does, and wakes nobody.
 
-A thread that comes back from a collective while the interpreter finalises is ended by it inside C++ code, which aborts
-the process ("terminate called without an active exception", exit code 134), and a group whose operation hangs keeps the
-process until its deadline. The system has waited for its threads when `run` returns; one that is still there belongs to
-a function that does not return. It cannot be interrupted, so the process then leaves without finalising.
+A thread that asks for the interpreter while that finalises is ended by it. Inside torch's C++ this aborts the process
+("terminate called without an active exception", exit code 134; at times a segmentation fault), whatever exit code was
+meant. So threads are interrupted first: one that computes ends as soon as the call of torch that it is in returns. One
+whose call does not return, such as a collective that hangs, cannot be interrupted; if the exit code is known, the
+process then leaves without finalising. Nothing is lost by it: `run` has closed all that it opened, and what was printed
+is flushed.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from .tasks import own_threads
+from rlinf.runtime.gpu.own_device import device_of_threads, work_on
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LAST_CALL = 0.5
 """Seconds for threads to end: each needs milliseconds, unless its function does not return."""
+MOST_THREADS = 32
+"""Of a loop for blocking work, as many as Python's own executor has at most; each is made when it is needed."""
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that announce an end: of schedulers (Slurm's `--signal=USR1@90`, and most others), and of a terminal that is
+closed."""
 
-_codes: list[int] = []
-"""How each `run` of this process ended."""
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_codes: list[int | None] = []
+"""How each `run` of this process ended; None where its exit code is for the program to choose."""
+
+
+def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
+    """Start a daemon thread on this process's GPU, if it has one: torch would have it begin on device 0."""
+    device = device_of_threads()
+
+    def run() -> None:
+        work_on(device)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _started.add(thread)
+    thread.start()
+    return thread
+
+
+class Threads(Executor):
+    """Threads for a loop's blocking work that do not keep the process from ending, as those of Python's executors do:
+    it would wait for a function that never returns, or for minutes beyond the time it was given."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0  # threads that wait, less the functions that wait for one
+        self._closed = False
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return self._is_idle()
+            try:
+                tell = functools.partial(future.set_result, fn(*args, **kwargs))
+            except BaseException as error:  # it belongs to whoever waits, whatever it is
+                tell = functools.partial(future.set_exception, error)
+            self._is_idle()  # before anybody can ask for more
+            tell()
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("no thread is left for blocking work: the loop has ended")
+            if self._idle <= 0 and self._threads < MOST_THREADS:
+                self._threads += 1
+                start_thread(functools.partial(self._serve, work), f"blocking work {self._threads}")
+            else:
+                self._idle -= 1
+                self._queue.put(work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let each thread end after the function that it runs; nobody waits for them, so the arguments mean nothing."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def _is_idle(self) -> None:
+        with self._lock:
+            self._idle += 1
+
+    def _serve(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
+            work()
+            del work  # it holds what it was made from
+            work = self._queue.get()
 
 
 def ends_process(run: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `run`: where the process is one of several, it ends although a thread of the runtime hangs in torch."""
+    """Wraps `run`: its process ends with the exit code that it ends with, although a thread hangs in torch."""
 
     @functools.wraps(run)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _codes:
-            atexit.register(_leave)
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        if not _codes:
+            atexit.unregister(_end_threads)
+            atexit.register(_end_threads)  # anew: it runs before the hooks of what was imported since, which may hang
         try:
             value = run(*args, **kwargs)
         except BaseException as error:
-            _codes.append(_exit_code(error))
+            _codes.append(None if alone and not isinstance(error, SystemExit) else _exit_code(error))
             raise
-        _codes.append(0)
+        _codes.append(None if alone else 0)
         return value
 
     return wrapped
 
 
-def _leave() -> None:
+def _end_threads() -> None:
     """Run by the interpreter before it finalises. An exit code that the program chose after `run` is not known here."""
+    for number in ASKING if _codes else ():  # one that comes now does not change how the program ended
+        signal.signal(number, signal.SIG_IGN)
     end = time.monotonic() + LAST_CALL
-    for thread in own_threads():
+    for thread in _alive():
+        if thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    for thread in _alive():
         thread.join(max(0.0, end - time.monotonic()))
-    if stuck := [thread.name for thread in own_threads()]:
+    code = _codes[-1] if _codes else None
+    if code is not None and (stuck := [thread.name for thread in _alive()]):
         sys.stderr.write(f"rlinf: left behind, as they do not return: threads {', '.join(stuck)}\n")
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1 if getattr(sys, "last_value", None) is not None else _codes[-1])
+        os._exit(1 if getattr(sys, "last_value", None) is not None else code)  # finalising would abort: see above
+
+
+atexit.register(_end_threads)
+
+
+def _alive() -> list[threading.Thread]:
+    return [thread for thread in list(_started) if thread.is_alive()]
 
 
 def _exit_code(error: BaseException) -> int:

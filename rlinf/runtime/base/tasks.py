@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,9 +15,10 @@ import torch
 
 from rlinf.runtime.gpu.own_device import device_of_threads, work_on
 
+from .shutdown import start_thread
+
 S = TypeVar("S")
 T = TypeVar("T")
-_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def finish(future: asyncio.Future[Any]) -> None:
@@ -90,25 +89,6 @@ async def all_or_none(work: Sequence[Awaitable[Any]]) -> None:
         raise
 
 
-def start_thread(target: Callable[[], None], name: str | None = None) -> threading.Thread:
-    """Start a daemon thread on this process's GPU, if it has one: torch would have it begin on device 0."""
-    device = device_of_threads()
-
-    def run() -> None:
-        work_on(device)
-        target()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _started.add(thread)
-    thread.start()
-    return thread
-
-
-def own_threads() -> list[threading.Thread]:
-    """Threads of `start_thread` that have not ended."""
-    return [thread for thread in list(_started) if thread.is_alive()]
-
-
 async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
     """What `function` comes to for every item, in their order, with at most `count` of them running; the first failure
     cancels the others."""
@@ -126,7 +106,7 @@ async def few_at_once(count: int, function: Callable[[S], Awaitable[T]], items: 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Run a function in a daemon thread of its own: however long it blocks, it keeps nobody else waiting.
 
-    Not the loop's executor: that has few threads, and the interpreter would wait for them when it exits.
+    Not the loop's executor: that has few threads.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

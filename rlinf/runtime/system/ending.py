@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.errors import HostLost
+from rlinf.runtime.base.shutdown import ASKING
 from rlinf.runtime.transport.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ NAMED = 6
 
 RESUME_ME = os.EX_TEMPFAIL
 """Exit code 75 of a program that was preempted: start it again, and it goes on."""
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which schedulers announce that they will take the machine: Slurm's `--signal=USR1@90`, and most others."""
+AT_ONCE = (signal.SIGINT, signal.SIGQUIT)
+"""Signals of somebody who does not want to wait: Ctrl-C and Ctrl-\\ of a terminal."""
 LEAVING = 4.0
 """Seconds of the grace that are left for ending actors and saying goodbye."""
 
@@ -208,7 +209,9 @@ def _listed(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def on_signals(end: End, ask: Callable[[int], None] | None = None) -> Iterator[None]:
-    """SIGINT and SIGTERM end the program in order; a second one, somewhat later, has its usual effect.
+    """Signals end the program in order; a second one, somewhat later, has its usual effect.
+
+    One of `ASKING` that was ignored when the program began stays ignored: `nohup` does that with SIGHUP.
 
     Args:
         end: does so.
@@ -217,7 +220,7 @@ def on_signals(end: End, ask: Callable[[int], None] | None = None) -> Iterator[N
     parent = os.getppid()
     loop = asyncio.get_running_loop()
     first: float | None = None
-    handled: list[int] = []
+    before: dict[int, Any] = {}
 
     def handle(number: int) -> None:
         nonlocal first
@@ -233,14 +236,18 @@ def on_signals(end: End, ask: Callable[[int], None] | None = None) -> Iterator[N
             signal.raise_signal(number)
 
     def give_up() -> None:
-        while handled:
-            loop.remove_signal_handler(handled.pop())
+        for number in before:
+            loop.remove_signal_handler(number)
 
-    for number in (signal.SIGINT, *((signal.SIGTERM,) if ask is None else ASKING)):
+    asking = [each for each in ASKING if ask is not None or each != signal.SIGUSR1]  # which has another use elsewhere
+    for number in (*AT_ONCE, *(each for each in asking if signal.getsignal(each) != signal.SIG_IGN)):
+        was = signal.getsignal(number)
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread
             loop.add_signal_handler(number, handle, number)
-            handled.append(number)
+            before[number] = was
     try:
         yield
     finally:
         give_up()
+        for each, was in before.items():
+            signal.signal(each, signal.SIG_DFL if was is None else was)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlinf.runtime.actor.host import Host
 from rlinf.runtime.base.calls import CONTROLLER, SERVICE, current_scope, enter_host
 from rlinf.runtime.base.errors import ActorDied, HostLost, StallError, UserError
-from rlinf.runtime.base.shutdown import ends_process
+from rlinf.runtime.base.shutdown import ASKING, Threads, ends_process
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.gpu.own_device import device_id, enter_device
 from rlinf.runtime.transport.heartbeat import HOST_TIMEOUT
 from rlinf.runtime.transport.interfaces import bind_interface
 from rlinf.runtime.values.promise import Promise
 
-from .ending import ASKING, GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
+from .ending import GO_ON, GRACE, End, Preemption, Stopped, conduct, ending, heartbeat, on_signals
 from .local_network import here
 from .observer import fail_when_stalled
 from .system import ActorSystem
@@ -78,7 +78,7 @@ def run(
             are not silent. To be given on every rank.
         interface: network interface to listen on. Default: `RLINF_INTERFACE`, or the loopback when all hosts are on
             this machine, or the way to MASTER_ADDR. See docs/multi-node.md.
-        grace: seconds that `main` gets to end by itself after SIGTERM or SIGUSR1, which set `system.preemption.asked`;
+        grace: seconds that `main` gets to end by itself after SIGTERM, SIGUSR1 or SIGHUP (`system.preemption.asked`);
             the process exits with 75 then. 0 ends it at once. To be given on every rank.
 
     Raises:
@@ -126,6 +126,7 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
     import uvloop
 
     loop = uvloop.new_event_loop()
+    loop.set_default_executor(threads := Threads())
     asyncio.set_event_loop(loop)
     try:
         task = loop.create_task(work)
@@ -138,6 +139,7 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
     finally:
         loop.run_until_complete(cancel_all(asyncio.all_tasks(loop), GRACE))
         loop.run_until_complete(loop.shutdown_asyncgens())
+        threads.shutdown()
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -146,7 +148,7 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _join(rank: int, world: int) -> Transport:
-    """Wait for all other processes. Ctrl-C ends it at once: there is nothing yet to end in order.
+    """Wait for all other processes. Signals end it at once: there is nothing yet to end in order.
 
     Raises:
         UserError: they did not meet.
@@ -154,20 +156,30 @@ def _join(rank: int, world: int) -> Transport:
     from rlinf.runtime.transport.lane import lanes_over
     from rlinf.runtime.transport.torch_rpc import RpcTransport
 
-    before = None
-    with contextlib.suppress(ValueError):  # not the main thread, where signals are none of our business
-        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return lanes_over(RpcTransport(rank, world))
+        with _ended_by(signal.SIGINT, *ASKING):
+            return lanes_over(RpcTransport(rank, world))
     except RuntimeError as error:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank} of {world} could not join the others, who meet at {at}: {str(error).splitlines()[0][:300]}. "
             "Do all of them run, and can they reach each other by the interface of RLINF_INTERFACE?"
         ) from error
+
+
+@contextlib.contextmanager
+def _ended_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals end the process at once in this block, which is inside torch: a handler in Python would wait for that."""
+    before: dict[signal.Signals, Any] = {}
+    try:
+        with contextlib.suppress(ValueError):  # not the main thread, where signals are none of our business
+            for number in numbers:
+                if callable(was := signal.getsignal(number)):
+                    before[number] = signal.signal(number, signal.SIG_DFL) or was
+        yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, was in before.items():
+            signal.signal(number, was)
 
 
 def _die_with_torchrun() -> None:

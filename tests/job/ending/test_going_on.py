@@ -1,11 +1,13 @@
 """What is said to whoever ended a run early: the newest checkpoint, and what goes on from it."""
 
+import contextlib
 import signal
 
 import pytest
 
 from rlinf.config.common import CheckpointConfig
-from rlinf.job.ending.going_on import command, going_on, saying_how_to_go_on
+from rlinf.config.loading import RunFailure
+from rlinf.job.ending.going_on import Starting, command, going_on, saying_how_to_go_on
 from rlinf.metrics.run_directory import RunDirectory
 from rlinf.runtime.system.ending import Stopped
 
@@ -65,3 +67,44 @@ def test_a_signal_that_ends_a_run_at_once_says_it_and_nothing_else_does(director
     with pytest.raises(ValueError, match="a bug"), saying_how_to_go_on(directory, CheckpointConfig()):
         raise ValueError("a bug")
     assert capsys.readouterr().err == ""
+    assert not directory.report.exists(), "nothing was measured"
+
+
+@pytest.mark.parametrize("error", [Stopped(signal.SIGTERM, 75), RunFailure("the disk is full"), ValueError("a bug")])
+def test_the_report_is_written_however_a_run_ends(directory, error):
+    directory.metrics.write_text('{"step": 1, "loss": 0.5}\n')
+    with pytest.raises(type(error)), saying_how_to_go_on(directory, CheckpointConfig()):
+        raise error
+    assert "loss" in directory.report.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_ends_a_run_that_starts_and_is_its_own_once_it_has_begun(monkeypatch, capsys, number):
+    monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, Starting():
+            signal.raise_signal(number)
+        assert ended.value.code == 75
+        assert number.name in capsys.readouterr().err
+        with Starting() as starting:
+            starting.begins()
+            signal.raise_signal(number)  # after its end, when it no longer listens
+        assert signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        with Starting():
+            signal.raise_signal(number)  # as nohup wants it
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_a_finalizer_swallowed_ends_it_before_it_begins():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Starting() as starting:
+            with contextlib.suppress(SystemExit):
+                signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(SystemExit):
+                starting.begins()
+    finally:
+        signal.signal(signal.SIGTERM, before)

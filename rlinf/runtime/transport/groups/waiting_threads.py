@@ -12,7 +12,8 @@ import queue
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rlinf.runtime.base.tasks import settle, start_thread
+from rlinf.runtime.base.shutdown import start_thread
+from rlinf.runtime.base.tasks import settle
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]

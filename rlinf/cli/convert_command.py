@@ -1,9 +1,15 @@
-"""`rlinf convert`: a configuration of another framework's if a YAML file is given, and demonstrations otherwise."""
+"""`rlinf convert`: a configuration of another framework's if a YAML file or a script is given, and demonstrations
+otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
+
+CONFIGURATIONS = (".yaml", ".yml", ".sh")
+"""How the names of other frameworks' configurations end."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,6 +22,12 @@ def main(arguments: Sequence[str]) -> int:
         SystemExit: the arguments are none of the command's.
     """
     first = next((each for each in arguments if not each.startswith("-")), "")
-    room = "conversion.command" if first.endswith((".yaml", ".yml")) else "demonstrations.convert"
-    command: Callable[[Sequence[str]], int] = import_module(f"rlinf.cli.{room}").main
-    return command(arguments)
+    if not first and {"-h", "--help"} & {*arguments}:
+        sys.stdout.write(f"{_command('conversion.command').parser().format_help()}\n")
+    return _command("conversion.command" if first.endswith(CONFIGURATIONS) else "demonstrations.convert").main(
+        arguments
+    )  # type: ignore[no-any-return]
+
+
+def _command(room: str) -> Any:
+    return import_module(f"rlinf.cli.{room}")

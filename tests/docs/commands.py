@@ -160,7 +160,8 @@ def _ours(words: list[str], processes: int, run: bool) -> None:
     code: object = 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            with mock.patch.object(argparse.ArgumentParser, "parse_args", read_only):
+            ours = {name: read_only for name in ("parse_args", "parse_intermixed_args")}
+            with mock.patch.multiple(argparse.ArgumentParser, **ours):
                 code = rlinf_command.main(words)
         except _Read as read:
             config, more = getattr(read.options, "config", None), getattr(read.options, "overrides", ())

@@ -1,9 +1,10 @@
 """Writes a configuration of verl's or RLinf's as one of ours.
 
-    rlinf convert THEIRS.yaml OURS.yaml
-    rlinf convert THEIRS.yaml OURS.yaml --table
+    rlinf convert THEIRS.yaml OURS.yaml [key=value ...]
+    rlinf convert THEIRS.sh OURS.yaml [key=value ...] [--table]
 
-In: their file, with those that its `defaults` name where they lie beside it. Out: our file, which says at its top how
+In: their file, with those that its `defaults` name where they lie beside it, or a script that starts a run of verl's;
+and overrides of theirs. Out: our file, which says at its top how
 it is started and which of their keys have no counterpart; on the terminal a line of counts, what our own checks say of
 it, and, with --table, what became of every key. Exit code 0, or 2 with a line that says what is wrong.
 """
@@ -32,14 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments are none of the command's.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
     source, target = Path(options.source), Path(options.target)
     try:
         if target.exists():
             raise InputError(f"{target} is there already; name another file")
         if not target.absolute().parent.is_dir():
             raise InputError(f"{target}: there is no directory {target.absolute().parent}")
-        found = convert(read(source))
+        found = convert(read(source, options.overrides))
         target.write_text(as_yaml(found, source.name, options.target), encoding="utf-8")
     except InputError as error:
         sys.stderr.write(f"error: rlinf convert: {error}\n")
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{summary(found)}\n")
     for key, why in found.absent.items():
         sys.stdout.write(f"  {key}: {why}\n")
+    for key, how in found.remarks.items():
+        sys.stdout.write(f"  to be looked at: {key}: {how}\n")
     for key, how in found.wanted.items():
         sys.stdout.write(f"  to be written by you: {key}: {how}\n")
     for name in found.missing:
@@ -67,11 +70,18 @@ def _checked(target: Path, *, embodied: bool) -> str:
     return "it can be tried: add --dry-run to the command at its top\n"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="rlinf convert", description="Write a configuration of verl's or RLinf's as one of ours."
+        prog="rlinf convert",
+        usage="rlinf convert THEIRS.yaml|THEIRS.sh OURS.yaml [key=value ...] [--table]",
+        description="Write a configuration of verl's or RLinf's, or a script that starts a run of verl's, as a "
+        "configuration of ours.",
     )
-    parser.add_argument("source", metavar="THEIRS.yaml", help="a file of verl's or RLinf's")
+    parser.add_argument("source", metavar="THEIRS", help="a file of verl's or RLinf's, .yaml or .sh")
     parser.add_argument("target", metavar="OURS.yaml", help="a file that is not there yet")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="theirs, such as data.train_batch_size=256, which win"
+    )
     parser.add_argument("--table", action="store_true", help="print what became of every key")
     return parser

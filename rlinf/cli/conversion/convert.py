@@ -7,18 +7,30 @@ counterpart, what is still to be written. Nothing is left out in silence: a key 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.cli.conversion.implied import acting, engine_devices, to_be_written
 from rlinf.cli.conversion.reading import Read
-from rlinf.cli.conversion.rules import Absent, Given, Same, Table, rule_of
+from rlinf.cli.conversion.rules import Absent, Given, Outcome, Rule, Same, Table, rule_of
 from rlinf.config.loading import InputError
+from rlinf.config.schema import leaves
+from rlinf.config.text import RunConfig
 
 _TABLES = {"verl": "verl", "rlinf": "rlinf_text", "rlinf, embodied": "rlinf_embodied"}
 """By what a configuration is: the module of its table, which has `TABLE` and `DEFAULTS`."""
 _IGNORED = "_target_"
+_REFERS = re.compile(r"\$[\w({]")
+"""A variable of a shell, a command, or an interpolation."""
+_OURS = {leaf.key: leaf.default for leaf in leaves(RunConfig)}
+_REWARD = "custom_reward_function.path"
+BY_DATA_SOURCE = (
+    "verl chooses a scorer by each row's data_source; rlinf.rewards.math does what those for GSM8K, MATH, AIME, DAPO "
+    "and Geometry3K do (the boxed answer, or else the last number). For programs write rlinf.rewards.code; or, with "
+    "verl installed, verl's own: verl.utils.reward_score.default_compute_score"
+)
 _NO_RULE = "no key of ours is known to mean this"
 
 
@@ -38,6 +50,10 @@ class Conversion:
     """Their keys without a counterpart, and what to do."""
     missing: tuple[str, ...] = ()
     """Files that it builds on and that are not at hand."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """By our dotted key, what theirs does where nobody says anything, and ours does not."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """By our dotted key, what is to be looked at before it is run."""
     wanted: dict[str, str] = field(default_factory=dict)
     """Keys of ours that a run needs and that theirs do not say, and how to find their values."""
 
@@ -82,14 +98,14 @@ def convert(read: Read) -> Conversion:
     found = Conversion(origin_of(read.values), missing=read.missing)
     module = importlib.import_module(f"rlinf.cli.conversion.tables.{_TABLES[found.origin]}")
     table: Table = module.TABLE
-    given = Given(read.values)
+    theirs: Mapping[str, Any] = getattr(module, "THEIRS", {})
+    given = Given({**theirs, **read.values})
     merged: dict[str, Any] = dict(module.DEFAULTS)
     for key, value in read.values.items():
         if key.rpartition(".")[2] == _IGNORED:
             found.same[key] = "a class of theirs"
             continue
-        rule = rule_of(table, key)
-        outcome = Absent(_NO_RULE) if rule is None else _unresolved(value) or rule(key, value, given)
+        outcome = _outcome(rule_of(table, key), key, value, given)
         if isinstance(outcome, Absent):
             found.absent[key] = outcome.why
         elif isinstance(outcome, Same):
@@ -100,8 +116,33 @@ def convert(read: Read) -> Conversion:
                 joined = isinstance(one, list) and ours.endswith(".args") and ours in merged
                 merged[ours] = [*merged[ours], *one] if joined else one
     found.ours = merged
+    left_out = {key: value for key, value in theirs.items() if key not in read.values}
+    for key, value in left_out.items():
+        outcome = _outcome(table[key], key, value, given)
+        if isinstance(outcome, Mapping):
+            found.defaults |= {ours: one for ours, one in outcome.items() if _says_something(ours, one, merged)}
+    found.ours = {**found.defaults, **merged}
     _complete(found)
+    if read.values.get(_REWARD) is None and "reward.function" in found.ours and theirs:
+        found.remarks["reward.function"] = BY_DATA_SOURCE
+    if theirs and "steps" not in found.ours and "trainer.total_epochs" not in read.values:
+        found.remarks["steps"] = "theirs says neither epochs nor steps, which is 30 epochs: set it"
     return found
+
+
+def _outcome(rule: Rule | None, key: str, value: Any, given: Given) -> Outcome:
+    """What becomes of one key."""
+    if rule is None:
+        quiet = value is None or value is False or value in ("", [], {})
+        return Same("off, or not set") if quiet else Absent(_NO_RULE)
+    if value == "???" and isinstance(quiet_rule := rule(key, None, given), Same):
+        return quiet_rule
+    return _unresolved(value) or rule(key, value, given)
+
+
+def _says_something(key: str, value: Any, written: Mapping[str, Any]) -> bool:
+    """Whether a default of theirs is to be written: it is neither ours nor overridden."""
+    return key not in written and (key not in _OURS or _OURS[key] != value)
 
 
 def _complete(found: Conversion) -> None:
@@ -118,6 +159,6 @@ def _complete(found: Conversion) -> None:
 
 
 def _unresolved(value: Any) -> Absent | None:
-    if isinstance(value, str) and "${" in value:
+    if isinstance(value, str) and _REFERS.search(value):
         return Absent(f"its value {value} refers to what is not in this file")
     return Absent("it is to be set by whoever runs it") if value == "???" else None

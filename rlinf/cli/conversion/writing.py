@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -29,6 +30,12 @@ def as_yaml(found: Conversion, source: str, target: str) -> str:
     if found.wanted:
         lines.append("To be written by you, since theirs does not say it:")
         lines += [*(f"  {key}: {how}" for key, how in found.wanted.items()), ""]
+    if found.defaults:
+        said = ", ".join(f"{key}={value}" for key, value in found.defaults.items())
+        lines += [*textwrap.wrap(f"Left out there, and so as {found.origin} has it by default: {said}.", _WIDTH), ""]
+    if found.remarks:
+        lines.append("To be looked at:")
+        lines += [*(line for key, how in found.remarks.items() for line in _wrapped(key, how)), ""]
     if found.absent:
         lines.append("Without a counterpart here:")
         lines += [f"  {key}: {why}" for key, why in found.absent.items()]
@@ -42,6 +49,10 @@ def as_yaml(found: Conversion, source: str, target: str) -> str:
     return f"{head}\n{body}"
 
 
+def _wrapped(key: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{key}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
 def as_table(found: Conversion) -> str:
     """What became of every key, in their order of fate."""
     return "".join(f"{line}\n" for line in _rows(found))
@@ -49,9 +60,10 @@ def as_table(found: Conversion) -> str:
 
 def summary(found: Conversion) -> str:
     """One line: how many keys became what."""
+    defaults = f"; {len(found.defaults)} of {found.origin}'s defaults beside" if found.defaults else ""
     return (
         f"{found.keys} keys of {found.origin}: {len(found.written)} written, {len(found.same)} done anyway, "
-        f"{len(found.absent)} without a counterpart ({found.translated:.0%} translated)"
+        f"{len(found.absent)} without a counterpart ({found.translated:.0%} translated){defaults}"
     )
 
 
@@ -59,6 +71,8 @@ def _rows(found: Conversion) -> Iterator[str]:
     width = max(map(len, (*found.written, *found.same, *found.absent)), default=0)
     for key, ours in found.written.items():
         yield f"{key:<{width}}  ->  {', '.join(f'{each}={found.ours[each]}' for each in ours)}"
+    for key, value in found.defaults.items():
+        yield f"{'(left out)':<{width}}  ->  {key}={value}"
     for key, why in found.same.items():
         yield f"{key:<{width}}  ==  {why}"
     for key, why in found.absent.items():

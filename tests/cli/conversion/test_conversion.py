@@ -9,12 +9,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.algos import recipes
 from rlinf.cli.commands import main
 from rlinf.cli.conversion.convert import convert
 from rlinf.cli.conversion.implied import engine_devices
 from rlinf.cli.conversion.reading import read
 from rlinf.cli.conversion.writing import as_yaml
-from rlinf.config.loading import ConfigError
+from rlinf.config.loading import ConfigError, InputError
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.job.validate import load_config, load_embodied
@@ -223,7 +224,9 @@ def test_a_key_that_nobody_knows_is_listed_and_never_lost(keys):
 
     Theirs.values = values
     converted = convert(Theirs)
-    assert set(converted.absent) == values.keys() - {"actor_rollout_ref.actor.ppo_epochs"}
+    unset = {key for key, value in values.items() if value is None}
+    assert set(converted.absent) == values.keys() - unset - {"actor_rollout_ref.actor.ppo_epochs"}
+    assert unset <= converted.same.keys()
     assert converted.ours["algorithm.epochs"] == 2
 
 
@@ -238,6 +241,150 @@ def test_rules_name_keys_that_there_are():
             parts = key.split(".")
             above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
             assert key.startswith("launch.") or any(each in known for each in above), key
+
+
+SCRIPT = """\
+#!/usr/bin/env bash
+set -x  # data.train_batch_size=1
+export N=${N:-8} HYDRA_FULL_ERROR=1
+name='gspo run'; longest=$((1024 * (1 + 1)))
+MODEL=$HOME/models/tiny
+TRAIN="['$MODEL/a.parquet']"
+DATA=(
+    data.train_files="$TRAIN"   # (one file)
+    data.max_response_length=${longest} data.prompt_key=prompt
+)
+if [ "$1" = "fast" ]; then echo "data.shuffle=True never run"; fi
+python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \\
+    "${DATA[@]}" algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.n=$N \\
+    actor_rollout_ref.actor.optim.lr=3e-6 \\
+    +actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\
+    critic.optim.lr='${actor_rollout_ref.actor.optim.lr}' \\
+    trainer.logger='["console","wandb"]' trainer.project_name="$name" \\
+    trainer.experiment_name="$(basename $MODEL)-$(date +%Y)" \\
+    trainer.nnodes=$SLURM_NNODES trainer.n_gpus_per_node=${1:-4} "$@"
+"""
+
+
+class TestScripts:
+    @pytest.fixture
+    def script(self, tmp_path):
+        path = tmp_path / "run.sh"
+        path.write_text(SCRIPT)
+        return path
+
+    def test_what_a_script_gives_its_command_is_read_without_running_it(self, script):
+        values = read(script).values
+        assert values["data.train_files"] == ["~/models/tiny/a.parquet"]
+        assert (values["data.max_response_length"], values["data.prompt_key"]) == (2048, "prompt")
+        assert values["actor_rollout_ref.model.path"] == "~/models/tiny"
+        assert (values["actor_rollout_ref.rollout.n"], values["trainer.n_gpus_per_node"]) == (8, 4)
+        assert values["critic.optim.lr"] == values["actor_rollout_ref.actor.optim.lr"] == 3e-6
+        assert (values["trainer.logger"], values["trainer.project_name"]) == (["console", "wandb"], "gspo run")
+        assert values["trainer.experiment_name"] == "tiny-$(date +%Y)"
+        assert "data.train_batch_size" not in values
+        assert "data.shuffle" not in values
+
+    def test_what_only_the_machine_knows_has_no_counterpart(self, script):
+        converted = convert(read(script))
+        assert {*converted.absent} == {"trainer.experiment_name", "trainer.nnodes"}
+        assert "$SLURM_NNODES" in converted.absent["trainer.nnodes"]
+        assert converted.ours["algorithm.loss.ratio"] == "sequence"
+
+    def test_overrides_win(self, script):
+        more = ["actor_rollout_ref.rollout.n=16", "++data.shuffle=False", "~trainer.nnodes", "trainer.save_freq=5"]
+        ours = convert(read(script, more)).ours
+        assert (ours["algorithm.group_size"], ours["data.shuffle"], ours["checkpoint.every"]) == (16, False, 5)
+        with pytest.raises(InputError, match=r"'--fast' is no override"):
+            read(script, ["--fast"])
+
+    def test_a_configuration_that_a_script_names_is_read_where_it_lies_beside_it(self, script, tmp_path):
+        script.write_text("python -m x --config-path=config --config-name=mine data.train_batch_size=64\n")
+        assert convert_or_none(script) == ("mine",)
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config" / "mine.yaml").write_text("actor_rollout_ref: {rollout: {n: 5}}\n")
+        converted = convert(read(script))
+        assert (converted.missing, converted.ours["algorithm.group_size"]) == ((), 5)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("echo nothing\n", "no key=value of verl's"),
+            ("torchrun -m verl.trainer.sft_trainer data.train_files=a\n", "supervised trainer"),
+        ],
+    )
+    def test_scripts_of_something_else_are_refused(self, script, text, told, tmp_path, capsys):
+        script.write_text(text)
+        assert main(["convert", str(script), str(tmp_path / "ours.yaml")]) == 2
+        assert told in capsys.readouterr().err
+
+    def test_the_command_takes_scripts_and_overrides_and_its_help_says_so(self, script, tmp_path, capsys):
+        target = tmp_path / "ours.yaml"
+        given = ["trainer.total_training_steps=7", "--table", "trainer.n_gpus_per_node=2"]
+        assert main(["convert", str(script), str(target), *given]) == 0
+        out = capsys.readouterr().out
+        assert "to be looked at: reward.function: " in out
+        assert "(left out)" in out
+        assert (yaml.safe_load(target.read_text())["steps"], "--nproc-per-node 2 " in target.read_text()) == (7, True)
+        with pytest.raises(SystemExit):
+            main(["convert", "--help"])
+        out = capsys.readouterr().out
+        assert "--table" in out
+        assert "key=value" in out
+        assert "--statistics" in out
+
+
+def convert_or_none(script):
+    return read(script).missing
+
+
+class TestWhatIsLeftOut:
+    @staticmethod
+    def of(**values):
+        class Theirs:
+            missing = ()
+
+        Theirs.values = {"actor_rollout_ref.rollout.n": 8, **{key.replace("__", "."): v for key, v in values.items()}}
+        return convert(Theirs)
+
+    def test_verl_does_as_it_does_where_nobody_says_anything(self):
+        converted = self.of(algorithm__adv_estimator="grpo")
+        ours = converted.ours
+        assert (ours["optimizer.weight_decay"], ours["algorithm.loss.dual_clip"]) == (0.01, 3.0)
+        assert (ours["algorithm.prompts_per_step"], ours["algorithm.minibatches"]) == (1024, 4)
+        assert ours["reward.function"] == "rlinf.rewards.math"
+        assert "data_source" in converted.remarks["reward.function"]
+        assert "steps" in converted.remarks
+        assert not converted.defaults.keys() & {"critic.lr", "algorithm.advantage.gamma"}, "there is no critic"
+        text = as_yaml(converted, "theirs.yaml", "ours.yaml")
+        assert "optimizer.weight_decay=0.01" in text
+
+    def test_a_whole_file_and_a_part_of_it_are_the_same_run(self):
+        whole, part = found("ppo_trainer"), self.of(actor_rollout_ref__rollout__n=1)
+        keys = [key for key in part.defaults if key not in ("data.overlong",)]
+        assert keys
+        assert {key: part.ours[key] for key in keys} == {key: whole.ours[key] for key in keys}
+
+    def test_where_a_reward_model_scores_there_is_no_function(self):
+        converted = self.of(reward_model__enable=True, reward_model__model__path="rm")
+        assert "reward.function" not in converted.ours
+        assert not {"reward.function"} & converted.remarks.keys()
+
+    @pytest.mark.parametrize(
+        ("mode", "written", "absent"),
+        [("sapo", "tau_neg", "clip_low"), ("cispo", "clip_low", "dual_clip"), ("vanilla", "dual_clip", "tau_neg")],
+    )
+    def test_keys_of_other_losses_are_left_out(self, mode, written, absent):
+        modes = {"actor_rollout_ref.actor.policy_loss.loss_mode": mode, "actor_rollout_ref.actor.tau_neg": 1.1}
+        ours = self.of(**modes).ours
+        assert f"algorithm.loss.{written}" in ours
+        assert f"algorithm.loss.{absent}" not in ours
+        assert recipes.get("grpo", {k.removeprefix("algorithm."): v for k, v in ours.items() if ".loss." in k})
+
+    def test_null_and_off_are_no_news(self):
+        converted = self.of(trainer__new_thing=None, data__another=False, actor_rollout_ref__rollout__odd={})
+        assert not converted.absent
 
 
 class TestCommand:
@@ -269,7 +416,8 @@ class TestCommand:
     def test_the_table_has_a_row_for_every_key(self, tmp_path, capsys):
         source = next(file for file in PUBLISHED if file.stem == "gsm8k_function_rm_grpo")
         assert main(["convert", str(source), str(tmp_path / "ours.yaml"), "--table"]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if "  ->  " in line or "  ==  " in line]
+        lines = capsys.readouterr().out.splitlines()
+        rows = [line for line in lines if ("  ->  " in line or "  ==  " in line) and not line.startswith("(left out)")]
         assert len(rows) == 14
         assert any(
             row.startswith("algorithm.adv_estimator") and row.endswith("->  algorithm.name=grpo") for row in rows

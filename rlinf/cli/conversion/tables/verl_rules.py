@@ -63,7 +63,45 @@ def kl_reward(key: str, value: Any, given: Given) -> Outcome:
 def loss_mode(key: str, value: Any, given: Given) -> Outcome:
     if value in (None, "vanilla"):
         return Same("the recipe's own loss")
+    if value in ("cispo", "sapo"):
+        return {"algorithm.loss.name": value}
     return {"algorithm.loss.ratio": "sequence"} if value == "gspo" else Absent("a loss of your own: algorithm.loss")
+
+
+def _loss_mode(given: Given) -> Any:
+    return given.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+
+
+def clips(given: Given) -> bool:
+    return _loss_mode(given) != "sapo"
+
+
+def clips_twice(given: Given) -> bool:
+    return _loss_mode(given) not in ("sapo", "cispo")
+
+
+def is_sapo(given: Given) -> bool:
+    return _loss_mode(given) == "sapo"
+
+
+def gradient_clip(key: str, value: Any, given: Given) -> Outcome:
+    if given.get(f"{_ACTOR}.strategy", "fsdp") != "megatron" and value == given.get(f"{_ACTOR}.grad_clip", value):
+        return Same("grad_clip says it")
+    return Same("null leaves the default") if value is None else {"optimizer.grad_clip": value}
+
+
+def recomputed(key: str, value: Any, given: Given) -> Outcome:
+    return {"trainer.gradient_checkpointing": value is not None}
+
+
+def correction(key: str, value: Any, given: Given) -> Outcome:
+    section = "algorithm.rollout_correction"
+    level = given.get(f"{section}.rollout_is")
+    if level is None:
+        return Same("rollout_is is off")
+    if level not in ("token", "sequence"):
+        return Absent("a weight for each token or each sequence")
+    return {"algorithm.correction": {"cap": float(given.get(f"{section}.rollout_is_threshold", 2.0)), "level": level}}
 
 
 def warmup(ours: str, section: str) -> Rule:
@@ -92,6 +130,8 @@ def overlong(key: str, value: Any, given: Given) -> Outcome:
 
 def chosen_reward(key: str, value: Any, given: Given) -> Outcome:
     path = given.get("custom_reward_function.path")
+    if path is None and judged(given):
+        return Same("the reward model alone scores")
     if path is None:
         return {"reward.function": "rlinf.rewards.math"}
     return {"reward.function": reward_function(path, given.get("custom_reward_function.name", "compute_score"))}

@@ -160,7 +160,7 @@ def _ours(words: list[str], processes: int, run: bool) -> None:
     code: object = 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            ours = {name: read_only for name in ("parse_args", "parse_intermixed_args")}
+            ours = dict.fromkeys(("parse_args", "parse_intermixed_args"), read_only)
             with mock.patch.multiple(argparse.ArgumentParser, **ours):
                 code = rlinf_command.main(words)
         except _Read as read:

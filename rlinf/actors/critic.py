@@ -31,7 +31,7 @@ from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.streams.stream import each
 from rlinf.training.backend import ModelSettings, Optimization, Outputs
 from rlinf.training.text.advantage_rows import RETURNS, value_rows
-from rlinf.training.text.batch_metrics import describe_values
+from rlinf.training.text.batch_metrics import describe_values, taken_steps
 from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.requirements import VALUES, Algorithm, algorithm_of
 from rlinf.training.text.schedule import BatchSchedule
@@ -130,11 +130,10 @@ class Critic(TextTrainer):
         steps = await self._work_together(schedule.commands(batch), self._learner, _of_critic)
         if self.rank > 0:
             return {}
-        sums = [gathered for gathered, _ in steps]
-        found, last = sum(sums[1:], sums[0]).values(), steps[-1][1]
+        found = taken_steps(steps)
         return {
             **await self.compute(describe_values, schedule.groups, schedule.learned.rows),
-            **{f"critic/{name}": last[name] for name in ("loss", "grad_norm", "lr")},
+            **{f"critic/{name}": found[name] for name in ("loss", "grad_norm", "lr")},
             "critic/clip_frac": found.get("value_clip_frac", 0.0),
         }
 

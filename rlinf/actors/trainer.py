@@ -20,6 +20,7 @@ from torch import Tensor
 from rlinf.actors.base.text_trainer import TextTrainer
 from rlinf.config.learning import TrainerSettings
 from rlinf.config.schema import settings as settings_of
+from rlinf.data.in_flight.choosing import teaches
 from rlinf.data.in_flight.ledger import Learned
 from rlinf.data.packing import Packed, Row
 from rlinf.data.sample import Example, Group
@@ -30,7 +31,7 @@ from rlinf.models.language.lora import POLICY
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.training.backend import ModelSettings, Optimization
 from rlinf.training.text.advantage_rows import advantage_rows
-from rlinf.training.text.batch_metrics import describe, rescue, show_samples
+from rlinf.training.text.batch_metrics import describe, rescue, show_samples, taken_steps
 from rlinf.training.text.commands import Forward, ForwardBackward
 from rlinf.training.text.policy_loss import learn_answers, learn_policy
 from rlinf.training.text.requirements import ADAPTERS_OFF, REFERENCE, TEACHER, Algorithm, algorithm_of, own_columns
@@ -144,7 +145,8 @@ class Trainer(TextTrainer):
             groups: a list or a stream of them, judged.
 
         Returns:
-            Metrics of the batch; the weights' version has gone up by one.
+            Metrics of the batch; the weights' version has gone up by one. A batch that gives no gradient, since no
+            group of it teaches or every answer was cut and is masked, makes no update: `update/skipped` is 1.
 
         Raises:
             NotScored: not one answer has a reward.
@@ -177,12 +179,13 @@ class Trainer(TextTrainer):
         if self.rank > 0:
             return {}
         self._batch = batch
-        self._learned.append(Learned.of(batch.groups))
-        sums = [gathered for gathered, _ in steps]
-        shaped = None if self._spec.shaping is None else batch.learned.rewards
-        told = partial(describe, oldest=self._staleness, learns_cut=self._spec.truncated == "keep")
-        described = await self.compute(told, batch.groups, met, shaped)
-        return {**described, **sum(sums[1:], sums[0]).values(), **steps[-1][1]}
+        leaves_out = self._spec.sampling is not None
+        parts: tuple[list[Group], list[Group]] = ([], [])
+        for group in batch.groups:
+            parts[leaves_out and not teaches(self._spec, group)].append(group)
+        self._learned.append(Learned.of(*parts))
+        described = await self.compute(describe, batch.groups, met, self._spec, oldest=self._staleness)
+        return {**described, **taken_steps(steps)}
 
     @endpoint(device=True, joint=True, late=True)
     async def sft(self, batches: Batches, *, lr: float = 2e-3) -> dict[str, float]:

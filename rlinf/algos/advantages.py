@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlinf.algos.tensor.masks import LOG_RATIO, keep, wide
+from rlinf.algos.tensor.masks import LOG_RATIO, Kept, keep, wide
 from rlinf.algos.validation import one_of, same_shape
 
 Reduce = Callable[[Tensor], Tensor]
@@ -20,7 +20,8 @@ Reduce = Callable[[Tensor], Tensor]
 
 _SCALES = ("std", "none")
 _EPSILON = 1e-6  # added to the standard deviation, as in the public GRPO implementations
-_LEAST_VARIANCE = 1e-8  # below it a batch counts as equal, and whitening only centres
+_LEAST_VARIANCE = 1e-8  # what whitening divides by at least, so that tiny differences are not blown up without bound
+_ROUNDING = 1e-12  # relative: numbers that differ by less are equal, but for the order in which float64 adds them up
 
 
 def group_relative(
@@ -117,7 +118,12 @@ def reinforce_pp(
         A_t = (G_t - mean(G)) / sqrt(max(var(G), 1e-8))      over all tokens that count, of all ranks
 
     REINFORCE++ (arXiv:2501.03262, eq. 5 to 7) and REINFORCE++-baseline (section 3.3). This is the only normalisation:
-    the result is not to be whitened again.
+    the result is not to be whitened again. Where rewards (less the baseline) are equal all over the batch, advantages
+    are exactly 0: what is left is the penalty's rounding, and whitening would make a full-size step of it.
+
+    Both variants take the penalty in the reward, k1. Later versions of the paper put a k2 loss beside the advantage of
+    the baseline variant instead, which `kl: {place: loss, kind: k2}` is; on-policy, and but for the whitening, the two
+    have the same gradient (arXiv:2510.01555).
 
     Args:
         rewards: of each answer, [answers], or of each token, [answers, tokens].
@@ -149,6 +155,8 @@ def reinforce_pp(
     if groups is not None:
         centred = _centred("reinforce_pp", totals, groups, weights)[0]
         coming = coming - (totals - centred)[:, None] if not per_answer else centred[:, None].expand(mask.shape)
+    if all_equal(coming, mask, reduce=reduce):
+        return torch.zeros_like(coming)
     if kl is not None and kl_beta != 0.0:
         coming = coming - kl_beta * _to_go(kept.only(kept.clean(kl)))
     return whiten(coming, mask, reduce=reduce)
@@ -274,12 +282,35 @@ def whiten(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
         ValueError: shapes differ.
     """
     same_shape("whiten", "x", x, mask=mask)
+    kept, centred, variance, mean = _centred_by_batch(x, mask, reduce)
+    if _is_rounding(variance, mean):
+        return torch.zeros_like(centred, dtype=kept.dtype)
+    return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(kept.dtype)
+
+
+def all_equal(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> bool:
+    """Everything that counts is one number, on all ranks; true of nothing, too.
+
+    Args:
+        x, mask, reduce: see `whiten`.
+    """
+    _, _, variance, mean = _centred_by_batch(x, mask, reduce)
+    return _is_rounding(variance, mean)
+
+
+def _is_rounding(variance: Tensor, mean: Tensor) -> bool:
+    return bool(variance <= (_ROUNDING * mean).square())
+
+
+def _centred_by_batch(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Kept, Tensor, Tensor, Tensor]:
+    """The mask; what counts less its mean, float64; variance and mean."""
     kept = keep(mask, wide(x).dtype)
     add = reduce if reduce is not None else (lambda sums: sums)
     values = torch.where(kept.mask, kept.clean(x).double(), 0.0)
     weight = 1.0 if kept.weight is None else kept.weight.double()
     counted = kept.count if kept.weight is None else kept.weight.double().sum()
     total, count = add(torch.stack([(values * weight).sum(), counted])).unbind()
-    centred = torch.where(kept.mask, values - total / count.clamp(min=1), 0.0)
+    mean = total / count.clamp(min=1)
+    centred = torch.where(kept.mask, values - mean, 0.0)
     variance = add((centred.square() * weight).sum().reshape(1))[0] / count.clamp(min=1)
-    return (centred / variance.clamp(min=_LEAST_VARIANCE).sqrt()).to(kept.dtype)
+    return kept, centred, variance, mean

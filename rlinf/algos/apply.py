@@ -38,21 +38,34 @@ def advantages_of(spec: AlgorithmSpec, answers: Answers, reduce: Reduce | None =
     per_answer = {"groups": answers.groups, "truncated": answers.truncated, "weights": answers.weights}
     same_shape("advantages_of", "rewards", answers.rewards, **per_answer)
     mask = answers.mask.bool()
-    rewards = answers.rewards.detach().float()
-    if spec.shaping is not None:
-        lengths = mask.sum(1) if answers.lengths is None else answers.lengths
-        rewards = rewards + shaping.overlong(lengths, longest=spec.shaping.longest, cache=spec.shaping.cache)
+    rewards = shaped(spec, answers.rewards, mask.sum(1) if answers.lengths is None else answers.lengths)
     if spec.truncated == "mask":
         mask = filters.whole(mask, answers.need("truncated"))
     penalty = None
     if spec.kl is not None and spec.kl.place == "reward":
         logprobs, reference = answers.need("logprobs").detach(), answers.need("ref_logprobs")
         ours, theirs = (torch.where(answers.mask.bool(), x, 0.0) for x in (logprobs, reference))
-        penalty = spec.kl.beta * divergence.estimate(ours, theirs, kind=spec.kl.kind)
+        penalty = spec.kl.beta * divergence.estimate(ours, theirs, kind=spec.kl.kind, cut=spec.kl.cut)
     counted = mask if answers.weights is None else mask * answers.weights[:, None]
     found = spec.advantage(replace(answers, rewards=rewards, mask=counted), penalty, reduce)
     values, returns = found if isinstance(found, tuple) else (found, None)
-    return Advantages(values, mask, rewards, returns)
+    return Advantages(values.float(), mask, rewards, None if returns is None else returns.float())
+
+
+def shaped(spec: AlgorithmSpec, rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Rewards as an algorithm compares them: with its penalty for long answers, if it has one.
+
+    In float64, since rewards may be large numbers that differ little, such as minus nanoseconds.
+
+    Args:
+        spec: the algorithm.
+        rewards: of each answer, [answers].
+        lengths: its generated tokens, [answers].
+    """
+    rewards, part = rewards.detach().double(), spec.shaping
+    if part is None:
+        return rewards
+    return rewards + shaping.overlong(lengths, longest=part.longest, cache=part.cache, penalty=part.penalty)
 
 
 def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
@@ -85,9 +98,8 @@ def loss_of(spec: AlgorithmSpec, batch: MicroBatch) -> LossSum:
     }
     if spec.kl is not None and spec.kl.place == "loss":
         old = batch.need("old_logprobs") if spec.kl.corrected else None
-        term = losses.kl(
-            batch.logprobs, batch.need("ref_logprobs"), batch.mask, kind=spec.kl.kind, old_logprobs=old, **how
-        )
+        what: dict[str, Any] = {"kind": spec.kl.kind, "cut": spec.kl.cut, "old_logprobs": old}
+        term = losses.kl(batch.logprobs, batch.need("ref_logprobs"), batch.mask, **what, **how)
         loss = loss.plus(term, spec.kl.beta)
     if spec.entropy_bonus:
         loss = loss.plus(losses.entropy_bonus(batch.need("entropy"), batch.mask, **how), spec.entropy_bonus)

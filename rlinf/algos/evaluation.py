@@ -59,8 +59,9 @@ def pass_at_k(right: Sequence[bool], k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int, *, seed: int = 0) -> float:
     """Probability that the most frequent of `k` answers drawn without replacement is right.
 
-    Self-consistency (arXiv:2203.11171, section 2). Among answers equally frequent the one drawn first counts. All
-    draws are taken if they are at most 256 or of one answer each, else 256 of them. With k = 1 it is `pass_at_k`.
+    Self-consistency (arXiv:2203.11171, section 2). Answers that are equally frequent share the vote, as if one of them
+    were drawn: so two answers are worth what one is. All draws are taken if they are at most 256 or of one answer each,
+    else 256 of them. With k = 1 it is `pass_at_k`.
 
     Args:
         answers: what each answer comes to, such as the number in it, [n]; equal ones vote together.
@@ -80,12 +81,13 @@ def majority_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int, *,
     else:
         generator = np.random.default_rng(seed)
         draws = [sorted(generator.choice(count, k, replace=False).tolist()) for _ in range(_SUBSETS)]
-    found = 0
+    total = 0.0
     for draw in draws:
         votes = Counter(answers[i] for i in draw)
-        winner = votes.most_common(1)[0][0]  # of equals, the one met first
-        found += next(bool(right[i]) for i in draw if answers[i] == winner)
-    return found / len(draws)
+        most = max(votes.values())
+        winners = {answers[i]: bool(right[i]) for i in reversed(draw) if votes[answers[i]] == most}
+        total += sum(winners.values()) / len(winners)
+    return total / len(draws)
 
 
 def standard_errors(right: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +74,14 @@ def whole(mask: Tensor, truncated: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Filling:
-    """How far a batch is filled whose even groups are dropped. Pure counting: nothing waits or draws here.
+    """How far a batch is filled whose silent groups are dropped. Pure counting: nothing waits or draws here.
 
     Dynamic sampling, DAPO (arXiv:2503.14476, section 3.2): drop the groups that are all right or all wrong, and keep
     sampling until the batch is full or a cap of rounds is reached.
 
         filling = Filling(wanted=64, max_rounds=10)
         while draw := filling.next_round():
-            kept += [group for group in generate(draw) if filling.offer(group.rewards)]
+            kept += [group for group in generate(draw) if filling.offer(teaches(spec, group))]
     """
 
     wanted: int
@@ -105,10 +104,10 @@ class Filling:
         """Groups that are still wanted."""
         return self.wanted - self.kept
 
-    def offer(self, rewards: Sequence[float]) -> bool:
-        """Count a group in; whether it is to be kept: its rewards differ, and the batch is not yet full."""
+    def offer(self, teaches: bool) -> bool:
+        """Count a group in; whether it is to be kept: it gives a gradient, and the batch is not yet full."""
         self.offered += 1
-        good = self.missing > 0 and len(set(rewards)) > 1
+        good = self.missing > 0 and teaches
         self.kept += good
         return good
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from rlinf.algos import advantages, losses
@@ -18,7 +19,7 @@ from rlinf.algos.losses import importance
 from rlinf.algos.losses.aggregate import HOWS, How
 from rlinf.algos.losses.base import check_clip
 from rlinf.algos.losses.clipped import RATIOS, Ratio
-from rlinf.algos.losses.divergence import KINDS, Kind
+from rlinf.algos.losses.divergence import CUT, KINDS, Kind
 from rlinf.algos.losses.importance import LEVELS, Level, Outside
 from rlinf.algos.losses.value import ERRORS, Error
 from rlinf.algos.shaping import at_end, less_kl
@@ -84,7 +85,8 @@ class Gae:
     lam: float = 1.0
     """Weight of longer looks ahead."""
     whiten: bool = True
-    """Whiten over the batch, once."""
+    """Whiten over the batch, once. Where the rewards of all answers are equal, nothing but the critic's noise would be
+    left, for whitening takes the level away: advantages are 0 then, and the critic alone learns."""
 
     def __post_init__(self) -> None:
         within("advantage.gae", "gamma", self.gamma, 0.0, 1.0)
@@ -101,7 +103,18 @@ class Gae:
         found, returns = advantages.gae_tokens(
             rewards, answers.need("values"), answers.mask, gamma=self.gamma, lam=self.lam
         )
-        return (advantages.whiten(found, answers.mask, reduce=reduce) if self.whiten else found), returns
+        if not self.whiten:
+            return found, returns
+        if self._says_nothing(answers, reduce):
+            return torch.zeros_like(found), returns
+        return advantages.whiten(found, answers.mask, reduce=reduce), returns
+
+    @staticmethod
+    def _says_nothing(answers: Answers, reduce: advantages.Reduce | None) -> bool:
+        """Rewards are equal, of all answers that count and of all their turns."""
+        counted, fallen = answers.mask.any(1), answers.token_rewards
+        alike = advantages.all_equal(answers.unspent, counted, reduce=reduce)
+        return alike and (fallen is None or advantages.all_equal(fallen, answers.mask.bool(), reduce=reduce))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +308,12 @@ class Kl:
     """Its weight; above 0."""
     corrected: bool = False
     """In the loss: multiply by the ratio to the policy that sampled, which makes it unbiased off-policy."""
+    cut: float | None = CUT
+    """Bound of k3, nats: beyond it a token has no gradient, and `kl/cut` counts it. None for none, as published."""
 
     def __post_init__(self) -> None:
+        if self.cut is not None and not self.cut > 0:
+            raise ValueError(f"kl: cut={self.cut} must be more than 0 nats; for no bound null")
         one_of("kl", "place", self.place, ("loss", "reward"))
         one_of("kl", "kind", self.kind, KINDS)
         if not self.beta > 0:
@@ -352,15 +369,21 @@ class Overlong:
     """The limit, tokens."""
     cache: int = 4096
     """How many tokens before it the penalty begins."""
+    penalty: float = 0.5
+    """What an answer at the limit loses, in units of reward; above 0. Half of what a right answer is above a wrong one,
+    where those are 1 and 0: with 1 a right answer at the limit would be worth no more than a short wrong one, and
+    answers would only become shorter. DAPO takes 1 off rewards of 1 and -1, which is the same half."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.longest:
             raise ValueError(f"shaping: cache={self.cache} must be between 1 and longest={self.longest}")
+        if not self.penalty > 0:
+            raise ValueError(f"shaping: penalty={self.penalty} must be more than 0; for none leave shaping out (null)")
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """Drop groups of equal rewards and draw more until the batch is full: `filters.Filling`."""
+    """Drop groups that give no gradient and draw more until the batch is full: `filters.Filling`."""
 
     max_rounds: int = 10
     """Rounds of generation per step at most."""

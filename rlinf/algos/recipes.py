@@ -34,7 +34,8 @@ _GRPO = AlgorithmSpec("grpo")
 
 _ALL = (
     _GRPO,
-    # DeepSeekMath: eq. 3 and 4, section 4.2 (beta 0.04; it never states the clip, 0.2 is the convention).
+    # DeepSeekMath: eq. 3 and 4, section 4.2 (beta 0.04; it never states the clip, 0.2 is the convention). Not as
+    # published: k3 is cut at 10 nats (kl.cut), beyond which a token is not pulled back; `kl/cut` tells how many are.
     replace(_GRPO, name="deepseek_grpo", aggregation=_PER_ANSWER, kl=Kl("loss", "k3", 0.04)),
     # arXiv:2503.20783: neither the standard deviation nor the answer's length divides; 3000 is the paper's limit.
     AlgorithmSpec(

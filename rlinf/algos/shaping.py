@@ -9,29 +9,31 @@ from rlinf.algos.tensor.masks import keep, wide
 from rlinf.algos.validation import same_shape
 
 
-def overlong(lengths: Tensor, *, longest: int, cache: int) -> Tensor:
+def overlong(lengths: Tensor, *, longest: int, cache: int, penalty: float = 1.0) -> Tensor:
     """A penalty that grows as an answer nears the length limit.
 
         0                                            up to longest - cache
-        (longest - cache - length) / cache           up to longest, where it is -1
-        -1                                           beyond
+        p (longest - cache - length) / cache         up to longest, where it is -p
+        -p                                           beyond
 
-    Soft overlong punishment, DAPO (arXiv:2503.14476, eq. 13; there 20480 and 4096). Add it to the rewards.
+    Soft overlong punishment, DAPO (arXiv:2503.14476, eq. 13; there 20480, 4096 and p = 1, beside rewards of 1 and -1,
+    eq. 7). Add it to the rewards.
 
     Args:
         lengths: of each answer, tokens, any shape.
         longest: the limit, tokens.
         cache: how many tokens before the limit the penalty begins.
+        penalty: p, in units of reward.
 
     Returns:
-        Penalties, the same shape, float32, from -1 to 0.
+        Penalties, the same shape, float64, from -p to 0.
 
     Raises:
         ValueError: `cache` is not between 1 and `longest`.
     """
     if not 0 < cache <= longest:
         raise ValueError(f"overlong: cache={cache} must be between 1 and longest={longest}, both in tokens")
-    return ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0).float()
+    return penalty * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
 
 
 def at_end(rewards: Tensor, mask: Tensor) -> Tensor:

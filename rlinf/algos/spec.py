@@ -31,6 +31,7 @@ from rlinf.algos.parts import (
     Gae,
     GroupRelative,
     Kl,
+    LeaveOneOut,
     Overlong,
     ReinforcePP,
     Rejection,
@@ -95,6 +96,12 @@ class AlgorithmSpec:
         """Advantages depend on all answers of the step, so training cannot begin before the last one is judged."""
         whitened = isinstance(self.advantage, Gae) and self.advantage.whiten
         return whitened or getattr(self.advantage, "needs_whole_batch", isinstance(self.advantage, ReinforcePP))
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """Answers are compared with others to the same prompt, so a single one teaches nothing."""
+        baseline = isinstance(self.advantage, ReinforcePP) and self.advantage.baseline
+        return baseline or isinstance(self.advantage, GroupRelative | LeaveOneOut) or self.sampling is not None
 
     @property
     def needs_reference(self) -> bool:

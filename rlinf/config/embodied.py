@@ -196,7 +196,7 @@ class ControlOptimizerConfig:
     warmup_steps: int = number(0, low=0)
     """Steps of the flow over which learning rates rise linearly from 0."""
     min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Share of the learning rates that is left at the end of a linear or cosine schedule."""
+    """Share of the learning rates that a linear or cosine schedule comes down to; the last step is a little above."""
 
 
 @dataclass

@@ -50,7 +50,8 @@ class AlgorithmConfig:
     aggregation: dict[str, Any] = field(default_factory=dict)
     """Changes how losses of tokens become one: {how: token-mean}; norm_length is rollout.max_new_tokens unless set."""
     kl: Any = field(default_factory=dict)
-    """Penalty for leaving the reference policy: {place: loss, kind: k3, beta: 0.001}; null for none."""
+    """Penalty for leaving the reference policy: {place: loss, kind: k3, beta: 0.001, cut: 10}; null for none. k3 is cut
+    at so many nats, beyond which a token is not pulled back (`kl/cut`); cut: null as published."""
     entropy_bonus: float | None = number(None, low=0)
     """Weight of the reward for staying undecided; null as in the recipe."""
     correction: Any = field(default_factory=dict)
@@ -63,11 +64,12 @@ class AlgorithmConfig:
     max_drift: float | None = number(None, above=0)
     """Bad answers that the policy has left further behind, nats per token, are left out; null for no bound."""
     shaping: Any = field(default_factory=dict)
-    """Penalty near the length limit: {cache: 4096}; longest is rollout.max_new_tokens unless set; null for none."""
+    """Penalty near the length limit: {cache: 4096, penalty: 0.5}; longest is rollout.max_new_tokens unless set, and
+    cache a fifth of it; null for none."""
     truncated: Literal["keep", "mask"] | None = None
     """Answers that the length limit cut are learned from, or give no gradient; null as in the recipe."""
     sampling: Any = field(default_factory=dict)
-    """Draw more prompts in place of those whose answers are all equally good: {max_rounds: 10}; null for none."""
+    """Draw more prompts in place of those whose groups give no gradient: {max_rounds: 10}; null for none."""
     router_aux_loss: float = number(0.0, low=0)
     """Weight of the auxiliary loss that spreads tokens evenly over the experts of a mixture: docs/moe.md. 0: none, as
     is usual in reinforcement learning."""
@@ -209,7 +211,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up, until the last step."""
     min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Share of the learning rate that is left at the end of a linear or cosine schedule."""
+    """Share of the learning rate that a linear or cosine schedule comes down to; the last step is a little above."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rlinf.algos.parts import DynamicSampling
 from rlinf.data.in_flight import InFlight, Ledger
+from rlinf.data.in_flight.choosing import Teaches, unequal
 from rlinf.data.sample import Group, Prompt
 
 Draw = Callable[[int], Awaitable[Sequence[Prompt]]]
@@ -44,7 +45,7 @@ class Step:
     prompts_per_step: int = 0
     """How many prompts `prompts` has: the groups of a full batch. Needed where `sampling` is set."""
     sampling: DynamicSampling | None = None
-    """Draw more prompts in place of those whose answers are all equally good; None learns from all."""
+    """Draw more prompts in place of those whose groups give no gradient; None learns from all."""
     draw: Draw = _nothing
     """Draws more prompts for this step."""
     critic_only: bool = False
@@ -55,6 +56,8 @@ class Step:
     """What was begun early; the run's."""
     ledger: Ledger = field(default_factory=Ledger)
     """The run's account of samples, told of those that are dropped."""
+    teaches: Teaches = unequal
+    """Which groups give one, for `sampling`; by default, those of unequal rewards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,22 @@ def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> st
     )
 
 
+def filled_in_limit(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
+    """The penalty for length of a run whose limit nobody has set, for people; None without one."""
+    if (
+        algorithm is None
+        or algorithm.shaping is None
+        or _sets({"shaping": config.algorithm.shaping}, "shaping", "longest")
+    ):
+        return None
+    part = algorithm.shaping
+    return (
+        f"answers of more than {part.longest - part.cache:,} tokens lose reward, up to {part.penalty:g} at "
+        f"{part.longest:,}: algorithm.shaping.longest is rollout.max_new_tokens unless it is set. Where right answers "
+        "need so many, raise rollout.max_new_tokens"
+    )
+
+
 def acting_flow_of(config: EmbodiedConfig) -> str:
     """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
     usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from rlinf.agents.agent import Agent
-from rlinf.algos.parts import GroupRelative, LeaveOneOut
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.config.common import TrackingConfig
 from rlinf.config.embodied import EmbodiedConfig
@@ -340,7 +339,7 @@ def _flow_problems(path: str, flow: Any, *roles: Sequence[str]) -> Iterator[Prob
 
 def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
     size = config.algorithm.group_size
-    if isinstance(algorithm.advantage, GroupRelative | LeaveOneOut) and size < 2:
+    if algorithm.compares_within_groups and size < 2:
         advice = f"{algorithm.name} compares answers to one prompt with each other, so it needs at least 2"
         yield _problem("algorithm.group_size", size, advice)
     inside = config.reference.inside

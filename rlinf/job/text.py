@@ -10,17 +10,19 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from rlinf.actors.judge import RewardError
 from rlinf.agents.endpoint.endpoint import Endpoint
-from rlinf.algos.parts import Distillation, GroupRelative, LeaveOneOut
+from rlinf.algos.parts import Distillation
 from rlinf.config.loading import InputError
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data, PromptOptions, load_data
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight, Ledger, Rules
+from rlinf.data.in_flight.choosing import teaches
 from rlinf.data.in_flight.held import held_of
 from rlinf.data.in_flight.ledger import CRITIC_ONLY
 from rlinf.data.sample import Evaluation, NotScored, Prompt
@@ -28,7 +30,7 @@ from rlinf.data.step import Step, works_ahead
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.flows.sft import sft
-from rlinf.job.algorithm import default_correction
+from rlinf.job.algorithm import default_correction, filled_in_limit
 from rlinf.job.checks.footprint import spread_of
 from rlinf.job.evaluation.held_out import answers_of, evaluate_on, evaluation_of
 from rlinf.job.evaluation.named import beside, compared_named, evaluate_named, named_in_words, numbers_of
@@ -43,8 +45,10 @@ from rlinf.metrics.alarm import (
     FailureAlarm,
     MismatchAlarm,
     NothingLearnedAlarm,
+    NoUpdateAlarm,
     RouteDriftAlarm,
     Scored,
+    ShapingAlarm,
     StalenessAlarm,
     default_reward,
 )
@@ -96,12 +100,14 @@ class TextLoop(TrainingLoop[Evaluation]):
                 extra=rollout.extra,
                 partial=rollout.groups == "partial",
                 sampling=prepared.algorithm.sampling,
+                teaches=partial(teaches, prepared.algorithm),
             )
             keeper, draw = RolloutKeeper(lambda: self.roles["rollout"], lambda: self._session), self.data.train.draw
             self.in_flight = InFlight(rules, draw=draw, keeper=keeper, ledger=self.ledger, end=config.steps)
         self._alarm = MismatchAlarm(config.metrics.mismatch_mean, config.metrics.mismatch_max)
         self._routes_apart = RouteDriftAlarm(config.metrics.route_drift)
         self._too_old = StalenessAlarm(config.staleness.max, "staleness.max")
+        self._no_update, self._shaping = NoUpdateAlarm(), ShapingAlarm()
         self._scoring = FailureAlarm()
         self._nothing_learned = NothingLearnedAlarm(
             self._compares, config.rollout.max_new_tokens, reward_path(config, prepared.objects), no_end
@@ -136,8 +142,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         spread = spread_of(self.config, self.prepared.model_config, placed, self.prepared.roles)
         if spread.words is not None:
             self.report.line(f"{self.config.name}: {spread.words}")
-        if names is None and (words := default_correction(self.config, self.prepared.algorithm)) is not None:
-            self.report.line(f"{self.config.name}: {words}")
+        for told in (default_correction, filled_in_limit) if names is None else ():
+            if (words := told(self.config, self.prepared.algorithm)) is not None:
+                self.report.line(f"{self.config.name}: {words}")
         directory = str(self.directory.path)
         roles = roles_to_start(self.config, self.data, self.prepared, rescue=directory, sharding=spread.sharding)
         say, name = self.report.line, self.config.name
@@ -165,6 +172,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             config.algorithm.group_size,
             prompts_per_step=count,
             sampling=None if self.ahead else self.prepared.algorithm.sampling,
+            teaches=partial(teaches, self.prepared.algorithm),
             draw=self._drawn,
             critic_only=self._critic_only(index),
             moving_reference=REFERENCE in self.roles and self.moving_reference,
@@ -185,8 +193,8 @@ class TextLoop(TrainingLoop[Evaluation]):
     def _compares(self) -> bool | None:
         """Advantages compare answers of a group; False: of a batch; None: they are not made of rewards."""
         assert self.prepared.algorithm is not None  # of every run on text
-        advantage = self.prepared.algorithm.advantage
-        return None if isinstance(advantage, Distillation) else isinstance(advantage, GroupRelative | LeaveOneOut)
+        algorithm = self.prepared.algorithm
+        return None if isinstance(algorithm.advantage, Distillation) else algorithm.compares_within_groups
 
     @property
     def session(self) -> RunningSession:
@@ -310,7 +318,8 @@ class TextLoop(TrainingLoop[Evaluation]):
         yield from self._overlong()
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        for alarm in (self._alarm, self._routes_apart, *((self._too_old,) if self.ahead else ())):
+        too_old = (self._too_old,) if self.ahead else ()
+        for alarm in (self._alarm, self._routes_apart, *too_old, self._no_update, self._shaping):
             if (warning := alarm.heard(self.done, metrics)) is not None:
                 self.alarm(warning)
         if self._reward_is_default and self._rows and self._judged:

@@ -1,5 +1,6 @@
 """What a run warns of: engine and trainer that disagree on log-probs or experts, tokens that are too old, steps that
-nothing can be learned from, and answers that cannot be scored.
+nothing can be learned from or that made no update, a penalty for length that falls on right answers, and answers that
+cannot be scored.
 
 In: a step's metrics, some of its answers, and what a judge's ranks counted since they were last asked. Out: a line in
 the step in which a limit is passed or answers first fail, and again when that changes; and for failures one for the end
@@ -8,7 +9,7 @@ of the run, and the metric `reward/failed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -263,6 +264,101 @@ def _end(value: Any) -> str:
     """The end of a text, quoted, on one line."""
     text = " ".join(str(value).split())
     return repr(text if len(text) <= EXAMPLE else f"…{text[1 - EXAMPLE :]}")
+
+
+class NoUpdateAlarm:
+    """Watches `update/skipped`: steps whose batch gave no gradient, so that the weights stayed as they are."""
+
+    def __init__(self) -> None:
+        self._steps = 0  # in a row
+
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """What to tell people about this step; None unless it is the first, the third, the tenth ... in a row."""
+        self._steps = self._steps + 1 if metrics.get("update/skipped") else 0
+        if self._steps not in TOLD_AGAIN:
+            return None
+        why, do = self._reason(metrics)
+        row = f", the {self._steps}th step in a row" if self._steps > 3 else ", the third in a row" * (self._steps == 3)
+        return Alarm(f"step {step}", f"no update was made{row}: {why}", do)
+
+    @staticmethod
+    def _reason(metrics: Mapping[str, float]) -> tuple[str, str]:
+        if metrics.get("sampling/kept") == 0.0:
+            drawn, rounds = metrics.get("sampling/drawn", 0.0), metrics.get("sampling/rounds", 0.0)
+            return (
+                f"sampling/kept is 0, for not one of the {drawn:,.0f} groups of {rounds:g} rounds has answers of "
+                "different reward",
+                "Easier problems, a larger algorithm.group_size, or rewards that tell better answers from worse ones; "
+                "algorithm.sampling.max_rounds bounds what such a step costs",
+            )
+        if metrics.get("truncated") == 1.0:
+            return (
+                "the length limit cut every answer, and algorithm.truncated=mask learns from none of those",
+                "Raise rollout.max_new_tokens, or set algorithm.truncated=keep",
+            )
+        return "not one group gives a gradient", "groups/uniform and reward/std say how equal rewards are"
+
+
+TOLD_AGAIN = (1, 3, *(10**power for power in range(1, 7)))
+"""Steps in a row after which the same is told once more."""
+
+
+class ShapingAlarm:
+    """Watches what `algorithm.shaping` does to rewards: whether the penalty for length falls on the best answers, and
+    whether answers become shorter at the price of what they are worth."""
+
+    def __init__(self) -> None:
+        self._on_best = self._parted = False
+        self._past: list[tuple[float, float, float]] = []  # of each step: reward, after shaping, error of the former
+
+    def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """What to tell people about this step; None if nothing is new."""
+        if "reward/shaped" not in metrics:
+            return None
+        share = metrics.get("shaping/penalised_best", 0.0)
+        before, self._on_best = self._on_best, share >= (TOO_MANY / 2 if self._on_best else TOO_MANY)
+        if self._on_best and not before:
+            return Alarm(
+                f"step {step}",
+                f"the penalty for length falls on right answers: {percent(share)} of the best answers of their groups "
+                f"have it (shaping/penalised_best), and reward/mean {metrics['reward/mean']:.3f} has become "
+                f"reward/shaped {metrics['reward/shaped']:.3f}",
+                "Where right answers need the whole limit, raise rollout.max_new_tokens, lower "
+                "algorithm.shaping.cache or algorithm.shaping.penalty, or set algorithm.shaping=null",
+            )
+        return self._parting(step, metrics)
+
+    def _parting(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Reward falls while its shaped form rises."""
+        error = metrics["reward/std"] / sqrt(max(1.0, metrics.get("samples", 1.0)))
+        reward = metrics.get("sampling/reward/mean", metrics["reward/mean"])
+        self._past.append((reward, metrics["reward/shaped"], error))
+        if self._parted or len(self._past) < 2 * WINDOW:
+            return None
+        first, last = self._past[:WINDOW], self._past[-WINDOW:]
+        (reward, shaped, _), (reward_now, shaped_now, _) = map(_means, (first, last))
+        certain = CERTAIN * sqrt(sum(each[2] ** 2 for each in (*first, *last))) / WINDOW
+        self._past = [*first, *last]
+        if not (reward - reward_now > certain and shaped_now - shaped > certain):
+            return None
+        self._parted = True
+        return Alarm(
+            f"step {step}",
+            f"answers have become shorter and worse: since the first steps the mean reward went from {reward:.3f} to "
+            f"{reward_now:.3f}, while reward/shaped, which is learned, went from {shaped:.3f} to {shaped_now:.3f}",
+            "Raise rollout.max_new_tokens, lower algorithm.shaping.penalty, or set algorithm.shaping=null",
+        )
+
+
+TOO_MANY = 0.5
+"""Share of the best answers whose penalty is told; it is told again when it has been half of that."""
+WINDOW = 5
+"""Steps at the beginning, and up to now, over which rewards are compared."""
+
+
+def _means(steps: Sequence[tuple[float, ...]]) -> list[float]:
+    """Mean of each number over some steps."""
+    return [sum(column) / len(steps) for column in zip(*steps, strict=True)]
 
 
 MOST_ROWS = 8

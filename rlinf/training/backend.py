@@ -148,6 +148,10 @@ class Optimization(Protocol):
         """
         ...
 
+    def pass_over(self, count: int) -> None:
+        """So many optimizer steps that were planned are not taken: the learning rate goes on behind them, so that a
+        schedule ends with the run. Steps of the warm-up are never passed over."""
+
 
 class BackEnd(Protocol):
     """A language model that can be trained, as one of its ranks sees it."""

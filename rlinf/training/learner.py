@@ -63,7 +63,7 @@ class Learner:
             raise ValueError(f"schedule={schedule!r} needs total_steps, the optimizer steps of the whole run")
         self.module = module
         self._layout = layout
-        self._grad_clip = grad_clip
+        self._grad_clip, self._warmup_steps = grad_clip, warmup_steps
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = adamw(self._parameters, kind, lr=lr, betas=betas, weight_decay=weight_decay)
         self._given = hyperparameters(self.optimizer)
@@ -84,10 +84,21 @@ class Learner:
         """Go on with the hyperparameters given here, at the place in the schedule that a checkpoint brought."""
         set_hyperparameters(self.optimizer, self._given)
         self.schedule.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Learning rates as the schedule has them at its place."""
         factor = self._factor(self.schedule.last_epoch)
         for group, base in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
             group["initial_lr"], group["lr"] = base, base * factor
         self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def pass_over(self, count: int) -> None:
+        """Let the schedule pass over optimizer steps that are not taken; but not while it warms up, which is for steps
+        that are."""
+        if self.schedule.last_epoch >= self._warmup_steps:
+            self.schedule.last_epoch += count
+            self._set_rates()
 
     def accumulate(self, batches: Sequence[Packed], loss: Loss, *, entropy_slope: bool = False) -> None:
         """Add the gradients of some micro-batches, one after the other; each rank must, for as many.

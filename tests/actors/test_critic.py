@@ -285,7 +285,8 @@ async def test_weights_of_a_policy_become_the_layers_and_others_are_refused(crit
 
 async def test_a_loss_that_is_no_number_is_told_and_nothing_changes(critic):
     learner, batch = await critic(), critics.told(toys.groups(4))
-    spoilt = replace(batch[2].samples[0], reward=float("nan"))
+    first = batch[2].samples[0]
+    spoilt = replace(first, per_token={"values": np.full_like(first.logprobs, np.nan)})
     before = await weights(learner)
     with pytest.raises(FloatingPointError, match="critic, version 0: loss nan"):
         await learner.train([*batch[:2], replace(batch[2], samples=(spoilt, *batch[2].samples[1:]))])

@@ -49,6 +49,12 @@ def scored(rewards=(1.0, 0.0), number=0, length=3, outcome="ok", truncated=False
     return Group(prompt, samples)
 
 
+def spoilt(group):
+    """The group with log-probs of its first answer that are no numbers."""
+    first, *others = group.samples
+    return Group(group.prompt, (dataclasses.replace(first, logprobs=np.full_like(first.logprobs, np.nan)), *others))
+
+
 async def flat(trainer):
     return torch.cat([tensor.reshape(-1) for _, tensor in (await trainer.weights()).named()])
 
@@ -292,6 +298,9 @@ async def test_the_last_batch_can_be_looked_at(trainer):
         ([dataclasses.replace(scored(), samples=(dataclasses.replace(scored().samples[0], reward=None),))], "judge"),
         ([scored((None, None), outcome="error")], "none of 1 groups has a reward, their outcomes are"),
         ([scored(length=0)], "not one token"),
+        ([scored((1.0, float("nan")), 3)], "sample 1 of prompt 3 has the reward nan"),
+        ([scored((1.0, float("inf")), 3)], "sample 1 of prompt 3 has the reward inf"),
+        ([scored().told("rewards", [np.array([0.0, 1.0, 0.0]), np.array([0.0, np.nan, 0.0])])], "rewards.* nan"),
         ([dataclasses.replace(scored(), prompt=Prompt(5, np.array([], dtype=np.int64)))], "prompt 5 has no token"),
         (
             [scored().told("loss_mask", [np.ones(3)] * 2)],
@@ -356,15 +365,15 @@ async def test_a_loss_that_is_no_number_stops_with_the_batch_saved(trainer, tmp_
     learning = await trainer(rescue_dir=str(tmp_path / "rescued"), epochs=2)
     await learning.train([scored()])
     before = await flat(learning)
-    bad = [scored((1.0, float("nan"), None), 1, outcome="timeout"), scored(number=2)]
+    bad = [spoilt(scored((1.0, 0.0, None), 1, outcome="timeout")), scored(number=2)]
     with pytest.raises(FloatingPointError, match=r"not both finite.*nan_step_1\.safetensors"):
         await learning.train(bad)
     assert torch.equal(await flat(learning), before)
     kept = load_file(tmp_path / "rescued" / "nan_step_1.safetensors")
     assert kept["lengths"].tolist() == [[3, 3]] * 4
     assert kept["response_ids"].tolist() == [3, 4, 5] * 4
-    assert kept["logprobs"].tolist() == [-2.0] * 12
-    assert kept["advantages"][:2].isnan().all()
+    assert kept["logprobs"].isnan().tolist() == [True] * 3 + [False] * 9
+    assert kept["advantages"].isfinite().all()
     told = json.loads((tmp_path / "rescued" / "nan_step_1.json").read_text())
     assert [one["outcome"] for one in told["samples"]] == ["ok", "ok", "timeout", "ok", "ok"]
     assert told["samples"][0]["prompt"] == "1>"

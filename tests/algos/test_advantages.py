@@ -186,6 +186,17 @@ def test_whitening_gives_mean_zero_and_variance_one(seed, dtype):
     np.testing.assert_allclose(found.numpy(), references.whitened(x, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("reward", [0.0, 0.1, -7.3e8])
+def test_reinforce_pp_gives_exactly_nothing_where_all_rewards_are_equal(baseline, reward):
+    mask, kl = torch.ones(6, 3), 1e-7 * torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    groups = torch.tensor([0, 0, 1, 1, 2, 2]) if baseline else None
+    rewards = torch.full((6,), reward, dtype=torch.float64)
+    assert (reinforce_pp(rewards, mask, kl=kl, kl_beta=1e-3, groups=groups) == 0).all()
+    of_tokens = rewards[:, None] * torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert (reinforce_pp(of_tokens, mask, groups=groups) == 0).all()
+
+
 def test_whitening_shares_gives_what_whitening_all_does():
     x, mask = torch.randn(9, 3, dtype=torch.float64), torch.rand(9, 3) < 0.7
     sums = []
@@ -215,7 +226,8 @@ def test_whitening_shares_gives_what_whitening_all_does():
 
 
 def test_whitening_equal_numbers_or_nothing_gives_zero():
-    assert whiten(torch.full((3, 2), 1e3), torch.ones(3, 2)).abs().sum() == 0
+    for number in (1e3, 0.1, -1e9 / 3):
+        assert whiten(torch.full((30, 7), number, dtype=torch.float64), torch.ones(30, 7)).abs().sum() == 0
     assert whiten(torch.randn(3, 2), torch.zeros(3, 2)).abs().sum() == 0
     assert whiten(torch.tensor([5.0, math.nan]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]
 

@@ -66,12 +66,33 @@ def test_every_recipe_turns_answers_into_a_gradient(name):
 
 def test_advantages_are_those_of_the_part():
     given = answers()
+    rewards = given.rewards.double()
     for name, expected in {
-        "grpo": group_relative(given.rewards, given.groups),
-        "dr_grpo": group_relative(given.rewards, given.groups, scale="none"),
-        "rloo": leave_one_out(given.rewards, given.groups),
+        "grpo": group_relative(rewards, given.groups),
+        "dr_grpo": group_relative(rewards, given.groups, scale="none"),
+        "rloo": leave_one_out(rewards, given.groups),
     }.items():
-        assert advantages_of(recipes.get(name), given).values.tolist() == expected.tolist()
+        assert advantages_of(recipes.get(name), given).values.tolist() == expected.float().tolist()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3], [-1.1619, -0.3873, 0.3873, 1.1619]),
+        ([1e6, 1e6 + 0.01, 1e6 + 0.02, 1e6 + 0.03], [-1.1619, -0.3873, 0.3873, 1.1619]),
+        ([1e30, 1.0, 0.0, 1.0], [1.5, -0.5, -0.5, -0.5]),
+    ],
+)
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"])
+def test_large_rewards_that_differ_little_are_told_apart(name, rewards, expected):
+    # of one token each, so that every advantage is that of its answer; whitening divides by n, not by n - 1
+    given = Answers(
+        torch.tensor(rewards, dtype=torch.float64), torch.zeros(4), torch.ones(4, 1, dtype=torch.bool),
+        logprobs=torch.zeros(4, 1), ref_logprobs=torch.zeros(4, 1), values=torch.zeros(4, 1),
+    )  # fmt: skip
+    found = advantages_of(recipes.get(name), given).values.reshape(4).double()
+    found = found / found.std(correction=1)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-3, atol=1e-4)
 
 
 def test_reinforce_pp_has_its_penalty_in_the_rewards_once():
@@ -86,14 +107,16 @@ def test_a_penalty_in_the_reward_of_an_answer_is_that_of_all_its_tokens():
     given = answers()
     found = advantages_of(recipes.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.5}}), given)
     spent = ((given.logprobs - given.ref_logprobs) * given.mask).sum(1)
-    torch.testing.assert_close(found.values, group_relative(given.rewards - 0.5 * spent, given.groups))
+    torch.testing.assert_close(
+        found.values, group_relative((given.rewards - 0.5 * spent).double(), given.groups).float()
+    )
 
 
 def test_overlong_shaping_really_shapes():
     given = answers()
-    found = advantages_of(recipes.get("dapo", {"shaping": {"longest": 4, "cache": 2}}), given)
+    found = advantages_of(recipes.get("dapo", {"shaping": {"longest": 4, "cache": 2, "penalty": 1.0}}), given)
     assert found.rewards.tolist() == [0.0, 0.0, -0.5, 1.0, 0.0, -1.0]  # lengths 4, 2, 3, 1, 4, 4
-    torch.testing.assert_close(found.values, group_relative(found.rewards, given.groups))
+    torch.testing.assert_close(found.values, group_relative(found.rewards, given.groups).float())
 
 
 def test_answers_that_were_cut_give_no_gradient_if_so_chosen():
@@ -110,6 +133,20 @@ def test_ppo_whitens_once_and_its_returns_are_rewards_for_gamma_and_lambda_one()
     assert float(inside.std(correction=0)) == pytest.approx(1, abs=1e-5)
     expected = answers().rewards[:, None].expand(6, 4) * found.mask
     torch.testing.assert_close(found.returns, expected)
+
+
+@pytest.mark.parametrize("fallen", [None, 0.0, 1.0])
+def test_ppo_moves_no_policy_by_the_critics_noise_where_all_rewards_are_equal(fallen):
+    changed = {"rewards": torch.ones(6), "values": 1e-3 * answers().values}
+    if fallen is not None:  # rewards of turns; where those are at different places, one token is better than another
+        turns = torch.zeros(6, 4)
+        turns[:, 0] = fallen * torch.tensor([1.0, 0, 1, 0, 0, 1])
+        changed["token_rewards"] = turns
+    found = advantages_of(recipes.get("ppo"), answers(**changed))
+    assert bool((found.values == 0).all()) == (not fallen)
+    assert found.returns[answers().mask].tolist() == pytest.approx([1.0] * 18, abs=1e-6) or fallen
+    raw = advantages_of(recipes.get("ppo", {"advantage.whiten": False}), answers(**changed))
+    assert (raw.values != 0).any()
 
 
 def test_kl_and_entropy_in_the_loss_are_added_with_their_weights():

@@ -33,7 +33,8 @@ def test_maj_at_k_is_the_mean_over_all_draws_where_they_are_few(answers, data):
     def voted(draw):
         votes = Counter(texts[i] for i in draw)
         most = max(votes.values())
-        return next(right[i] for i in draw if votes[texts[i]] == most)
+        firsts = {text: next(right[i] for i in draw if texts[i] == text) for text in votes if votes[text] == most}
+        return sum(firsts.values()) / len(firsts)
 
     draws = list(itertools.combinations(range(len(answers)), k))
     exact = sum(voted(draw) for draw in draws) / len(draws)
@@ -43,7 +44,14 @@ def test_maj_at_k_is_the_mean_over_all_draws_where_they_are_few(answers, data):
 def test_the_most_frequent_answer_wins_even_if_it_is_wrong():
     assert majority_at_k(["7", "8", "8"], [True, False, False], 3) == 0.0
     assert majority_at_k(["8", "7", "7"], [False, True, True], 3) == 1.0
-    assert majority_at_k(["8", "7"], [False, True], 2) == 0.0, "of equals, the first"
+    for right in ([False, True], [True, False]):
+        assert majority_at_k(["8", "7"], right, 2) == 0.5, "of equals, each has its share, whatever the order"
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=12))
+def test_two_voters_decide_as_one_does(right):
+    answers = ["7" if yes else "8" for yes in right]
+    assert majority_at_k(answers, right, 2) == pytest.approx(pass_at_k(right, 1))
 
 
 @pytest.mark.parametrize("right", [[True] * 7 + [False] * 400, [False, True], [True]])

@@ -26,7 +26,7 @@ def test_a_batch_is_filled_exactly_or_the_rounds_are_used_up(wanted, max_rounds,
     filling, drawn, kept = Filling(wanted, max_rounds), iter(luck), 0
     while draw := filling.next_round():
         assert 1 <= draw <= wanted
-        kept += sum(filling.offer([0.0, 1.0] if next(drawn, False) else [1.0, 1.0]) for _ in range(draw))
+        kept += sum(filling.offer(next(drawn, False)) for _ in range(draw))
     assert kept == filling.kept <= wanted
     assert filling.rounds <= max_rounds
     assert kept == wanted or filling.rounds == max_rounds
@@ -36,14 +36,14 @@ def test_a_batch_is_filled_exactly_or_the_rounds_are_used_up(wanted, max_rounds,
 def test_a_round_asks_for_what_the_luck_so_far_lets_expect():
     filling = Filling(wanted=10, max_rounds=9)
     assert filling.next_round() == 10
-    assert [filling.offer([0.0, float(i < 8)]) for i in range(10)].count(True) == 8
+    assert [filling.offer(i < 8) for i in range(10)].count(True) == 8
     assert filling.next_round() == 3  # two are missing, and eight of ten were kept
 
 
 def test_what_comes_when_the_batch_is_full_is_not_kept():
     filling = Filling(wanted=1, max_rounds=1)
-    assert filling.offer([0.0, 1.0])
-    assert not filling.offer([0.0, 1.0])
+    assert filling.offer(True)
+    assert not filling.offer(True)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_what_a_trainer_has_to_provide_is_told():
         ("grpo", {"kl.beta": 0.0}, "beta=0.0 must be more than 0"),
         ("grpo", {"kl": {"kind": "k1"}}, "mean zero"),
         ("grpo", {"kl": {"place": "reward", "kind": "k1", "corrected": True}}, "corrected=true belongs"),
-        ("grpo", {"kl": 0.1}, r"kl must be a mapping of \['place', 'kind', 'beta', 'corrected'\] or null, not 0.1"),
+        ("grpo", {"kl": 0.1}, r"kl must be a mapping of .*'beta'.* or null, not 0.1"),
         ("grpo", {"aggregation": None}, "aggregation must be a mapping"),
         ("grpo", {"aggregation.how": "seq-mean-token-sum-norm"}, "norm_length must be set"),
         ("grpo", {"aggregation.norm_length": 5}, "norm_length=5.0 is used by how='seq-mean-token-sum-norm' only"),

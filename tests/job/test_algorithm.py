@@ -15,6 +15,7 @@ from rlinf.job.algorithm import (
     algorithm_of,
     control_algorithm_of,
     default_correction,
+    filled_in_limit,
     flow_of,
     for_older_answers,
     roles_of,
@@ -56,6 +57,21 @@ def test_limits_of_the_run_are_filled_in_unless_they_are_set():
     assert chosen("algorithm=dr_grpo", "algorithm.aggregation.how=token-mean").aggregation.norm_length is None
     changed = chosen("algorithm.aggregation.how=seq-mean-token-sum-norm", "rollout.max_new_tokens=9").aggregation
     assert changed.norm_length == 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm=dapo", "rollout.max_new_tokens=6"], ["more than 5 tokens", "up to 0.5 at 6", "shaping.longest"]),
+        (["algorithm=dapo", "algorithm.shaping={longest: 9, cache: 2}"], None),
+        (["algorithm=dapo", "algorithm.shaping=null"], None),
+        (["algorithm=grpo"], None),
+    ],
+)
+def test_a_limit_that_nobody_has_set_is_told_with_where_it_bites(overrides, words):
+    config = load_config(None, overrides)
+    told = filled_in_limit(config, algorithm_of(config))
+    assert told is None if words is None else all(word in told for word in words)
 
 
 def test_any_part_can_be_changed_left_out_or_ones_own():
@@ -138,7 +154,13 @@ def test_an_algorithm_says_which_roles_and_flow_it_needs():
 
 
 def test_what_does_not_go_together_is_told_before_anything_starts():
-    assert "at least 2" in refused("algorithm.group_size=1")["algorithm.group_size"]
+    for algorithm in ("grpo", "rloo", "dapo", "reinforce_pp_baseline"):
+        told = refused(f"algorithm={algorithm}", "algorithm.group_size=1", "reference.model=some/model")
+        assert "at least 2" in told["algorithm.group_size"], algorithm
+    assert "algorithm.group_size" in refused(
+        "algorithm=ppo", "algorithm.group_size=1", "algorithm.sampling={max_rounds: 3}"
+    )
+    assert "algorithm.group_size" not in refused("algorithm=ppo", "algorithm.group_size=1", "flow=rlinf.flows.grpo")
     assert "name a saved model" in refused("algorithm=opd")["teacher.model"]
     assert "grpo has no critic" in refused("critic.model=some/model")["critic.model"]
     assert "needs a critic" in refused("algorithm=ppo", "flow=rlinf.flows.grpo")["flow"]

@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from rlinf.metrics.alarm import MismatchAlarm, NothingLearnedAlarm, RouteDriftAlarm, StalenessAlarm, default_reward
+from rlinf.metrics.alarm import (
+    MismatchAlarm,
+    NothingLearnedAlarm,
+    NoUpdateAlarm,
+    RouteDriftAlarm,
+    ShapingAlarm,
+    StalenessAlarm,
+    default_reward,
+)
 
 
 def mismatch(mean, largest):
@@ -125,3 +133,57 @@ def test_a_reward_that_nobody_chose_is_told_with_the_right_answers():
     assert told.startswith("step 1: no reward was chosen")
     assert "(right: '2')" in told
     assert "reward.function" in told.do
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"sampling/kept": 0.0, "sampling/drawn": 640.0, "sampling/rounds": 10.0}, ["640", "10 rounds", "group_size"]),
+        ({"truncated": 1.0}, ["algorithm.truncated=mask", "rollout.max_new_tokens"]),
+        ({}, ["groups/uniform"]),
+    ],
+)
+def test_a_step_without_an_update_rings_and_says_why(metrics, words):
+    told = NoUpdateAlarm().heard(3, {**metrics, "update/skipped": 1.0})
+    assert told.startswith("step 3: no update was made")
+    assert all(word in told for word in words)
+
+
+def test_steps_without_an_update_ring_at_the_first_the_third_and_the_tenth_in_a_row():
+    alarm, steps = NoUpdateAlarm(), [True] * 12 + [False] + [True] * 3
+    rang = [
+        alarm.heard(step, {"update/skipped": 1.0} if skipped else {}) is not None
+        for step, skipped in enumerate(steps, 1)
+    ]
+    assert [step for step, each in enumerate(rang, 1) if each] == [1, 3, 10, 14, 16]
+
+
+def shaped(reward, after, **more):
+    return {"reward/mean": reward, "reward/shaped": after, "reward/std": 0.5, "samples": 100.0, **more}
+
+
+def test_a_penalty_that_falls_on_right_answers_rings_until_it_does_so_no_more():
+    alarm = ShapingAlarm()
+    shares = [0.4, 0.6, 0.9, 0.3, 0.6, 0.2, 0.6]
+    told = [
+        alarm.heard(step, shaped(0.3, 0.1, **{"shaping/penalised_best": share})) for step, share in enumerate(shares)
+    ]
+    assert [each is not None for each in told] == [False, True, False, False, False, False, True]
+    assert "60% of the best answers" in told[1]
+    assert "rollout.max_new_tokens" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "after", "rings"),
+    [
+        (lambda step: 0.5 - 0.02 * step, lambda step: -0.5 + 0.02 * step, True),  # shorter, and worse
+        (lambda step: 0.3 + 0.02 * step, lambda step: -0.5 + 0.02 * step, False),
+        (lambda step: 0.5 - 0.02 * step, lambda step: -0.1 - 0.02 * step, False),
+        (lambda step: 0.5 - 0.02 * (step % 2), lambda step: -0.1 + 0.02 * (step % 2), False),  # chance
+    ],
+)
+def test_reward_and_its_shaped_form_that_part_ring_once(reward, after, rings):
+    alarm = ShapingAlarm()
+    told = [alarm.heard(step, shaped(reward(step), after(step))) for step in range(25)]
+    assert sum(each is not None for each in told) == rings
+    assert ShapingAlarm().heard(1, {"reward/mean": 0.5}) is None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,19 +193,36 @@ def test_steps_are_those_of_adam_with_warm_up_and_clipping():
     total=st.integers(1, 60),
     least=st.floats(0, 1),
 )
-def test_the_learning_rate_rises_then_falls_to_its_minimum_at_the_last_step(schedule, warmup, total, least):
+def test_the_learning_rate_rises_then_falls_until_the_last_step_and_never_to_nothing(schedule, warmup, total, least):
     total += warmup
     rates = [lr_factor(done, schedule, warmup, total, least) for done in range(total + 5)]
     assert rates[:warmup] == pytest.approx([step / warmup for step in range(1, warmup + 1)])
     after = rates[max(0, warmup - 1) :]
     assert all(one >= other - 1e-12 for one, other in itertools.pairwise(after))
-    assert rates[total - 1 :] == pytest.approx([1.0 if schedule == "constant" else least] * 6)
+    assert rates[max(0, warmup - 1)] == 1.0
+    assert all(rates)
+    share = 1 / (total + 1 - max(1, warmup))  # of the way down that the last step is still above the end
+    left = {"constant": 1.0, "linear": share, "cosine": (1 - math.cos(math.pi * share)) / 2}[schedule]
+    assert rates[total - 1 :] == pytest.approx([1.0 if schedule == "constant" else least + (1 - least) * left] * 6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_schedules_are_those_of_transformers(steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    for name, reference in (
+        ("linear", transformers.get_linear_schedule_with_warmup),
+        ("cosine", transformers.get_cosine_schedule_with_warmup),
+    ):
+        (expected,) = reference(optimizer, 0, steps).lr_lambdas
+        assert [lr_factor(done, name, 0, steps, 0.0) for done in range(steps)] == pytest.approx(
+            [expected(done) for done in range(steps)]
+        )
 
 
 def test_half_way_a_line_and_a_cosine_are_half_way_down():
     for schedule in ("linear", "cosine"):
-        assert lr_factor(14, schedule, 5, 25, 0.2) == pytest.approx(0.6)
-    assert lr_factor(9, "cosine", 5, 25, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+        assert lr_factor(14, schedule, 5, 24, 0.2) == pytest.approx(0.6)
+    assert lr_factor(9, "cosine", 5, 24, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_schedules_that_cannot_be_are_refused():

@@ -154,7 +154,7 @@ class TextTrainer(OwnPace):
             explain: on rank 0, says more about a loss that is not finite.
 
         Returns:
-            Every optimizer step.
+            Every optimizer step; none, where there was nothing to learn from.
 
         Raises:
             FloatingPointError: the loss or its gradient is not finite; that step was not taken.
@@ -190,8 +190,7 @@ class TextTrainer(OwnPace):
                 elif isinstance(command, Forward):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
-                    steps.append(await self.computed(learner.step))
-                    self._optimizer_steps += 1
+                    steps += await self._stepped(learner, command)
                     self.version += command.new_version
                     unnumbered |= not command.new_version
             except FloatingPointError as error:
@@ -212,6 +211,14 @@ class TextTrainer(OwnPace):
         began = time.perf_counter()
         await self.computed(self._learn, learner, command, again=again)
         self.note(MICRO_BATCH, time.perf_counter() - began, sum(row.size for row in command.rows))
+
+    async def _stepped(self, learner: Optimization, command: OptimizerStep) -> list[Taken]:
+        """Take an optimizer step, unless there is nothing to learn from; the step, if there was one."""
+        steps = [] if command.empty else [await self.computed(learner.step)]
+        self._optimizer_steps += len(steps)
+        if command.left_out:
+            learner.pass_over(command.left_out)
+        return steps
 
     async def _work_apart(
         self, commands: AsyncGenerator[tuple[Command, ...], None], learner: Optimization, explain: Explain | None
@@ -246,8 +253,7 @@ class TextTrainer(OwnPace):
             if meeting.blank is not None:
                 await self.computed(carry_out, meeting.blank)
             assert meeting.step is not None
-            steps.append(await self.computed(learner.step))
-            self._optimizer_steps += 1
+            steps.extend(await self._stepped(learner, meeting.step))
             self.version += meeting.step.new_version
             unnumbered |= not meeting.step.new_version
 

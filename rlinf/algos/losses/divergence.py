@@ -17,11 +17,13 @@ from rlinf.algos.validation import one_of, same_shape
 Kind = Literal["k1", "k2", "k3", "abs"]
 KINDS = ("k1", "k2", "k3", "abs")
 
-_LARGEST = 10.0
-"""Bound of k3's result, nats: one absurd token must not outweigh a batch of sound ones."""
+CUT = 10.0
+"""Bound of k3's result, nats, as in verl: one absurd token must not outweigh a batch of sound ones."""
+_WIDEST = 80.0
+"""Bound of d, nats, where k3 is not cut: exp of it is still a number in float32."""
 
 
-def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Kind = "k3") -> Tensor:
+def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Kind = "k3", *, cut: float | None = CUT) -> Tensor:
     """KL(policy || reference) at each sampled token; the tokens are the policy's.
 
         d = logprobs - ref_logprobs
@@ -29,13 +31,15 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Kind = "k3") -> Tenso
 
     J. Schulman, "Approximating KL divergence", 2020; k3 is GRPO's (arXiv:2402.03300, eq. 4). k1 and k3 estimate the
     divergence without bias; the gradient of k2 is an unbiased one of the divergence, that of k1 has mean zero (so use
-    k1 in rewards, not in losses), and k3's is that of the reverse divergence. d is clamped to +-20, k3 to +-10; beyond
-    the clamp the gradient is 0.
+    k1 in rewards, not in losses), and k3's is that of the reverse divergence. d is clamped to +-20, and k3 to `cut`;
+    beyond the clamp the gradient is 0. So with the cut of 10 a token is not pulled back any more once the policy gives
+    it exp(-2.56) of the reference's probability, and the estimate is too low.
 
     Args:
         logprobs: of the policy, nats, any shape; differentiable.
         ref_logprobs: of the reference, same shape; never differentiated.
         kind: which estimate.
+        cut: bound of k3, nats; None for none.
 
     Returns:
         Nats, same shape, float32 (float64 if `logprobs` are).
@@ -46,22 +50,24 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Kind = "k3") -> Tenso
     same_shape("kl.estimate", "logprobs", logprobs, ref_logprobs=ref_logprobs)
     one_of("kl.estimate", "kind", kind, KINDS)
     kept = keep(torch.ones_like(logprobs, dtype=torch.bool), wide(logprobs).dtype)
-    value, slope = parts(kept.clean(logprobs) - kept.clean(ref_logprobs), kind)
+    value, slope = parts(kept.clean(logprobs) - kept.clean(ref_logprobs), kind, cut)
     return attach(logprobs, value, slope)
 
 
-def parts(d: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def parts(d: Tensor, kind: str, cut: float | None = CUT) -> tuple[Tensor, Tensor]:
     """The estimate and its derivative by `logprobs`, without gradient.
 
     Args:
         d: logprobs - ref_logprobs, finite.
-        kind: see `estimate`.
+        kind, cut: see `estimate`.
     """
     if kind == "k3":
-        bounded = d.clamp(-LOG_RATIO, LOG_RATIO)
+        bounded = d.clamp(-_WIDEST) if cut is None else d.clamp(-LOG_RATIO, LOG_RATIO)
         shrink = torch.expm1(-bounded)
         value, slope = shrink + bounded, -shrink
-        return value.clamp(max=_LARGEST), slope.mul_(indicator(torch.le, value, _LARGEST))
+        if cut is None:
+            return value, slope.mul_(indicator(torch.eq, d, bounded))
+        return value.clamp(max=cut), slope.mul_(indicator(torch.le, value, cut))
     bounded = d.clamp(-LOG_RATIO, LOG_RATIO)
     inside = indicator(torch.eq, d, bounded)
     if kind == "k1":

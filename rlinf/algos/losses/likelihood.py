@@ -7,10 +7,10 @@ from torch import Tensor
 
 from rlinf.algos.losses.aggregate import How
 from rlinf.algos.losses.base import Part, TokenLoss, log_ratio
-from rlinf.algos.losses.divergence import KINDS, Kind, parts
+from rlinf.algos.losses.divergence import CUT, KINDS, Kind, parts
 from rlinf.algos.losses.importance import exponential
 from rlinf.algos.tensor.loss_sum import LossSum
-from rlinf.algos.tensor.masks import Kept
+from rlinf.algos.tensor.masks import Kept, indicator
 from rlinf.algos.validation import one_of
 
 
@@ -51,6 +51,7 @@ def kl(
     mask: Tensor,
     *,
     kind: Kind = "k3",
+    cut: float | None = CUT,
     old_logprobs: Tensor | None = None,
     how: How = "token-mean",
     norm_length: float | None = None,
@@ -67,11 +68,12 @@ def kl(
         ref_logprobs: of the reference, same shape; never differentiated.
         mask: which tokens count, same shape.
         kind: "k1", "k2", "k3" or "abs".
+        cut: bound of k3, nats, beyond which a token has no gradient; None for none.
         old_logprobs: of the policy that sampled, same shape; None leaves r out.
         how, norm_length, sequences: see `policy`; the same as those of the loss it is added to.
 
     Returns:
-        Sums; metric `kl`, the mean of KL_t (without r), nats.
+        Sums; metric `kl`, the mean of KL_t (without r), nats, and for k3 `kl/cut`, the share of tokens that are cut.
 
     Raises:
         ValueError: shapes differ, or a name is unknown.
@@ -84,9 +86,11 @@ def kl(
         kept: Kept, slope: Tensor, leaf: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
     ) -> Part:
         # not clamped here, since beyond the clamp of `parts` there is no slope
-        value, change = (kept.only_(x) for x in parts(kept.only_(leaf - ref_logprobs), kind))
+        value, change = (kept.only_(x) for x in parts(kept.only_(leaf - ref_logprobs), kind, cut))
         part = Part(value)
         part.watch("kl", value)
+        if kind == "k3" and cut is not None:
+            part.watch("kl/cut", indicator(torch.ge, value, cut))
         if old_logprobs is None:
             slope.copy_(change)
         else:

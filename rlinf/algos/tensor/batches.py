@@ -15,7 +15,7 @@ class Answers:
     """A batch of judged answers; what a spec does not need may be missing."""
 
     rewards: Tensor
-    """Of each answer, [answers]."""
+    """Of each answer, [answers]; an advantage is shown them in float64, after shaping."""
     groups: Tensor
     """Which group each belongs to, whole numbers, [answers]."""
     mask: Tensor
@@ -60,11 +60,11 @@ class Advantages:
     """What a batch of answers comes to."""
 
     values: Tensor
-    """Advantage of each answer, [answers], or of each token, [answers, tokens]; without gradient."""
+    """Advantage of each answer, [answers], or of each token, [answers, tokens]; float32, without gradient."""
     mask: Tensor
     """Which tokens count in the loss, bool [answers, tokens]."""
     rewards: Tensor
-    """After shaping, [answers]."""
+    """After shaping, float64 [answers]."""
     returns: Tensor | None = None
     """What the critic is to predict, [answers, tokens]."""
 

@@ -167,7 +167,8 @@ class InFlight(Making):
         if self._pipe is None:
             self._pipe = asyncio.create_task(self._make(answers, actor), name="answers in flight")
         self._stir()
-        found, choosing = Fresh(), Choosing(self.rules.sampling, max(1, book.left // self._size))
+        rules, wanted = self.rules, max(1, book.left // self._size)
+        found, choosing = Fresh(), Choosing(rules.sampling, wanted, rules.teaches)
         while book.left > 0 and not choosing.over:
             entry = book.take() or await self._wait_for(book, step.index)
             if entry is None:

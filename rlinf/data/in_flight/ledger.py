@@ -43,11 +43,18 @@ class Learned:
     """Samples without a reward, which it left out."""
     tokens: int = 0
     """Generated tokens of the samples that it learned from."""
+    even: dict[int, list[int]] = field(default_factory=dict)
+    """Samples of groups that give no gradient, which it left out under dynamic sampling."""
 
     @staticmethod
-    def of(groups: Iterable[Group]) -> Learned:
-        """What a trainer made of the judged groups of one batch."""
-        found = Learned()
+    def of(groups: Iterable[Group], silent: Iterable[Group] = ()) -> Learned:
+        """What a trainer made of the judged groups of one batch.
+
+        Args:
+            groups: that it learned from.
+            silent: that it left out, because they give no gradient.
+        """
+        found = Learned(even={group.id: sorted({*map(sample_number, group.samples)}) for group in silent})
         scored: set[tuple[int, int]] = set()
         seen: set[tuple[int, str, int]] = set()
         tokens = 0
@@ -64,11 +71,14 @@ class Learned:
                         scored.add(name)
                 elif name not in scored and where not in found.unscored.get(group.id, ()):
                     found.unscored.setdefault(group.id, []).append(where)
-        return Learned(found.trained, found.unscored, tokens)
+        return Learned(found.trained, found.unscored, tokens, found.even)
 
     def __add__(self, other: Learned) -> Learned:
         return Learned(
-            _joined(self.trained, other.trained), _joined(self.unscored, other.unscored), self.tokens + other.tokens
+            _joined(self.trained, other.trained),
+            _joined(self.unscored, other.unscored),
+            self.tokens + other.tokens,
+            _joined(self.even, other.even),
         )
 
 
@@ -140,8 +150,9 @@ class Ledger:
     def learned(self, found: Learned) -> None:
         """The same in a trainer's own words."""
         self.trained(found.trained, found.tokens)
-        for number, indices in found.unscored.items():
-            self.dropped(number, UNSCORED, indices)
+        for reason, samples in ((UNSCORED, found.unscored), (EQUAL_REWARDS, found.even)):
+            for number, indices in samples.items():
+                self.dropped(number, reason, indices)
 
     # What it says ------------------------------------------------------------------------------------------------
 

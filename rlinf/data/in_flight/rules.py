@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rlinf.algos.parts import DynamicSampling
 from rlinf.data.in_flight.admission import Entry
+from rlinf.data.in_flight.choosing import Teaches, unequal
 from rlinf.data.in_flight.freshness import Mode
 from rlinf.runtime.streams.stream import Stream
 
@@ -36,7 +37,9 @@ class Rules:
     between: bool = False
     """One thing is made after the other, and weights are switched only between two."""
     sampling: DynamicSampling | None = None
-    """Drop groups whose answers are all equally good, and learn from others in their place."""
+    """Drop groups that give no gradient, and learn from others in their place."""
+    teaches: Teaches = unequal
+    """Which groups give one, for `sampling`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

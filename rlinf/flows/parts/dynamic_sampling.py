@@ -38,11 +38,11 @@ class Batch:
 
 
 def filled(step: Step, answer: Answer) -> Batch:
-    """The groups of a step: those of its prompts; with dynamic sampling, a full batch of groups of unequal rewards.
+    """The groups of a step: those of its prompts; with dynamic sampling, a full batch of groups that give a gradient.
 
-    Dynamic sampling is DAPO's (arXiv:2503.14476, section 3.2); `filters.Filling` says what is kept and how many more
-    prompts are drawn. After the last round a batch that is not full goes on as it is. If not one group was kept, those
-    of the first round go on instead: little can be learned from them, but the step tells of them and the run goes on.
+    Dynamic sampling is DAPO's (arXiv:2503.14476, section 3.2); `step.teaches` says what is kept, and `filters.Filling`
+    how many more prompts are drawn. After the last round a batch that is not full goes on as it is. If not one group
+    was kept, those of the first round go on instead: the trainer makes no update of them, but tells of them.
 
     Args:
         step: its prompts, where to draw more, and whether to.
@@ -75,7 +75,7 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
         async with aclosing(_in_turn(prompts, answer, asked)) as groups:
             async for group in groups:
                 rewards += group.rewards
-                if filling.offer(group.rewards):
+                if filling.offer(step.teaches(group)):
                     kept.add(group.id)
                     yield group
                 elif filling.rounds == 1:

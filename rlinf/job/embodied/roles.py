@@ -153,7 +153,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
     if alone:
         kept = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio")
         settings = {name: value for name, value in optimizer(config).items() if name in kept}
-        settings |= {**preparation_of(config), "total_steps": config.steps, "shown": shown_of(config.imitation)}
+        settings |= {**preparation_of(config), "total_steps": max(1, config.steps), "shown": shown_of(config.imitation)}
         settings |= {"micro_batch": config.algorithm.micro_batch, "batch": config.imitation.batch}
         trainer = Role(ImitationTrainer, {"seed": config.seed, **made, **settings}, held["trainer"])
         acts = {"policy": Role(PolicyActor, acting, held["policy"])} if config.trials.episodes else {}
@@ -303,7 +303,7 @@ def _trainer(config: EmbodiedConfig, algorithm: AlgorithmSpec) -> dict[str, Any]
         "reward_scaling": chosen_of_it.reward_scaling,
         "filter_returns": chosen_of_it.filter_returns,
         "filter_success": chosen_of_it.filter_success,
-        "total_steps": config.steps,
+        "total_steps": max(1, config.steps),
         "fresh": config.env.fresh,
         "group_size": config.env.group_size,
     }

@@ -137,11 +137,17 @@ def _rollout(config: RunConfig) -> Settings:
     return {**own, "kv": config.staleness.kv}
 
 
+def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
+    """Steps in which the policy learns: all but those that the critic has for itself."""
+    return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
+
+
 def _trainer(config: RunConfig, algorithm: AlgorithmSpec) -> Settings:
+    passes = config.algorithm
     return {
         **_learning(config, algorithm),
         "router_aux_loss": config.algorithm.router_aux_loss,
-        "total_steps": config.steps * config.algorithm.epochs * config.algorithm.minibatches,
+        "total_steps": max(1, _learning_steps(config, algorithm) * passes.epochs * passes.minibatches),
         "lora": config.model.lora.settings,
         "freeze": config.model.freeze,
         "reference": config.reference.inside if algorithm.needs_reference else None,

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlinf.algos.apply import advantages_of
 from rlinf.algos.spec import AlgorithmSpec
 from rlinf.algos.tensor.batches import Advantages, Answers
+from rlinf.data.in_flight.choosing import shaped_rewards, teaches
 from rlinf.data.packing import Row
 from rlinf.data.sample import REWARDS, Group, Sample
 from rlinf.training.text.requirements import (
@@ -59,6 +60,9 @@ def advantage_rows(
 ) -> LearnedRows:
     """Rows for a policy, with advantages and with the columns that the loss asks for.
 
+    Under dynamic sampling, groups that give no gradient by `teaches` have no rows, whoever hands them in, and are no
+    part of a batch's statistics.
+
     Args:
         spec: the algorithm.
         groups: judged; all of the batch if `spec.needs_whole_batch`.
@@ -71,10 +75,29 @@ def advantage_rows(
     for group in groups:
         if len(group.prompt.token_ids) == 0:
             raise ValueError(f"train: prompt {group.prompt.id} has no token; a response needs one to follow")
+    check_told("train", spec, _scored(groups)[1], needed_of_policy(spec) - later)
+    silent = [spec.sampling is not None and not teaches(spec, group) for group in groups]
+    learned = _policy_rows(spec, [group for group, no in zip(groups, silent, strict=True) if not no], later, ages)
+    return _beside(learned, spec, groups, silent) if any(silent) else learned
+
+
+def _beside(learned: LearnedRows, spec: AlgorithmSpec, groups: Sequence[Group], silent: Sequence[bool]) -> LearnedRows:
+    """Rows of some groups, with the others at their places: without a row, and with advantages of 0."""
+    rows, gains, rewards = iter(learned.rows), iter(learned.advantages), iter(learned.rewards)
+    whole = LearnedRows()
+    for group, no in zip(groups, silent, strict=True):
+        count = len(group.scored)
+        whole.rows.append([] if no else next(rows))
+        whole.advantages += [0.0] * count if no else islice(gains, count)
+        whole.rewards += shaped_rewards(spec, group) if no else islice(rewards, count)
+    return whole
+
+
+def _policy_rows(spec: AlgorithmSpec, groups: Sequence[Group], later: frozenset[str], ages: bool) -> LearnedRows:
+    """`advantage_rows` of groups that are all learned from."""
     scored, samples = _scored(groups)
     if not samples:
         return LearnedRows(rows=[[] for _ in groups])
-    check_told("train", spec, samples, needed_of_policy(spec) - later)
     found = advantages_of(spec, _answers(scored, samples, tokens=not asks_rewards_alone(spec)))
     gains: list[Any] = found.values.tolist() if found.values.ndim == 1 else _of_learned(found.values, samples)
     names = columns_of(spec) - later | ({VERSIONS} if ages else set())
@@ -110,9 +133,30 @@ def value_rows(spec: AlgorithmSpec, groups: Sequence[Group]) -> LearnedRows:
 
 
 def _scored(groups: Sequence[Group]) -> tuple[list[tuple[Sample, ...]], list[Sample]]:
-    """The scored samples of each group, and of all."""
+    """The scored samples of each group, and of all.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
     scored = [group.scored for group in groups]
-    return scored, [sample for some in scored for sample in some]
+    samples = [sample for some in scored for sample in some]
+    for sample in samples:
+        _check_finite(sample)
+    return scored, samples
+
+
+def _check_finite(sample: Sample) -> None:
+    """See that the reward of a sample, and what of it fell at tokens, are numbers to compute with."""
+    told: tuple[tuple[str, Any], ...] = (("reward", sample.reward),)
+    if REWARDS in sample.per_token:
+        told += ((f"per_token[{REWARDS!r}]", sample.column(REWARDS)),)
+    for name, value in told:
+        if not np.isfinite(value).all():
+            found = value if name == "reward" else value[~np.isfinite(value)][0]
+            raise ValueError(
+                f"train: sample {sample.index} of prompt {sample.prompt.id} has the {name} {found}, which is no finite "
+                "number: mend what gave it, or let it be None with an outcome, so that the sample counts as not drawn"
+            )
 
 
 def _of_learned(table: Tensor, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -147,7 +191,7 @@ def _answers(scored: Sequence[Sequence[Sample]], samples: Sequence[Sample], *, t
     said = {name: padded(name) for name in ("logprobs", REFERENCE, TEACHER, VALUES)} if tokens else {}
     weights = [sample.weight for sample in samples]
     return Answers(
-        rewards=torch.tensor([sample.reward for sample in samples]),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         groups=torch.from_numpy(np.repeat(np.arange(len(scored)), [len(some) for some in scored])),
         mask=torch.from_numpy(mask),
         token_rewards=_token_rewards(samples, mask) if tokens else None,
@@ -177,7 +221,8 @@ def _of_too_old(samples: Sequence[Sample], *, tokens: bool) -> dict[str, Tensor]
                 if REWARDS in sample.per_token and sample.loss_mask is not None
                 else 0.0
                 for sample in samples
-            ]
+            ],
+            dtype=torch.float64,
         )
     return found
 
@@ -186,7 +231,7 @@ def _token_rewards(samples: Sequence[Sample], mask: np.ndarray) -> Tensor | None
     """The parts of rewards that fell at tokens, [samples, tokens]; None if no sample tells of any."""
     if not any(REWARDS in sample.per_token for sample in samples):
         return None
-    table = np.zeros(mask.shape, np.float32)
+    table = np.zeros(mask.shape, np.float64)
     for row, sample in zip(table, samples, strict=True):
         if REWARDS in sample.per_token:
             row[: sample.learned_tokens] = sample.column(REWARDS)

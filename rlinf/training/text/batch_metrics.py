@@ -12,7 +12,10 @@ import torch
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.algos.tensor.loss_sum import Explained
+from rlinf.algos import recipes
+from rlinf.algos.spec import AlgorithmSpec
+from rlinf.algos.tensor.loss_sum import Explained, LossSum
+from rlinf.data.in_flight.choosing import shaped_rewards, teaches
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
 from rlinf.training.text.advantage_rows import RETURNS
@@ -24,16 +27,23 @@ Advantages = Sequence[float | np.ndarray]
 """Of each scored sample, or of its learned tokens, [learned]."""
 _ROUNDING = 1e-6
 """Relative to values and returns; some ten times the precision of float32, for sums over long answers."""
+_GRPO = recipes.get("grpo")
 _OUTCOMES = ("ok", "truncated", "timeout", "error")
 
 
+def taken_steps(steps: Sequence[tuple[LossSum, dict[str, float]]]) -> dict[str, float]:
+    """Metrics of a batch's optimizer steps: what gathered in all of them, and the numbers of the last.
+
+    Without a step loss, gradient norm and learning rate are 0, and `update/skipped` is 1.
+    """
+    if not steps:
+        return {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "update/skipped": 1.0}
+    sums = [gathered for gathered, _ in steps]
+    return {**sum(sums[1:], sums[0]).values(), **steps[-1][1]}
+
+
 def describe(
-    groups: Sequence[Group],
-    version: int,
-    shaped: Sequence[float] | None = None,
-    *,
-    oldest: int = 0,
-    learns_cut: bool = True,
+    groups: Sequence[Group], version: int, spec: AlgorithmSpec = _GRPO, *, oldest: int = 0
 ) -> dict[str, float]:
     """Metrics of a batch; samples without a reward, and groups without a scored sample, count only as outcomes.
 
@@ -41,10 +51,9 @@ def describe(
         groups: judged, with at least one scored sample. `response_length` counts generated tokens, `tokens` everything
             that is read.
         version: of the weights that the batch met.
-        shaped: rewards of the scored samples after shaping; None if there is none.
+        spec: the algorithm that learns from it.
         oldest: by how many versions tokens may be older; above 0, `staleness/share/AGE` tells the share of learned
             tokens of each age up to that, `AGES` at most.
-        learns_cut: answers that the length limit cut give a gradient, too.
     """
     everyone = [sample for group in groups for sample in group.samples]
     outcomes = [_outcome(sample) for sample in everyone]
@@ -53,18 +62,18 @@ def describe(
     rewards = torch.tensor([reward for group in learned for reward in group.rewards], dtype=torch.float64)
     lengths = torch.tensor([sample.generated_tokens for sample in samples], dtype=torch.float64)
     read = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
-    uniform = sum(len(set(group.rewards)) == 1 for group in learned)
+    learns_cut = spec.truncated == "keep"
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        **({} if shaped is None else {"reward/shaped": float(np.mean(shaped))}),
+        **_shaping(spec, learned),
         **_parts(samples),
         **_ages([sample for sample in samples if learns_cut or not sample.truncated], version, oldest),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
         "groups": float(len(learned)),
-        "groups/uniform": uniform / len(learned),
+        "groups/uniform": sum(not teaches(spec, group) for group in learned) / len(learned),
         "samples": float(len(samples)),
         "tokens": float(read),
         "response_tokens": float(lengths.sum()),
@@ -72,6 +81,26 @@ def describe(
         **_scores(samples),
         **rewards_by_agent(samples),
         **_distances(samples),
+    }
+
+
+def _shaping(spec: AlgorithmSpec, groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards after shaping, and on whom the penalty falls: on which share of all answers, and of the best of those
+    groups that have better and worse ones."""
+    if spec.shaping is None:
+        return {}
+    found = [(group.rewards, shaped_rewards(spec, group)) for group in groups]
+    pairs = [pair for rewards, shaped in found for pair in zip(rewards, shaped, strict=True)]
+    best = [
+        after < before
+        for rewards, shaped in found
+        for before, after in zip(rewards, shaped, strict=True)
+        if before == max(rewards) > min(rewards)
+    ]
+    return {
+        "reward/shaped": float(np.mean([after for _, after in pairs])),
+        "shaping/penalised": float(np.mean([after < before for before, after in pairs])),
+        **({"shaping/penalised_best": float(np.mean(best))} if best else {}),
     }
 
 
@@ -117,13 +146,16 @@ def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> d
 
     Args:
         groups: the batch.
-        rows: of each group, see `value_rows`; at least one.
+        rows: of each group, see `value_rows`.
 
     Returns:
         `values/mean`, `returns/mean`, `critic/explained_variance`, and `reward/mean`, which no trainer tells of while
-        the critic learns alone.
+        the critic learns alone; that one only, where there is no row.
     """
     all_rows = [row for some in rows for row in some]
+    reward = {"reward/mean": float(np.mean([reward for group in groups for reward in group.rewards]))}
+    if not all_rows:
+        return reward
     values, returns = (
         np.concatenate([row.columns[name] for row in all_rows]).astype(np.float64) for name in (VALUES, RETURNS)
     )
@@ -135,7 +167,7 @@ def describe_values(groups: Sequence[Group], rows: Sequence[Sequence[Row]]) -> d
         "critic/explained_variance": Explained(torch.tensor(moments, dtype=torch.float64)).value if varied else 0.0,
         "values/mean": float(values.mean()),
         "returns/mean": float(returns.mean()),
-        "reward/mean": float(np.mean([reward for group in groups for reward in group.rewards])),
+        **reward,
     }
 
 

@@ -116,6 +116,11 @@ class OptimizerStep:
 
     new_version: bool = False
     """This step makes a version of the weights by itself; otherwise all steps of a call together make one."""
+    left_out: int = 0
+    """Optimizer steps that were planned behind this one and are not taken: the schedule of the learning rate passes
+    over them."""
+    empty: bool = False
+    """There is nothing to learn from: no step is taken, and the version that is made has the same weights."""
 
 
 Command = ForwardBackward | Recompute | Forward | OptimizerStep

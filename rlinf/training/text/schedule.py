@@ -23,7 +23,7 @@ from rlinf.training.text.requirements import OwnColumns
 
 
 class BatchSchedule:
-    """Commands for a batch of groups: `epochs` x `minibatches` optimizer steps.
+    """Commands for a batch of groups: `epochs` x `minibatches` optimizer steps; none, if no group has a row to learn.
 
     With more than one minibatch per epoch, the batch is split by groups, in an order drawn anew for each epoch, once
     all groups have come.
@@ -78,7 +78,6 @@ class BatchSchedule:
             NotScored: not one answer has a reward.
             ValueError: there is nothing to learn from, a group was not judged, or a column is missing.
         """
-        step: tuple[Command, ...] = (OptimizerStep(),) * self._ranks
         cutter = Rounds(self._ranks, self._budget, copies=self._copies)
         ready: Iterable[Sequence[Group]] | AsyncIterable[Sequence[Group]]
         if self._whole:
@@ -91,12 +90,17 @@ class BatchSchedule:
         if self._minibatches > 1:
             await self._take(whole)
             self._check()
+            left = self._planned
             for epoch in range(self._epochs):
-                for number, part in enumerate(self._parts(epoch)):
+                for number, part in enumerate(parts := [*self._parts(epoch)]):
                     load = self._load(part)
                     for dealt in cutter.close(part):
                         yield tuple(ForwardBackward(rows, compare=epoch == number == 0, load=load) for rows in dealt)
-                    yield step
+                    left -= 1
+                    last = epoch == self._epochs - 1 and number == len(parts) - 1
+                    yield (OptimizerStep(left_out=left if last else 0),) * self._ranks
+            if not any(self.learned.rows):
+                yield self._no_step
             return
         given, keep = 0, self._epochs > 1
         cut = cutter.close if self._whole else cutter.push
@@ -110,11 +114,25 @@ class BatchSchedule:
         for dealt in cutter.close():
             given += 1
             yield tuple(self._first(rows, keep) for rows in dealt)
+        if not any(self.learned.rows):
+            yield self._no_step
+            return
+        step = (OptimizerStep(),) * self._ranks
         yield step
         for _ in range(1, self._epochs):
             for number in range(given):
                 yield (Recompute(number),) * self._ranks
             yield step
+
+    @property
+    def _planned(self) -> int:
+        """Optimizer steps of a batch of enough groups."""
+        return self._epochs * self._minibatches
+
+    @property
+    def _no_step(self) -> tuple[OptimizerStep, ...]:
+        """In place of all steps of a batch that gives no gradient."""
+        return (OptimizerStep(left_out=self._planned, empty=True),) * self._ranks
 
     def _first(self, rows: tuple[Row, ...], keep: bool, load: np.ndarray | None = None) -> ForwardBackward:
         return ForwardBackward(rows, compare=True, columns=self._own.first_pass, keep=keep, load=load)
@@ -167,11 +185,6 @@ class BatchSchedule:
             )
         if not any(sample.learned_tokens for sample in samples):
             raise ValueError(f"{self._where}: there is not one token to learn from: every response was empty or masked")
-        if not any(self.learned.rows):
-            raise ValueError(
-                f"{self._where}: the length limit cut all {len(samples)} answers, and `truncated: mask` learns from "
-                "none of those: raise the limit, or keep them"
-            )
 
 
 async def supervised_commands(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlinf.algos import losses, recipes
 from rlinf.algos.losses import divergence as kl
 from tests.algos import references
 
@@ -50,6 +51,23 @@ def test_extremes_stay_finite_and_lose_their_slope(kind):
     assert slope[[0, 1, 3, 4]].tolist() == [0.0] * 4
     if kind == "k3":
         assert found.max() == 10.0
+
+
+def test_k3_is_cut_where_one_chooses_and_the_share_of_tokens_that_are_is_told():
+    new = torch.tensor([-3.0, -2.0, 0.5, -50.0], dtype=torch.float64, requires_grad=True)
+    ref, mask = torch.zeros(4, dtype=torch.float64), torch.tensor([1, 1, 1, 0])
+    for cut, expected in ((10.0, 1 / 3), (1.0, 2 / 3), (None, None)):
+        found = losses.kl(new, ref, mask, cut=cut)
+        (slope,) = torch.autograd.grad(found.total, new)
+        pulled = [1.0 - math.exp(-d) for d in (-3.0, -2.0, 0.5)]
+        free = [cut is None or math.exp(-d) - 1 + d <= cut for d in (-3.0, -2.0, 0.5)]
+        assert slope.tolist() == pytest.approx([each * yes for each, yes in zip(pulled, free, strict=True)] + [0.0])
+        assert found.values().get("kl/cut") == (None if expected is None else pytest.approx(expected))
+    far = torch.tensor([-1e30, -math.inf], requires_grad=True)
+    assert kl.estimate(far, torch.zeros(2), cut=None).isfinite().all()
+    assert recipes.get("deepseek_grpo", {"kl.cut": None}).kl.cut is None
+    with pytest.raises(ValueError, match="cut=0"):
+        recipes.get("deepseek_grpo", {"kl.cut": 0})
 
 
 def test_no_token_gives_no_estimate():

@@ -12,9 +12,10 @@ from rlinf.actors.supervised_trainer import SupervisedTrainer
 from rlinf.data.conversations.load import ConversationOptions, load_conversations
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.flows.supervised.told import told
-from rlinf.models.language.load import build_model
-from rlinf.training.supervised.batches import measured
+from rlinf.models.language.load import build_model, pictures_of
+from rlinf.training.supervised.batches import OUTPUT, measured
 from rlinf.training.supervised.objectives import Likelihood, Preference, Scores
+from tests import pictured
 from tests.actors import toys
 
 SHARED = {"model": toys.configuration(), "tokenizer": toys.ALPHABET, "lr": 0.01, "grad_clip": 1e9}
@@ -142,3 +143,33 @@ async def test_what_is_missing_is_said(system):
         await system.spawn(SupervisedTrainer, name="more", objective=Likelihood(), epochs=2, **SHARED)
     with pytest.raises(ValueError, match=r"let trainer.outputs\(groups\) tell it"):
         measured(Likelihood(), conversations())
+
+
+@pytest.mark.parametrize("objective", [Likelihood(), Preference(beta=0.5)], ids=["sft", "dpo"])
+async def test_given_texts_about_pictures_are_read_with_them(system, objective):
+    """The log-probs of answers, by transformers' own model on one sequence at a time, with its own positions."""
+    tokenizer, source = load_tokenizer(pictured.TOKENIZER), pictured.MODELS["qwen2_5_vl"]
+    shows = pictures_of(source, tokenizer)
+    images = pictured.pictures((16, 24), (8, 8))
+    rows = [
+        {"prompt": "a<image>b", "chosen": "12", "rejected": "3", "images": [{"bytes": images[0].content}]},
+        {"prompt": "c", "chosen": "1", "rejected": "0", "images": []},
+        {"prompt": "<image>", "chosen": "2", "rejected": "bb", "images": [{"bytes": images[1].content}]},
+    ]
+    kind = "pairs" if isinstance(objective, Preference) else "sft"
+    columns = {} if kind == "pairs" else {"completion": "chosen"}
+    options = ConversationOptions(kind=kind, columns=columns, pictures=shows)
+    groups = load_conversations(tokenizer, train=rows, shuffle=False, options=options).train.take(len(rows))
+    trainer = await system.spawn(SupervisedTrainer, objective=objective, model=source, tokenizer=pictured.TOKENIZER)
+    net = build_model(source, tokenizer).eval()
+    async for group in trainer.outputs(groups):
+        for sample in group.samples:
+            ids = np.concatenate([group.prompt.token_ids, sample.response_ids])
+            seen = {} if not group.prompt.images else shows.inputs(group.prompt.images)
+            kinds = torch.tensor(ids == shows.placeholder).long()[None]
+            with torch.no_grad():
+                logits = net(torch.tensor(ids)[None], mm_token_type_ids=kinds, **seen).logits[0]
+            logits[:, list(shows.banned)] = -torch.inf
+            begun = len(group.prompt.token_ids)
+            wanted = torch.log_softmax(logits[begun - 1 : -1], -1)[range(len(ids) - begun), ids[begun:]]
+            assert sample.per_token[OUTPUT] == pytest.approx(wanted.numpy(), abs=1e-5)

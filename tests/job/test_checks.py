@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def test_models_that_work_are_not_refused(kind):
 def test_a_model_that_the_engine_cannot_decode_is_refused_where_something_is_generated():
     bart = "model.config={model_type: bart, d_model: 16, encoder_layers: 1, decoder_layers: 1}"
     assert "model.config.model_type = bart: model_type=bart: the transformers engine cannot decode it" in refused(bart)
+
+
+def test_a_model_of_pictures_becomes_no_reward_model():
+    model = load_config(ROOT / "configs/pictures/shapes.yaml").model
+    config = load_config(ROOT / "configs/reward-model.yaml")
+    with pytest.raises(ConfigError, match=r"model.config.model_type = qwen2_5_vl: .*scoring head"):
+        prepare(replace(config, model=model))
 
 
 def test_a_reference_that_the_data_holds_is_for_runs_on_given_texts():

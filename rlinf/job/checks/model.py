@@ -15,14 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from rlinf.config.loading import Problem
 from rlinf.config.schema import nearest
-from rlinf.config.supervised import SUPERVISED
-from rlinf.config.text import RunConfig
+from rlinf.config.supervised import REWARD_MODEL, SUPERVISED
+from rlinf.config.text import ModelConfig, RunConfig
 from rlinf.data.datasets.toy_tasks import make_task
 from rlinf.data.pictures.processor import FAMILIES, auto_class
 from rlinf.data.tokenizer import load_tokenizer, pretrained, without_own_code
@@ -67,14 +73,23 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             found = new_config(model.config, tokenizer)
             pictures_of(model.config, tokenizer)  # sees that they fit
         if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(found)) is not None:
-            where = ("model.path", value) if model.path is not None else ("model.config.model_type", found.model_type)
-            return None, [Problem("configuration", *where, reason)]
+            return None, [Problem("configuration", *_where(model, found), reason)]
+        if config.algorithm.name == REWARD_MODEL and type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            reason = f"transformers puts no scoring head on a {found.model_type}, so it becomes no reward model"
+            return None, [Problem("configuration", *_where(model, found), f"{reason}; take a model of text alone")]
         _try_out(found, engine=engine)
     except RAISED as error:  # of transformers, which checks little of what it is given
         if key == "model.config":
             key, value = _guilty(model.config, tokenizer) or (key, value)
         return None, [problem(key, value, error, "loading it" if isinstance(error, OSError) else "")]
     return found, list(_adapter_mistakes(config, found))
+
+
+def _where(model: ModelConfig, model_config: Any) -> tuple[str, Any]:
+    """The key that chose the type of the model, and its value."""
+    if model.path is not None:
+        return "model.path", model.path
+    return "model.config.model_type", model_config.model_type
 
 
 def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]:

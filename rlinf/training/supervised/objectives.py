@@ -7,7 +7,7 @@ one as their `objective`; one of your own is a class like these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -148,7 +148,8 @@ class Scores:
 
 
 def _row(sample: Sample, columns: Mapping[str, np.ndarray]) -> Row:
-    return Row(sample.prompt.token_ids, sample.response_ids, loss_mask=sample.loss_mask, columns=columns)
+    """The row of a sample that nobody drew: all that it has but log-probs."""
+    return replace(Row.of(sample, columns=columns), old_logprobs=None)
 
 
 def _weights(sample: Sample) -> np.ndarray:

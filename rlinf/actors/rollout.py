@@ -117,6 +117,7 @@ class Rollout(Receiver, TailMigration):
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_length=said.length,
+            vocabulary=said.vocabulary,
             kv=kv,
             routes=routes is not False,
             directory=directory,

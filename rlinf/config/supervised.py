@@ -48,7 +48,7 @@ class SupervisedConfig:
     """Which tokens of conversations are learned: the assistant's turns, its last turn, or everything, prompts
     included."""
     max_tokens: int | None = number(None, low=1)
-    """Longest conversation, prompt included; null for no limit. What becomes of longer ones is `data.overlong`, which
-    cuts them at their end."""
+    """Longest conversation, prompt included; null for as many as the model has positions for. What becomes of longer
+    ones is `data.overlong`, which cuts them at their end."""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -94,9 +94,13 @@ class DataConfig:
     chat_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = number(None, low=1)
-    """Longest prompt; null for no limit."""
+    """Longest prompt; null for as long as the model, its engine and an answer behind it leave room for."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """What becomes of longer ones: left out and counted, cut at their beginning, or refused."""
+    unusable: Literal["drop", "error"] = "drop"
+    """What becomes of rows that do not fit once they are drawn: a chat that its template refuses, a picture that is
+    broken, a text without a token of this model. `drop` leaves them out, counts them and names the first; `error` ends
+    the run. Rows without a prompt or an answer are refused before it starts."""
     shuffle: bool = True
     """Draw the problems in an order made from (seed, pass); false keeps theirs."""
 

@@ -189,6 +189,8 @@ class Engine(ABC):
     """Tokens of KV cache that the answers in flight may come to, together; None for no bound."""
     max_length: int | None = None
     """Most tokens of a prompt and its answer; a longer request is refused. None for no bound."""
+    vocabulary: int | None = None
+    """The model has token ids below it; a request with others is refused. None: not known."""
     kv: tuple[Kv, ...] = ("reread",)
     """What it can do with keys and values when `load` brings weights in the middle of answers; its own choice first."""
     hands_over: bool = False
@@ -318,6 +320,12 @@ class Engine(ABC):
         engine = type(self).__name__
         if len(request.prompt_ids) == 0:
             raise ValueError(f"{name} has an empty prompt: there is nothing to continue")
+        least, largest = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
+        if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
+            raise ValueError(
+                f"{name} has the token id {largest if least >= 0 else least}, and the model of {engine} has ids from 0 "
+                f"to {'its last' if self.vocabulary is None else self.vocabulary - 1}: the tokenizer is another model's"
+            )
         if self.max_length is not None and (length := request.cache_tokens + 1) > self.max_length:
             raise ValueError(
                 f"{name} may come to {length} tokens, a prompt of {len(request.prompt_ids)} and an answer of up to "

@@ -52,6 +52,8 @@ class EngineSetup:
     """Tokens of KV cache that answers in flight may come to, together; None for no bound."""
     max_length: int | None = None
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
+    vocabulary: int | None = None
+    """The model has token ids below it; None: those of its tokenizer."""
     kv: Kv | None = None
     """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
     routes: bool = False

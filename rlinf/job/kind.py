@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
+from rlinf.data.datasets.prompt_stream import Counted, left_out
 from rlinf.data.step import AnyStep
 from rlinf.job.roles.running import Roles, save_roles
 from rlinf.metrics.alarm import Alarm
@@ -58,6 +59,8 @@ class RunKind(ABC, Generic[E]):
     """The flow takes what is in flight: what was drawn is kept there, until it is learned from."""
     own_roles: Collection[str] = ()
     """Names of the user's own roles."""
+    _left_out_kinds: frozenset[str] = frozenset()
+    """Metrics of rows that were left out of which a line was printed."""
 
     def alarm(self, warning: Alarm, step: int | None = None) -> None:
         """Tell people what they should know, now and on the live page.
@@ -68,6 +71,16 @@ class RunKind(ABC, Generic[E]):
         """
         self.report.line(warning)
         self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
+
+    def left_out(self, stream: Counted) -> dict[str, float]:
+        """How many rows of each kind a stream has left out or cut so far, as metrics of the step that ends. The first
+        of a kind is an alarm."""
+        counts = {"data/dropped": stream.dropped, "data/truncated": stream.truncated, "data/unusable": stream.unusable}
+        lines = left_out(stream)
+        for kind in lines.keys() - self._left_out_kinds:
+            self.alarm(Alarm(f"step {self.done + 1}", f"so far, {lines[kind]}"), self.done + 1)
+        self._left_out_kinds |= lines.keys()
+        return {name: float(count) for name, count in counts.items() if count}
 
     @property
     def evaluates_every(self) -> int:

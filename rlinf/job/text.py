@@ -19,7 +19,9 @@ from rlinf.algos.parts import Distillation
 from rlinf.config.loading import InputError
 from rlinf.config.text import RewardConfig, RunConfig
 from rlinf.data.datasets.benchmarks import benchmarks_of
-from rlinf.data.datasets.load import Data, PromptOptions, load_data
+from rlinf.data.datasets.load import Data, PromptOptions, Rooms, load_data
+from rlinf.data.datasets.prompt_maker import Room
+from rlinf.data.datasets.prompt_stream import left_out
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight, Ledger, Rules
 from rlinf.data.in_flight.choosing import teaches
@@ -41,7 +43,6 @@ from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import CRITIC, REFERENCE, Roles, only, spawn_roles
 from rlinf.metrics.alarm import (
-    Alarm,
     FailureAlarm,
     MismatchAlarm,
     NothingLearnedAlarm,
@@ -115,7 +116,6 @@ class TextLoop(TrainingLoop[Evaluation]):
         self._reward_is_default = reward_is_default(config, prepared.objects)
         self._rows: Sequence[Mapping[str, Any]] = ()
         """Some answers of the newest step."""
-        self._overlong_told = False
         self._judged = 0
         """Answers that the judge was given in the newest step."""
         self._unscored: Sequence[Mapping[str, Any]] = ()
@@ -261,12 +261,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         scored = await self._hear_judges(f"step {self.done + 1}")
         told = {"reward/failed": scored.failed} if scored.answers else {}
-        counts = {"data/dropped": self.data.train.dropped, "data/truncated": self.data.train.truncated}
-        told |= {name: float(count) for name, count in counts.items() if count}
-        if any(counts.values()) and not self._overlong_told:
-            self._overlong_told = True
-            for line in self._overlong():
-                self.alarm(Alarm(f"step {self.done + 1}", f"{line} so far"), self.done + 1)
+        told |= self.left_out(self.data.train)
         await self._account_for(self.done + 1)
         self._judged = scored.answers
         return await super().step_ended({**returned, **told})
@@ -285,13 +280,6 @@ class TextLoop(TrainingLoop[Evaluation]):
     async def save(self, position: Mapping[str, Any] | None = None) -> None:
         await asyncio.to_thread(self._account.sync)  # before the checkpoint that goes on from there
         await super().save(position)
-
-    def _overlong(self) -> Iterator[str]:
-        """What became of prompts that are too long."""
-        train, limit = self.data.train, self.config.data.max_prompt_tokens
-        for count, became in ((train.dropped, "left out"), (train.truncated, "cut at their beginning")):
-            if count:
-                yield f"{count:,} prompts longer than data.max_prompt_tokens={limit} were {became}"
 
     async def _hear_judges(self, where: str) -> Scored:
         """What became of the answers that were judged since this was last asked; it is told if it is news."""
@@ -315,7 +303,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     def remarks(self) -> Iterator[str]:
         if self._scoring.total.failed:
             yield str(self._scoring.total)
-        yield from self._overlong()
+        yield from left_out(self.data.train).values()
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         too_old = (self._too_old,) if self.ahead else ()
@@ -402,6 +390,36 @@ def read_from(config: RunConfig, objects: InMemory | None) -> dict[str, Any]:
     }
 
 
+def room_of(config: RunConfig, answer: int, key: str) -> Room:
+    """What the model and its engine take of a prompt.
+
+    Args:
+        config: of the run.
+        answer: tokens that the answer behind it may have; 0 for none.
+        key: of the configuration that says so.
+    """
+    model = limits(config.model.path or config.model.config)
+    served = None if config.rollout.engine == "transformers" else config.rollout.max_tokens
+    lengths = {"the model has positions for": model.length, "a server's cache, rollout.max_tokens, holds": served}
+    found = [(length, what) for what, length in lengths.items() if length is not None]
+    if not found:
+        return Room(ids=model.vocabulary)
+    length, what = min(found)
+    behind = f", and an answer may have {answer:,} of them by {key}" if answer else ""
+    return Room(length - answer, f"{what} {length:,}{behind}", model.vocabulary)
+
+
+def rooms_of(config: RunConfig, objects: InMemory | None) -> Rooms:
+    """What is left of the model's length for problems, behind which an answer as long as allowed must fit; an agent's
+    answers are as long as there is room for."""
+    if config.agent.function is not None or (objects is not None and objects.agent is not None):
+        one = room_of(config, 1, "its least length")
+        return Rooms(one, one)
+    own, evaluated = config.rollout.max_new_tokens, config.evaluation.max_new_tokens
+    train = room_of(config, own, "rollout.max_new_tokens")
+    return Rooms(train, train if evaluated is None else room_of(config, evaluated, "evaluation.max_new_tokens"))
+
+
 def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
     """What a configuration learns from and is evaluated on, in an order drawn from its seed.
 
@@ -417,6 +435,7 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
         return load_data(
             config.model.tokenizer or config.model.path,
             named=benchmarks_of(config.evaluation.named),
+            rooms=rooms_of(config, objects),
             **read_from(config, objects),
             **options,
         )

@@ -45,7 +45,8 @@ class JsonLines:
     """A file to which lines are added; each is flushed."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        # half a surrogate pair, which a reward's remark may have, becomes the escape by which JSON writes it
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write one line per row; NaN and infinity become null, because JSON has no word for them."""

@@ -163,6 +163,14 @@ async def test_longer_texts_than_an_engine_takes_are_refused(started):
         await answers(engine, [request(2, [1] * 5, Sampling(6))])
 
 
+@pytest.mark.parametrize("ids", [[1, -1], [1, 10**6]])
+async def test_ids_that_the_model_has_not_are_refused(started, ids):
+    engine = await started("transformers")
+    with pytest.raises(ValueError, match=rf"request 3 has the token id {ids[1]}"):
+        await engine.answer(request(3, ids, Sampling(3)))
+    right([request(0, [1], Sampling(3))], await answers(engine, [request(0, [1], Sampling(3))]))
+
+
 async def test_what_is_refused_for_its_length_is_told_what_to_change(started):
     engine = await started("transformers", max_length=10)
     assert engine.max_length == 10
@@ -363,6 +371,7 @@ async def test_who_leaves_takes_its_requests_along(kind, started):
 
 async def test_what_fails_names_its_requests_and_the_engine_goes_on(kind, started):
     engine = await started(kind)
+    engine.vocabulary = None  # so that it fails while it computes, and not when it is asked
     with pytest.raises(IndexError) as caught:
         await answers(engine, [request(5, [VOCABULARY + 9], Sampling(4)), request(6, [1], Sampling(4))])
     assert any("requests 5, 6" in note for note in caught.value.__notes__)
@@ -462,6 +471,7 @@ async def test_single_answers_are_aborted_with_their_tokens_and_paused_without_l
 
 async def test_what_fails_is_told_to_all_who_wait_for_it_and_the_engine_goes_on(kind, started):
     engine = await started(kind)
+    engine.vocabulary = None  # as above
     with pytest.raises(ValueError, match="request 3 has an empty prompt"):
         await engine.answer(REFUSED["empty prompt"])
     lost = asked_one_by_one(engine, [request(5, [VOCABULARY + 9], Sampling(4)), request(6, [1], Sampling(4))])

@@ -77,6 +77,12 @@ def test_a_model_that_the_engine_cannot_decode_is_refused_where_something_is_gen
     assert "model.config.model_type = bart: model_type=bart: the transformers engine cannot decode it" in refused(bart)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    told = refused("model.config={model_type: qwen2, hidden_size: 8, vocab_size: 5}")
+    assert "configuration: model.tokenizer" in told or "configuration: model.config" in told
+    assert "embedding of 5" in told
+
+
 def test_a_model_of_pictures_becomes_no_reward_model():
     model = load_config(ROOT / "configs/pictures/shapes.yaml").model
     config = load_config(ROOT / "configs/reward-model.yaml")
@@ -187,7 +193,7 @@ def test_data_is_opened_and_its_first_prompts_are_made(model, tmp_path):
         ("data.max_prompt_tokens=2", "max_prompt_tokens=2"),
         ("model.path=null model.tokenizer=README.md", "model.tokenizer = README.md"),
         ("reward.function=tests.own_parts.nothing", "reward.function"),
-        ("rollout.max_new_tokens=32760", "behind a prompt of 12; take less, or set data.max_prompt_tokens"),
+        ("rollout.max_new_tokens=32760", "rollout.max_new_tokens"),
     ],
 )  # fmt: skip
 def test_data_that_cannot_be_used_is_one_message(model, tmp_path, monkeypatch, keys, said):

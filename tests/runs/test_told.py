@@ -26,7 +26,7 @@ def test_columns_and_prompts_that_are_too_long_are_told_on_the_console_and_in_th
     assert dropped[-1] >= 3, "12 of 16 are drawn of which 4 are too long"
     first = next(step for step, count in enumerate(dropped, 1) if count)
     told = "prompts longer than data.max_prompt_tokens=25 were left out"
-    assert f"step {first}: {dropped[first - 1]} {told} so far" in lines
+    assert f"step {first}: so far, {dropped[first - 1]} {told}" in lines
     assert f"{dropped[-1]} {told}" in lines
     report = (run / "report.html").read_text()
     assert f'"label":"Prompts too long","value":"{dropped[-1]}"' in report

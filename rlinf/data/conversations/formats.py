@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlinf.config.reading import parse_json
 from rlinf.data.datasets.columns import lookup
-from rlinf.data.datasets.rows import DataError, Row
+from rlinf.data.datasets.rows import DataError, Row, unwritable
 
 Kind = Literal["sft", "pairs"]
 """What is made of a row: one conversation, or a chosen and a rejected one."""
@@ -139,10 +139,11 @@ class Format:
     def problem_in(self, row: Row) -> str | None:
         """What is wrong with a row, in words; None if nothing is."""
         try:
-            self.pair(row) if self.kind == "pairs" else self.dialogue(row)
+            dialogues = self.pair(row) if self.kind == "pairs" else (self.dialogue(row),)
         except DataError as error:
             return str(error)
-        return None
+        texts = (text for each in dialogues for text in (each.prompt, each.completion))
+        return next((wrong for text in texts if (wrong := unwritable(text)) is not None), None)
 
     def value(self, row: Row, ours: str) -> Any:
         """Of one of our columns; None if there is none."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from rlinf.data.conversations.formats import Dialogue, Format
 from rlinf.data.conversations.rendering import Rendered, Renderer
-from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong
-from rlinf.data.datasets.rows import DataError, Row
+from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong, Room, Unusable
+from rlinf.data.datasets.rows import DataError, Mismatch, Row, unwritable
 from rlinf.data.pictures.images import image_refs
 from rlinf.data.pictures.marks import pictured
 from rlinf.data.pictures.processor import Pictures
@@ -38,49 +38,73 @@ class GroupMaker:
     format: Format
     """The layout of the rows."""
     max_tokens: int | None = None
-    """Longest conversation; None for no limit."""
+    """Longest conversation; None for as long as there is room for."""
     overlong: Overlong = "drop"
     """What becomes of longer ones: left out and counted; cut at their end and counted; refused."""
+    unusable: Unusable = "error"
+    """What becomes of rows of which no group can be made."""
     scored: bool = False
     """Each conversation is scored as a whole: one token is added to it, and only that is learned, since a score is read
     from where it would be predicted."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
-    limit: ClassVar[str] = "supervised.max_tokens"
+    room: Room = Room()
+    """What the model takes of a conversation."""
     unit: ClassVar[str] = "row has nothing to learn, or"
+    units: ClassVar[str] = "rows with nothing to learn, or longer than"
+    cut_at: ClassVar[str] = "end"
+
+    @property
+    def limit(self) -> str:
+        """The longest conversation, as a person knows it."""
+        return self.room.limit(self.max_tokens, "supervised.max_tokens")[1]
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Group]:
         """Make groups; rows with nothing to learn are left out and counted, like those that are too long.
 
         Raises:
-            DataError: a row that is no conversation, or one that is too long and `overlong` is "error".
+            Mismatch: pictures, and a model of text alone; a chat, and a tokenizer without a chat template.
+            DataError: a row of which no group can be made, or one that is too long, where `unusable` or `overlong` is
+                "error".
         """
         made: list[Group] = []
         dropped, cut = 0, set()
+        unusable: dict[int, str] = {}
         for drawn in rows:
             try:
-                images = image_refs(self.format.value(drawn.row, "images"), "column images")
-                rendered = [self._expanded(each, images) for each in self._rendered(drawn.row, images)]
+                images, rendered = self._read(drawn.row)
             except DataError as error:
-                raise DataError(f"{drawn.where}: {error}") from error
+                if self.unusable == "error" or isinstance(error, Mismatch):
+                    raise type(error)(f"{drawn.where}: {error}") from error
+                unusable[drawn.id] = f"{drawn.where}: {error}"
+                continue
             longest = max(len(each.ids) for each in rendered)
-            if self.max_tokens is not None and longest > self.max_tokens:
+            most, limit = self.room.limit(self.max_tokens, "supervised.max_tokens")
+            if most is not None and longest > most:
                 if self.overlong == "error":
                     raise DataError(
-                        f"{drawn.where}: the conversation has {longest} tokens, more than {self.limit}="
-                        f"{self.max_tokens}; raise that, or set data.overlong to drop or truncate"
+                        f"{drawn.where}: the conversation has {longest} tokens, more than {limit}; change that, or set "
+                        "data.overlong to drop or truncate"
                     )
                 if self.overlong == "drop":
                     dropped += 1
                     continue
                 cut.add(drawn.id)
-                rendered = [_cut(each, self.max_tokens) for each in rendered]
+                rendered = [_cut(each, most) for each in rendered]
             if not all(each.weights.any() for each in rendered):
                 cut.discard(drawn.id)
                 dropped += 1
                 continue
             made.append(self._group(drawn, rendered, images))
-        return Batch(made, dropped, frozenset(cut))
+        return Batch(made, dropped, frozenset(cut), unusable)
+
+    def _read(self, row: Row) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
+        """The pictures of a row, and its conversations as the model reads them."""
+        images = image_refs(self.format.value(row, "images"), "column images")
+        rendered = [self._expanded(each, images) for each in self._rendered(row, images)]
+        if (wrong := next((why for each in rendered if (why := self.room.refusal(each.ids))), None)) is not None:
+            raise DataError(wrong)
+        return images, rendered
 
     def numbered(self, group: Group, number: int) -> Group:
         """The same group at another position of its stream."""
@@ -89,6 +113,9 @@ class GroupMaker:
 
     def _rendered(self, row: Row, images: Sequence[ImageRef]) -> list[Rendered]:
         dialogues = self.format.pair(row) if self.format.kind == "pairs" else [self.format.dialogue(row)]
+        for dialogue in dialogues:
+            if (wrong := unwritable(dialogue.prompt) or unwritable(dialogue.completion)) is not None:
+                raise DataError(wrong)
         return [self.renderer.render(self._shown(dialogue, len(images))) for dialogue in dialogues]
 
     def _shown(self, dialogue: Dialogue, images: int) -> Dialogue:
@@ -96,7 +123,7 @@ class GroupMaker:
         if not images:
             return dialogue
         if self.pictures is None:
-            raise DataError(
+            raise Mismatch(
                 f"the row has {images} pictures, and the model reads text alone: take one that reads pictures, or "
                 "leave them out by data.columns: {images: null}"
             )

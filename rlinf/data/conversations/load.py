@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.data.conversations.formats import Format, Kind
 from rlinf.data.conversations.group_maker import GroupMaker
 from rlinf.data.conversations.rendering import Learn, Renderer
-from rlinf.data.datasets.load import check_all, open_tokenizer, readable
-from rlinf.data.datasets.prompt_maker import Drawn, Overlong
+from rlinf.data.datasets.load import check_all, open_tokenizer, readable, unusable_of
+from rlinf.data.datasets.prompt_maker import Drawn, Overlong, Room, Unusable
 from rlinf.data.datasets.prompt_stream import PromptStream
 from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
@@ -50,9 +50,13 @@ class ConversationOptions:
     chat_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
     max_tokens: int | None = None
-    """Longest conversation; None for no limit."""
+    """Longest conversation; None for as long as there is room for."""
     overlong: Overlong = "drop"
     """What becomes of longer ones."""
+    unusable: Unusable = "drop"
+    """What becomes of rows of which nothing can be made."""
+    room: Room = Room()
+    """What the model takes of a conversation."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
 
@@ -182,7 +186,16 @@ def _maker(
         has_template=bool(tokenizer.chat_template),
     )
     renderer = Renderer(tokenizer, how.learn, how.chat_args)
-    return GroupMaker(renderer, layout, how.max_tokens, how.overlong, how.scored, how.pictures)
+    return GroupMaker(
+        renderer,
+        layout,
+        how.max_tokens,
+        how.overlong,
+        unusable=how.unusable,
+        scored=how.scored,
+        pictures=how.pictures,
+        room=how.room,
+    )
 
 
 def _held_out(
@@ -202,6 +215,9 @@ def _held_out(
     said = f"evaluation on {len(batch.prompts):,} of them"
     said += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
     said += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
+    said += unusable_of(batch)
+    if not batch.prompts:
+        raise DataError(f"{rows.name}: {said}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
     return batch.prompts, (note, said)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.conversations.formats import Dialogue, Message
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.rows import DataError, Mismatch
 
 Learn = Literal["assistant", "last", "all"]
 """Which tokens are learned: those of the assistant's turns; of its last turn; all, prompts included."""
@@ -68,7 +68,7 @@ class Renderer:
         """The completion with an end token is learned; without a prompt, the whole text."""
         end = self.tokenizer.eos_token
         if end is None:
-            raise DataError("the tokenizer has no end token (eos_token), so texts cannot be ended")
+            raise Mismatch("the tokenizer has no end token (eos_token), so texts cannot be ended")
         if not completion.endswith(str(end)):
             completion += str(end)
         if not prompt:
@@ -100,7 +100,7 @@ class Renderer:
         template = self.tokenizer.chat_template
         if not template:
             name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
-            raise DataError(
+            raise Mismatch(
                 f"this is a chat, and the tokenizer {name} has no chat template: set data.chat_template to one (the "
                 "Jinja text, or a file with it), or take a model that was trained on chats"
             )
@@ -148,7 +148,7 @@ class Renderer:
             if message["role"] == "assistant":
                 spans.append(self._span(messages, number, whole, given))
         if not self.tokenizer.is_fast:
-            raise DataError("the tokenizer is a slow one, which does not tell where its tokens begin: take a fast one")
+            raise Mismatch("the tokenizer is a slow one, which does not tell where its tokens begin: take a fast one")
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.asarray([start for start, _ in encoded["offset_mapping"]])
         turns = [np.flatnonzero((starts >= start) & (starts < end)) for start, end in spans]

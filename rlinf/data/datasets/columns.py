@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rlinf.data.datasets.multiple_choice import lettered
-from rlinf.data.datasets.rows import DataError, Row
+from rlinf.data.datasets.rows import DataError, Row, unwritable
 
 OURS = ("prompt", "answer", "response", "choices", "images")
 """What a mapping of columns may name. `choices` is a column of options, or the columns with one each, the right one
@@ -137,6 +137,8 @@ class Columns:
                 return f"no {ours}: column {name!r} is {'missing' if value is None else 'empty'}; there are {there}"
             if ours == "prompt" and (wrong := _no_prompt(value)):
                 return f"no prompt: column {name!r} {wrong}"
+            if (wrong := unwritable(value)) is not None:
+                return f"column {name!r}: {wrong}"
         return None
 
     def answer_in(self, row: Row) -> str:

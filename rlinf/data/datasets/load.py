@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.datasets.benchmarks import SCORED_BY, Benchmark
 from rlinf.data.datasets.columns import Columns
-from rlinf.data.datasets.prompt_maker import Drawn, Overlong, PromptMaker
+from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong, PromptMaker, Room, Unusable
 from rlinf.data.datasets.prompt_stream import PromptStream
 from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
@@ -50,9 +50,21 @@ class PromptOptions:
     chat_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; None for no limit."""
+    """Longest prompt; None for as long as there is room for."""
     overlong: Overlong = "drop"
     """What becomes of longer ones."""
+    unusable: Unusable = "drop"
+    """What becomes of rows of which no prompt can be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What a model and its engine take of a prompt, as answers of several lengths leave it."""
+
+    train: Room = Room()
+    """Behind a prompt that is learned from."""
+    evaluation: Room = Room()
+    """Behind one that is evaluated on."""
 
 
 class Layout(Protocol):
@@ -132,6 +144,7 @@ def load_data(
     problems: int = 500,
     named: Mapping[str, Benchmark] | None = None,
     pictures: Callable[[PreTrainedTokenizerBase], Pictures | None] | None = None,
+    rooms: Rooms | None = None,
     **options: Any,
 ) -> Data:
     """Open what a run reads.
@@ -149,13 +162,14 @@ def load_data(
         problems: how many to evaluate on at most, the same ones every time.
         named: benchmarks to evaluate on beside, by name.
         pictures: of the tokenizer, what reads pictures for the model; None if it reads text alone.
+        rooms: what model and engine take of a prompt; None: nobody knows.
         options: see `PromptOptions`; they hold for data of the user's own.
 
     Raises:
         DataError: something cannot be read or used; rows that are wrong are gathered.
         ValueError: unknown task.
     """
-    how = PromptOptions(**options)
+    how, rooms = PromptOptions(**options), rooms or Rooms()
     made = make_task(task, digits=digits, held_out=problems, seed=seed) if train is None else None
     encoder, source = open_tokenizer(tokenizer, made, how.chat_template)
     shown: Pictures | None = None if pictures is None else pictures(encoder)
@@ -164,15 +178,16 @@ def load_data(
         opened = _Opened(rows_of(made), task_maker(encoder), (), ())
     else:
         assert train is not None
-        opened = _open(train, split, encoder, how, shown)
+        opened = _open(train, split, encoder, how, _Model(shown, rooms.train))
     notes = opened.notes
     if evaluation is not None:
         columns = {**(evaluation_columns or {})}
-        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, shown, columns, problems)
+        model = _Model(shown, rooms.evaluation)
+        held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, model, columns, problems)
         notes += more
     asked: dict[str, list[Prompt]] = {}
     for name, benchmark in (named or {}).items():
-        asked[name], more = _asked(name, benchmark, encoder, shown)
+        asked[name], more = _asked(name, benchmark, encoder, _Model(shown))
         notes += more
     warm_up, steps = opened.streams(seed, shuffle)
     return Data(
@@ -186,6 +201,16 @@ def load_data(
         learn_prompt=made is not None,
         named=asked,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What of the model matters to its prompts."""
+
+    pictures: Pictures | None
+    """Reads pictures for it; None if it reads text alone."""
+    room: Room = Room()
+    """What it and its engine take of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +240,14 @@ class _Opened:
         return (other, other) if self.rows.once else (one, other)  # what comes only once cannot be handed out twice
 
 
-def _open(
-    source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, pictures: Pictures | None
-) -> _Opened:
+def _open(source: Source, split: str, tokenizer: PreTrainedTokenizerBase, how: PromptOptions, model: _Model) -> _Opened:
     rows = open_rows(source, split=split)
     if not isinstance(rows, Iterated):
-        return _prepared(rows, tokenizer, how, pictures)
+        return _prepared(rows, tokenizer, how, model)
 
     def maker(first: Sequence[Row]) -> PromptMaker:
         columns = Columns.find(first, how.columns, where=rows.name, template=how.template)
-        return _maker(tokenizer, columns, how, pictures)
+        return _maker(tokenizer, columns, how, model)
 
     return _Opened(rows, maker, (), (f"{rows.name}: rows come one after the other",))
 
@@ -233,7 +256,7 @@ def _prepared(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     how: PromptOptions,
-    pictures: Pictures | None,
+    model: _Model,
     own: Mapping[str, Any] | None = None,
 ) -> _Opened:
     """Find the columns of rows that are there, and check every one.
@@ -255,7 +278,7 @@ def _prepared(
     found = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
     note = f"{rows.name}: {len(rows):,} rows; {found}"
     names = sorted({name for row in first for name in row})
-    return _Opened(rows, _maker(tokenizer, columns, how, pictures), tuple(names), (note,))
+    return _Opened(rows, _maker(tokenizer, columns, how, model), tuple(names), (note,))
 
 
 def readable(rows: Rows) -> Iterator[Row]:
@@ -268,9 +291,7 @@ def readable(rows: Rows) -> Iterator[Row]:
         yield row
 
 
-def _maker(
-    tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions, pictures: Pictures | None
-) -> PromptMaker:
+def _maker(tokenizer: PreTrainedTokenizerBase, columns: Columns, how: PromptOptions, model: _Model) -> PromptMaker:
     return PromptMaker(
         tokenizer,
         columns,
@@ -280,7 +301,9 @@ def _maker(
         chat_args=how.chat_args,
         max_tokens=how.max_prompt_tokens,
         overlong=how.overlong,
-        pictures=pictures,
+        unusable=how.unusable,
+        pictures=model.pictures,
+        room=model.room,
     )
 
 
@@ -309,7 +332,7 @@ def _evaluated_on(
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     how: PromptOptions,
-    pictures: Pictures | None,
+    model: _Model,
     own: Mapping[str, Any],
     problems: int,
 ) -> tuple[list[Prompt], tuple[str, ...]]:
@@ -318,18 +341,30 @@ def _evaluated_on(
         if rows.is_async:
             raise DataError(f"evaluation: {rows.name} is an async iterable; give a list or a file")
         rows = ListRows(rows.name, list(islice(rows.open(), problems)))  # type: ignore[arg-type]
-    opened = _prepared(rows, tokenizer, how, pictures, own)
+    opened = _prepared(rows, tokenizer, how, model, own)
     chosen = sorted(permutation(len(rows), 0)[:problems].tolist())
     assert isinstance(opened.maker, PromptMaker)
     batch = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])
     note = f"evaluation on {len(batch.prompts):,} of them"
     note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
     note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
+    note += unusable_of(batch)
+    if not batch.prompts:
+        raise DataError(f"{rows.name}: {note}{f'; the limit is {opened.maker.limit}' if batch.dropped else ''}")
     return batch.prompts, (*opened.notes, note)
 
 
+def unusable_of(batch: Batch[Any]) -> str:
+    """Words on the rows that were left out since they cannot be used; empty if there are none."""
+    if not batch.unusable:
+        return ""
+    return (
+        f"; {len(batch.unusable):,} cannot be used and are left out, the first: {next(iter(batch.unusable.values()))}"
+    )
+
+
 def _asked(
-    name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+    name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, model: _Model
 ) -> tuple[list[Prompt], tuple[str, ...]]:
     """The problems of a benchmark, all of them, and lines about them."""
     try:
@@ -339,8 +374,9 @@ def _asked(
     if isinstance(rows, Iterated):
         raise DataError(f"evaluation.named.{name}: {rows.name} comes row by row; give a file or a hub name")
     chat = bool(tokenizer.chat_template) if benchmark.chat is None else benchmark.chat
-    how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system)
-    opened = _prepared(rows, tokenizer, how, pictures)
+    # a problem that is left out would change what is compared with the figures of others
+    how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system, unusable="error")
+    opened = _prepared(rows, tokenizer, how, model)
     assert isinstance(opened.maker, PromptMaker)
     made = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in range(len(rows))])
     notes = [f"{name}: {note}" for note in opened.notes]

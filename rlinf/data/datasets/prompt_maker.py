@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypeVar
 
 from rlinf.data.datasets.columns import Columns, fill, lookup
-from rlinf.data.datasets.rows import DataError, Row
+from rlinf.data.datasets.rows import DataError, Mismatch, Row, unwritable
 from rlinf.data.pictures.images import image_refs
 from rlinf.data.pictures.marks import pictured
 from rlinf.data.pictures.processor import Pictures
@@ -22,6 +22,41 @@ from rlinf.data.sample import Example, ImageRef, Prompt
 
 Overlong = Literal["drop", "truncate", "error"]
 """What becomes of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
+
+Unusable = Literal["drop", "error"]
+"""What becomes of a row that turns out not to fit when its prompt is made: left out and counted; refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a model and its engine take of a text."""
+
+    tokens: int | None = None
+    """The most; None for no limit."""
+    why: str = ""
+    """Where that comes from, in words behind `since`."""
+    ids: int | None = None
+    """The model has token ids below it; None: not known."""
+
+    def limit(self, most: int | None, key: str) -> tuple[int | None, str]:
+        """The lower of this and a limit of the user's, and how a person knows it.
+
+        Args:
+            most: the user's; None for none.
+            key: that has it.
+        """
+        if self.tokens is None or (most is not None and most <= self.tokens):
+            return most, f"{key}={most}"
+        return self.tokens, f"{self.tokens:,} tokens ({self.why})"
+
+    def refusal(self, ids: Sequence[int] | np.ndarray) -> str | None:
+        """Why the model cannot read these tokens; None if it can."""
+        if self.ids is None or not len(ids) or (largest := int(np.max(ids))) < self.ids:
+            return None
+        return (
+            f"the text has the token id {largest}, and the model's embedding ends at {self.ids - 1}: the tokenizer is "
+            "another model's, or has tokens that were added later"
+        )
 
 
 class Numbered(Protocol):
@@ -59,18 +94,23 @@ class Batch(Generic[Item]):
     """Rows left out since they were too long."""
     truncated: frozenset[int]
     """Ids of the prompts that were cut."""
+    unusable: Mapping[int, str] = field(default_factory=dict)
+    """Why rows were left out that no prompt can be made of, by their ids."""
 
 
 class Maker(Protocol[Item]):
     """Makes prompts, or groups, of rows."""
 
     @property
-    def max_tokens(self) -> int | None: ...
+    def limit(self) -> str:
+        """The longest that is made, as a person knows it: `data.max_prompt_tokens=512`."""
 
-    limit: ClassVar[str]
-    """Key of `max_tokens`, for errors."""
     unit: ClassVar[str]
     """What is made, for errors."""
+    units: ClassVar[str]
+    """Those that are left out as too long, up to the word before the limit."""
+    cut_at: ClassVar[str]
+    """Where longer ones are cut."""
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Item]: ...
 
@@ -94,13 +134,23 @@ class PromptMaker:
     chat_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as enable_thinking."""
     max_tokens: int | None = None
-    """Longest prompt; None for no limit."""
+    """Longest prompt; None for as long as there is room for."""
     overlong: Overlong = "drop"
     """What becomes of longer ones; those with pictures are left out rather than cut."""
+    unusable: Unusable = "error"
+    """What becomes of rows of which no prompt can be made."""
     pictures: Pictures | None = None
     """Reads pictures for the model; None if it reads text alone."""
-    limit: ClassVar[str] = "max_prompt_tokens"
+    room: Room = Room()
+    """What the model and its engine take of a prompt."""
     unit: ClassVar[str] = "prompt"
+    units: ClassVar[str] = "prompts longer than"
+    cut_at: ClassVar[str] = "beginning"
+
+    @property
+    def limit(self) -> str:
+        """The longest prompt, as a person knows it."""
+        return self.room.limit(self.max_tokens, "data.max_prompt_tokens")[1]
 
     def numbered(self, prompt: Prompt, number: int) -> Prompt:
         """The same prompt at another position of its stream."""
@@ -110,54 +160,86 @@ class PromptMaker:
         """Make prompts; all are encoded at once.
 
         Raises:
-            DataError: a row without a prompt, or with one that is too long and `overlong` is "error"; a chat, and a
-                tokenizer without a chat template.
+            Mismatch: pictures, and a model of text alone; a chat, and a tokenizer without a chat template.
+            DataError: a row of which no prompt can be made, or one that is too long, where `unusable` or `overlong` is
+                "error".
         """
-        shown = [self._images(drawn) for drawn in rows]
-        made = [self._text(drawn, len(images)) for drawn, images in zip(rows, shown, strict=True)]
-        ids = self._encode([text for text, _, _ in made], [messages is not None for _, messages, _ in made])
+        texts: list[tuple[Drawn, _Text]] = []
+        unusable: dict[int, str] = {}
+        for drawn in rows:
+            try:
+                texts.append((drawn, self._text(drawn)))
+            except DataError as error:
+                self._leave_out(drawn, error, unusable)
         prompts: list[Prompt] = []
         dropped = 0
         truncated = set()
-        for drawn, (text, messages, answer), images, tokens in zip(rows, made, shown, ids, strict=True):
-            if not tokens:
-                raise DataError(f"{drawn.where}: the prompt {text!r} has no token for this tokenizer")
-            if self.pictures is not None:
-                try:
-                    tokens = self.pictures.expand(tokens, images)
-                except DataError as error:
-                    raise DataError(f"{drawn.where}: {error}") from error
-            if self.max_tokens is not None and len(tokens) > self.max_tokens:
-                if self.overlong == "error":
-                    raise DataError(
-                        f"{drawn.where}: the prompt has {len(tokens)} tokens, more than max_prompt_tokens="
-                        f"{self.max_tokens}; raise that, or set overlong to drop or truncate"
-                    )
-                if self.overlong == "drop" or images:
-                    dropped += 1
-                    continue
+        for (drawn, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
+            try:
+                prompt, cut = self._prompt(drawn, text, tokens)
+            except DataError as error:
+                self._leave_out(drawn, error, unusable)
+                continue
+            if prompt is None:
+                dropped += 1
+                continue
+            prompts.append(prompt)
+            if cut:
                 truncated.add(drawn.id)
-                tokens = tokens[-self.max_tokens :]
-                text = str(self.tokenizer.decode(tokens))
-            rest = self.columns.rest_of(drawn.row)
-            if messages is not None:
-                rest.setdefault("messages", messages)
-            prompts.append(Prompt(drawn.id, np.asarray(tokens, dtype=np.int64), text, answer, rest, images))
-        return Batch(prompts, dropped, frozenset(truncated))
+        return Batch(prompts, dropped, frozenset(truncated), unusable)
+
+    def _leave_out(self, drawn: Drawn, error: DataError, unusable: dict[int, str]) -> None:
+        """Note why a row is left out; raise that where rows are to be refused, or none is to blame."""
+        if self.unusable == "error" or isinstance(error, Mismatch | _TooLong):
+            raise error
+        unusable[drawn.id] = str(error)
+
+    def _prompt(self, drawn: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
+        """The prompt of a row, None if it is too long, and whether it was cut."""
+        if isinstance(tokens, Exception):
+            reason = f"{type(tokens).__name__}: {tokens}"
+            raise DataError(f"{drawn.where}: the tokenizer cannot encode its text: {reason}") from tokens
+        if not tokens:
+            raise DataError(f"{drawn.where}: the prompt {text.text!r} has no token for this tokenizer")
+        if (wrong := self.room.refusal(tokens)) is not None:
+            raise DataError(f"{drawn.where}: {wrong}")
+        if self.pictures is not None:
+            try:
+                tokens = self.pictures.expand(tokens, text.images)
+            except DataError as error:
+                raise DataError(f"{drawn.where}: {error}") from error
+        said, cut = text.text, False
+        most, limit = self.room.limit(self.max_tokens, "data.max_prompt_tokens")
+        if most is not None and len(tokens) > most:
+            if self.overlong == "error":
+                raise _TooLong(
+                    f"{drawn.where}: the prompt has {len(tokens)} tokens, more than {limit}; change that, or set "
+                    "data.overlong to drop or truncate"
+                )
+            if self.overlong == "drop" or text.images:
+                return None, False
+            tokens, cut = tokens[-most:], True
+            said = str(self.tokenizer.decode(tokens))
+        rest = self.columns.rest_of(drawn.row)
+        if text.messages is not None:
+            rest.setdefault("messages", text.messages)
+        ids = np.asarray(tokens, dtype=np.int64)
+        return Prompt(drawn.id, ids, said, text.answer, rest, text.images), cut
 
     def _images(self, drawn: Drawn) -> tuple[ImageRef, ...]:
         """The pictures of a row."""
         column = self.columns.images
         images = () if column is None else image_refs(lookup(drawn.row, column), drawn.where)
         if images and self.pictures is None:
-            raise DataError(
+            raise Mismatch(
                 f"{drawn.where}: column {column!r} has {len(images)} pictures, and the model reads text alone: take "
                 "one that reads pictures, or leave them out by data.columns: {images: null}"
             )
         return images
 
-    def _text(self, drawn: Drawn, images: int) -> tuple[str, list[Any] | None, str]:
-        """What the model reads, with so many pictures; the chat it was made from, if it was; and the right answer."""
+    def _text(self, drawn: Drawn) -> _Text:
+        """What the model reads of a row."""
+        images = self._images(drawn)
         row, answer = drawn.row, self.columns.answer_in(drawn.row)
         choices = self.columns.choices_in(row, drawn.index, drawn.where)
         if choices is not None:
@@ -173,19 +255,21 @@ class PromptMaker:
             prompt = {} if self.columns.prompt is None else {"prompt": lookup(row, self.columns.prompt)}
             options = {} if choices is None else {"choices": choices[0]}
             said = fill(self.template, {**row, **prompt, **options}, drawn.where)
+        if (wrong := unwritable(said) or unwritable(answer)) is not None:
+            raise DataError(f"{drawn.where}: {wrong}")
         if images and self.pictures is not None:
-            said = pictured(said, images, self.pictures)
+            said = pictured(said, len(images), self.pictures)
         if isinstance(said, str) and not self.chat and self.system is None:
-            return said, None, answer
+            return _Text(said, None, answer, images)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(each) for each in said]
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
-        return self._chat(messages, drawn.where), messages, answer
+        return _Text(self._chat(messages, drawn.where), messages, answer, images)
 
     def _chat(self, messages: list[Any], where: str) -> str:
         if not self.tokenizer.chat_template:
             name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
-            raise DataError(
+            raise Mismatch(
                 f"{where} is to be put as a chat, and the tokenizer {name} has no chat template: set "
                 "data.chat_template to one (the Jinja text, or a file with it), take a model trained on chats, "
                 "or make plain text of the columns by data.template"
@@ -204,16 +288,28 @@ class PromptMaker:
             raise DataError(f"data.chat_template: {where} cannot be put into it: {told}") from error
         return str(text)
 
-    def _encode(self, texts: Sequence[str], chats: Sequence[bool]) -> list[list[int]]:
-        """Token ids; plain texts get the tokens that the tokenizer begins with, which chat templates write out."""
-        ids: list[list[int]] = [[] for _ in texts]
+    def _encode(self, texts: Sequence[_Text]) -> list[list[int] | Exception]:
+        """Token ids, or why a text has none; plain texts get the tokens that the tokenizer begins with, which chat
+        templates write out."""
+        ids: list[list[int] | Exception] = [[] for _ in texts]
         for chat in (False, True):
-            which = [index for index, is_chat in enumerate(chats) if is_chat == chat]
-            if which:
-                encoded = self.tokenizer([texts[index] for index in which], add_special_tokens=not chat)["input_ids"]
-                for index, tokens in zip(which, encoded, strict=True):
-                    ids[index] = tokens if chat else self._open_ended(tokens, texts[index])
+            which = [index for index, text in enumerate(texts) if (text.messages is not None) == chat]
+            encoded = self._encoded([texts[index].text for index in which], special=not chat)
+            for index, tokens in zip(which, encoded, strict=True):
+                plain = not chat and not isinstance(tokens, Exception)
+                ids[index] = self._open_ended(tokens, texts[index].text) if plain else tokens  # type: ignore[arg-type]
         return ids
+
+    def _encoded(self, texts: Sequence[str], *, special: bool) -> list[list[int] | Exception]:
+        """Token ids of texts, all at once; one by one where that fails, to know which text is to blame."""
+        if not texts:
+            return []
+        try:
+            return list(self.tokenizer(list(texts), add_special_tokens=special)["input_ids"])
+        except Exception as error:  # a tokenizer's own, of many types
+            if len(texts) == 1:
+                return [error]
+        return [ids for text in texts for ids in self._encoded([text], special=special)]
 
     def _open_ended(self, tokens: list[int], text: str) -> list[int]:
         """Without the end token that some tokenizers add: the model is to go on."""
@@ -254,6 +350,24 @@ class PromptMaker:
             column = self.columns.response or "response"
             raise DataError(f"the prompt {prompt.text[:60]!r} has no worked response: column {column!r} holds {text!r}")
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What the model reads of a row."""
+
+    text: str
+    """As it is encoded."""
+    messages: list[Any] | None
+    """The chat it was made from, if it was."""
+    answer: str
+    """The right one."""
+    images: tuple[ImageRef, ...]
+    """Its pictures."""
+
+
+class _TooLong(DataError):
+    """A prompt is too long, and those are to be refused."""
 
 
 def _with_choices(said: Any, options: str, where: str) -> str:

@@ -7,8 +7,8 @@ nothing at the start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, Generic
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol
 
 import numpy as np
 
@@ -20,6 +20,9 @@ _KEPT = 16_384
 """Prompts that are kept for later passes: some 50 MB. Small data sets, which come round often, are encoded once."""
 _KEPT_BYTES = 256 << 20
 """Bytes of pictures that are kept with them."""
+MOST_UNUSABLE = 100
+"""Rows one after the other of which no prompt can be made before a stream gives up: so many in a row are no accident,
+but a template or a column that fits none."""
 
 
 class PromptStream(Generic[Item]):
@@ -47,13 +50,17 @@ class PromptStream(Generic[Item]):
         """Rows that were left out since their prompts were too long."""
         self.truncated = 0
         """Prompts that were cut."""
+        self.unusable = 0
+        """Rows that were left out since no prompt can be made of them."""
+        self.remark = ""
+        """Why, of the first of them."""
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
         self._pass = -1
         self._order = np.empty(0, dtype=np.int64)
         self._fingerprint: str | None = None
-        self._made: dict[int, tuple[Item | None, bool]] = {}
+        self._made: dict[int, tuple[Item | None, bool, str]] = {}
         self._held = 0  # bytes of their pictures
 
     def take(self, count: int) -> list[Item]:
@@ -63,21 +70,25 @@ class PromptStream(Generic[Item]):
             DataError: a row cannot be used, or not one prompt is short enough.
         """
         prompts: list[Item] = []
-        fruitless = 0
+        fruitless: list[str] = []
+        """Why the rows since the last prompt were left out; empty of those that are too long."""
         while len(prompts) < count:
             drawn = [self._next() for _ in range(count - len(prompts))]
             self._make(drawn)
             for each in drawn:
-                prompt, cut = self._made[each.index]
+                prompt, cut, reason = self._made[each.index]
                 self.truncated += cut
-                if prompt is None:
-                    self.dropped += 1
-                    fruitless += 1
-                else:
-                    fruitless = 0
+                if prompt is not None:
+                    fruitless.clear()
                     prompts.append(self.maker.numbered(prompt, each.id))
-            if fruitless >= 2 * len(self._rows):  # first in one pass and last in the next is the widest gap there is
-                raise all_too_long(self._rows.name, self.maker)
+                    continue
+                fruitless.append(reason)
+                self.dropped += not reason
+                self.unusable += bool(reason)
+                self.remark = self.remark or reason
+            # first in one pass and last in the next is the widest gap there is
+            if len(fruitless) >= 2 * len(self._rows) or sum(map(bool, fruitless)) >= MOST_UNUSABLE:
+                raise nothing_usable(self._rows.name, self.maker, fruitless)
         return prompts
 
     async def draw(self, count: int) -> list[Item]:
@@ -92,6 +103,7 @@ class PromptStream(Generic[Item]):
             "position": self.position,
             "dropped": self.dropped,
             "truncated": self.truncated,
+            "unusable": self.unusable,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rows": len(self._rows),
@@ -117,18 +129,26 @@ class PromptStream(Generic[Item]):
                 "start a new run from the checkpoint's model"
             )
         self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
+        self.unusable = state.get("unusable", 0)  # checkpoints of before have none
 
     def _make(self, drawn: list[Drawn]) -> None:
         """Make prompts of the rows that are not at hand, and keep them for when they come round again."""
         if len(self._made) > _KEPT or self._held > _KEPT_BYTES:
             self._made.clear()
             self._held = 0
-        new = [each for each in drawn if each.index not in self._made]
+        first: dict[int, Drawn] = {}  # a row that comes several times at once is made once, too
+        for each in drawn:
+            if each.index not in self._made:
+                first.setdefault(each.index, each)
+        new = list(first.values())
         batch = self.maker.make(new)
         by_id = {prompt.id: prompt for prompt in batch.prompts}
         shown: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # given texts are groups of one's
         self._held += sum(len(image.content) for prompt in shown for image in getattr(prompt, "images", ()))
-        self._made.update((each.index, (by_id.get(each.id), each.id in batch.truncated)) for each in new)
+        self._made.update(
+            (each.index, (by_id.get(each.id), each.id in batch.truncated, batch.unusable.get(each.id, "")))
+            for each in new
+        )
 
     def _next(self) -> Drawn:
         which, at = divmod(self.position, len(self._rows))
@@ -142,9 +162,45 @@ class PromptStream(Generic[Item]):
         return drawn
 
 
-def all_too_long(name: str, maker: Maker[Any]) -> DataError:
-    """The error for a data set that has no prompt within the limit."""
+def nothing_usable(name: str, maker: Maker[Any], reasons: Sequence[str]) -> DataError:
+    """The error for data of which nothing is left.
+
+    Args:
+        name: of the data set.
+        maker: of its prompts.
+        reasons: why the rows were left out, in order; empty of those that are too long.
+    """
+    if first := next((reason for reason in reasons if reason), ""):
+        return DataError(f"{name}: {len(reasons):,} rows one after the other cannot be used; the first: {first}")
     return DataError(
-        f"{name}: every {maker.unit} is longer than {maker.limit}={maker.max_tokens}; raise that, or set overlong to "
-        "truncate"
+        f"{name}: every {maker.unit} is longer than {maker.limit}; change that, or set data.overlong to truncate"
     )
+
+
+class Counted(Protocol):
+    """A stream that leaves rows out."""
+
+    position: int
+    dropped: int
+    truncated: int
+    unusable: int
+    remark: str
+
+    @property
+    def maker(self) -> Maker[Any]: ...
+
+
+def left_out(stream: Counted) -> dict[str, str]:
+    """A line for each kind of row that a stream has not handed out as it was, by the metric that counts them."""
+    lines: dict[str, str] = {}
+    if not stream.position:  # nothing was drawn, so a stream may not know yet what makes its prompts
+        return lines
+    if stream.dropped:
+        lines["data/dropped"] = f"{stream.dropped:,} {stream.maker.units} {stream.maker.limit} were left out"
+    if stream.truncated:
+        cut = f"cut at their {stream.maker.cut_at}"
+        lines["data/truncated"] = f"{stream.truncated:,} {stream.maker.units} {stream.maker.limit} were {cut}"
+    if stream.unusable:
+        first = f"; the first: {stream.remark}" if stream.remark else ""
+        lines["data/unusable"] = f"{stream.unusable:,} unusable rows were left out (data.unusable){first}"
+    return lines

@@ -36,6 +36,11 @@ class DataError(ValueError):
     """Something is wrong with the data that a user gave; the text names file, row and remedy."""
 
 
+class Mismatch(DataError):
+    """The data and the model do not go together, whatever the row: no row is to blame, and leaving one out helps
+    nobody."""
+
+
 class Rows(Protocol):
     """Rows by number."""
 
@@ -287,6 +292,22 @@ def without_arrays(value: Any) -> Any:
         items = [without_arrays(item) for item in value]
         return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
     return value
+
+
+def unwritable(value: Any) -> str | None:
+    """Why a text, or one within lists and mappings, cannot be encoded: it has half of a character. None if it can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start]
+            return (
+                f"the text has {half!r} at character {error.start + 1}, half of a surrogate pair, as cut emoji leave: "
+                "no UTF-8 text can hold it; remove it, or write the character whole"
+            )
+        return None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((wrong for each in inner if (wrong := unwritable(each)) is not None), None)
 
 
 def fingerprint(rows: Rows) -> str:

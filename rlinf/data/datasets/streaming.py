@@ -15,7 +15,7 @@ from typing import Any, Generic
 import numpy as np
 
 from rlinf.data.datasets.prompt_maker import Drawn, Item, Maker
-from rlinf.data.datasets.prompt_stream import all_too_long
+from rlinf.data.datasets.prompt_stream import MOST_UNUSABLE, nothing_usable
 from rlinf.data.datasets.rows import DataError, Row, canonical, checked
 from rlinf.data.datasets.sources import Iterated
 
@@ -80,6 +80,10 @@ class IteratedStream(Generic[Item]):
         """Rows that were left out since their prompts were too long."""
         self.truncated = 0
         """Prompts that were cut."""
+        self.unusable = 0
+        """Rows that were left out since no prompt can be made of them."""
+        self.remark = ""
+        """Why, of the first of them."""
         self._rows = rows
         self._seed = seed
         self._size = buffer
@@ -87,7 +91,7 @@ class IteratedStream(Generic[Item]):
         self._drawn = 0  # rows of this pass that went out
         self._read = 0  # rows of this pass that came in
         self._saved: Mapping[str, Any] | None = None
-        self._fruitless = 0
+        self._fruitless: list[str] = []  # why the rows since the last prompt were left out
 
     @property
     def maker(self) -> Maker[Item]:
@@ -137,6 +141,7 @@ class IteratedStream(Generic[Item]):
             "position": self.position,
             "dropped": self.dropped,
             "truncated": self.truncated,
+            "unusable": self.unusable,
             "seed": self._seed,
             "buffer": self._size,
             "pass": self._pass,
@@ -157,6 +162,7 @@ class IteratedStream(Generic[Item]):
                 raise self._changed(f"{name} was {state[name]!r} and is {now!r}")
         self._saved = dict(state)
         self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
+        self.unusable = state.get("unusable", 0)  # checkpoints of before have none
 
     def _begin(self, which: int) -> None:
         """Begin a pass."""
@@ -219,9 +225,14 @@ class IteratedStream(Generic[Item]):
         prompts += batch.prompts
         self.dropped += batch.dropped
         self.truncated += len(batch.truncated)
-        self._fruitless = 0 if batch.prompts else self._fruitless + batch.dropped
-        if self._fruitless >= _MOST_FRUITLESS:
-            raise all_too_long(self._rows.name, self.maker)
+        self.unusable += len(batch.unusable)
+        self.remark = self.remark or next(iter(batch.unusable.values()), "")
+        if batch.prompts:
+            self._fruitless.clear()
+            return
+        self._fruitless += [*batch.unusable.values(), *[""] * batch.dropped]
+        if len(self._fruitless) >= _MOST_FRUITLESS or sum(map(bool, self._fruitless)) >= MOST_UNUSABLE:
+            raise nothing_usable(self._rows.name, self.maker, self._fruitless)
 
     def _to_replay(self) -> Mapping[str, Any] | None:
         """A saved state that was loaded and not reached yet; its pass is begun."""

@@ -60,6 +60,7 @@ class ServedEngine(Engine):
 
     def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
+        self.vocabulary = setup.vocabulary
         self.reads_text = setup.tokenizer is not None
         self.stats = StepStats()
         self._name, self._on_device = setup.name, setup.on_device

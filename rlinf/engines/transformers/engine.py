@@ -119,6 +119,7 @@ class TransformersEngine(Engine):
         self._compute = compute or InThreads()
         self._reread = reread
         self._forward = fastest(model.eval(), version, pictures)
+        self.vocabulary = self._forward.vocabulary
         self.routes = routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None

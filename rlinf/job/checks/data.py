@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-from rlinf.config.loading import ConfigError
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
+from rlinf.data.datasets.prompt_stream import left_out
 from rlinf.data.sample import Prompt
-from rlinf.job.checks.fits import too_long
 from rlinf.job.checks.naming import naming
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.of_text import check_reward
@@ -33,8 +32,7 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
         prepared: the same; there must not be a running event loop.
 
     Raises:
-        InputError: something cannot be opened or used, a reward takes a column that there is not, or the model has no
-            positions for prompts and answers.
+        InputError: something cannot be opened or used, or a reward takes a column that there is not.
     """
     if config.algorithm.name in SUPERVISED:
         return _look_at_conversations(config, prepared)
@@ -47,8 +45,6 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
             data.worked(prompts)
     with naming("reward", config.reward.function):
         check_reward(config, data, prepared.objects.reward)
-    if problems := list(too_long(config, prepared.model_config, [*prompts, *data.held_out])):
-        raise ConfigError(problems)
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
     shown = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
     evaluated = f"{len(data.held_out):,} problems" if data.held_out else "nothing"
@@ -60,6 +56,7 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
         *((f"no reward was chosen: {DEFAULT_REWARD}; {right_answers(rows)}",) if unasked else ()),
         *((ends,) if ends else ()),
         f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {shown!r}; evaluated on {evaluated}",
+        *(f"of the first {data.train.position:,} rows, {line}" for line in left_out(data.train).values()),
     ]
 
 
@@ -76,4 +73,5 @@ def _look_at_conversations(config: RunConfig, prepared: Prepared) -> list[str]:
         *data.notes,
         f"first texts: {lengths[0]} to {lengths[-1]} tokens, {learned / sum(lengths):.0%} of them learned; evaluated "
         f"on {evaluated}",
+        *(f"of the first {data.train.position:,} rows, {line}" for line in left_out(data.train).values()),
     ]

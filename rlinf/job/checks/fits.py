@@ -12,7 +12,6 @@ from typing import Any
 
 from rlinf.config.loading import Problem
 from rlinf.config.text import RunConfig
-from rlinf.data.sample import Prompt
 from rlinf.job.checks.by_kind import by_kind, checkpointing, device_kind
 from rlinf.job.checks.footprint import GB, Footprint, complaints, footprints, learners_fit, spread_of
 from rlinf.models.language.generation import context_length
@@ -170,26 +169,21 @@ def too_much(key: str, value: Any, needed: float, what: str, where: str = "each 
     return Problem("configuration", key, value, advice)
 
 
-def too_long(config: RunConfig, model_config: Any, prompts: Sequence[Prompt] = ()) -> Iterator[Problem]:
-    """Answers for which the model has no positions left.
+def too_long(config: RunConfig, model_config: Any) -> Iterator[Problem]:
+    """Answers for which the model has no positions left behind a prompt of one token.
 
     Args:
         config: of the run.
         model_config: of the model, from transformers.
-        prompts: some that it will read.
     """
     context = context_length(model_config)
-    if context is None:
-        return
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=1)
     for key, answer in (
         ("rollout.max_new_tokens", config.rollout.max_new_tokens),
         ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
     ):
-        if answer is not None and answer + longest > context:
-            behind = f" behind a prompt of {longest:,}" if prompts else ""
+        if context is not None and answer is not None and answer >= context:
             advice = (
                 f"the model has positions for {context:,} tokens, prompt and answer together: too few for an answer of "
-                f"{answer:,}{behind}; take less" + (", or set data.max_prompt_tokens" if prompts else "")
+                f"{answer:,}; take less"
             )
             yield Problem("configuration", key, answer, advice)

@@ -61,9 +61,10 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             found = pretrained(AutoConfig, model.path)
             if (damage := unreadable_weights(model.path)) is not None:
                 return None, [Problem("configuration", key, value, damage)]
+            key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
+            tokenizer = load_tokenizer(model.tokenizer or model.path)
             if found.model_type in FAMILIES:
-                key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
-                pictures_of(model.path, load_tokenizer(model.tokenizer or model.path))
+                pictures_of(model.path, tokenizer)
         else:
             if problems := list(_mistakes_in(model.config)):
                 return None, problems
@@ -72,6 +73,9 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             key, value = "model.config", model.config
             found = new_config(model.config, tokenizer)
             pictures_of(model.config, tokenizer)  # sees that they fit
+        if (reason := _too_many_tokens(found, tokenizer)) is not None:
+            return None, [Problem("configuration", key, value, reason)]
+        key, value = ("model.path", model.path) if model.path is not None else ("model.config", model.config)
         if engine and config.algorithm.name not in SUPERVISED and (reason := unsupported(found)) is not None:
             return None, [Problem("configuration", *_where(model, found), reason)]
         if config.algorithm.name == REWARD_MODEL and type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -83,6 +87,18 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             key, value = _guilty(model.config, tokenizer) or (key, value)
         return None, [problem(key, value, error, "loading it" if isinstance(error, OSError) else "")]
     return found, list(_adapter_mistakes(config, found))
+
+
+def _too_many_tokens(model_config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why a tokenizer is another model's; None if it may be this one's. Tokens that were added to one later, such as
+    for padding, may lie behind the model's: rows that have one are left out as they are drawn."""
+    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
+    if vocabulary is None or tokenizer.vocab_size <= vocabulary:
+        return None
+    return (
+        f"the tokenizer has {tokenizer.vocab_size:,} tokens and the model an embedding of {vocabulary:,}: it is "
+        "another model's; take the model's own"
+    )
 
 
 def _where(model: ModelConfig, model_config: Any) -> tuple[str, Any]:

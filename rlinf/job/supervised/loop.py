@@ -19,6 +19,7 @@ from rlinf.config.supervised import DPO, REWARD_MODEL, SFT
 from rlinf.config.text import RunConfig
 from rlinf.data.conversations.group_maker import REF
 from rlinf.data.conversations.load import ConversationOptions, Conversations, load_conversations
+from rlinf.data.datasets.prompt_stream import left_out
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.step import SupervisedStep
 from rlinf.flows.supervised.told import told
@@ -27,7 +28,7 @@ from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
 from rlinf.job.roles.running import Role, Roles, only, spawn_roles
 from rlinf.job.supervised.prepare import REFERENCE, TRAINER, objective_of
-from rlinf.job.text import read_from
+from rlinf.job.text import read_from, room_of
 from rlinf.metrics.alarm import NothingLearnedAlarm
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.placement.seats import Placed
@@ -106,21 +107,16 @@ class SupervisedLoop(TrainingLoop[Numbers]):
         return found
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
-        stream = self.data.train
-        left_out = {"data/dropped": float(stream.dropped), "data/truncated": float(stream.truncated)}
-        told = {name: count for name, count in left_out.items() if count}
-        return await super().step_ended({**with_perplexity(returned, self.config.algorithm.name), **told})
+        metrics = with_perplexity(returned, self.config.algorithm.name)
+        return await super().step_ended({**metrics, **self.left_out(self.data.train)})
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         if (warning := self._nothing_learned.heard(self.done, metrics)) is not None:
             self.alarm(warning)
         stream = self.data.train
-        if self.done == self.config.steps and (stream.dropped or stream.truncated):
-            limit = f"supervised.max_tokens={self.config.supervised.max_tokens}"
-            self.report.line(
-                f"of {stream.position:,} rows drawn, {stream.dropped:,} were left out (longer than {limit}, or nothing "
-                f"to learn) and {stream.truncated:,} were cut"
-            )
+        if self.done == self.config.steps:
+            for line in left_out(stream).values():
+                self.report.line(f"of {stream.position:,} rows drawn, {line}")
 
     def queue(self) -> dict[str, Any]:
         return {**super().queue(), **self.position()}
@@ -224,6 +220,8 @@ def conversations_of(config: RunConfig, objects: InMemory | None = None) -> Conv
         chat_args=data.chat_args,
         max_tokens=config.supervised.max_tokens,
         overlong=data.overlong,
+        unusable=data.unusable,
+        room=room_of(config, 0, ""),
     )
     try:
         return load_conversations(

@@ -58,6 +58,8 @@ class Limits:
     end_ids: frozenset[int] = frozenset()
     """Tokens that end an answer, by the model's configuration and by its generation_config.json: chat models list the
     end of a turn there, beside the end of a text that the tokenizer knows."""
+    vocabulary: int | None = None
+    """Token ids are below it; None: a new model's are those of its tokenizer."""
 
 
 def limits(source: ModelSource) -> Limits:
@@ -72,7 +74,8 @@ def limits(source: ModelSource) -> Limits:
     if not isinstance(source, str):
         if "model_type" not in source:
             return Limits()
-        return Limits(context_length(AutoConfig.for_model(**source)), _ids(source))
+        text = {**source, **source.get("text_config", {})}
+        return Limits(context_length(AutoConfig.for_model(**source)), _ids(source), text.get("vocab_size"))
     try:
         config = pretrained(AutoConfig, source)
     except (OSError, ValueError):
@@ -81,7 +84,9 @@ def limits(source: ModelSource) -> Limits:
         generation = GenerationConfig.from_pretrained(source).to_dict()
     except OSError:  # few models lack the file
         generation = {}
-    return Limits(context_length(config), _ids(config.get_text_config().to_dict()) | _ids(generation))
+    text = config.get_text_config()
+    ends = _ids(text.to_dict()) | _ids(generation)
+    return Limits(context_length(config), ends, getattr(text, "vocab_size", None))
 
 
 def _ids(settings: Mapping[str, Any]) -> frozenset[int]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rlinf.data.conversations.load import ConversationOptions, load_conversations
+from rlinf.data.datasets.prompt_maker import Room
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.tokenizer import character_tokenizer
 
@@ -35,6 +36,35 @@ def test_too_long_ones_are_refused_with_their_place():
         load(ROWS, max_tokens=6, overlong="error").train.take(3)
     with pytest.raises(DataError, match=r"every row has nothing to learn, or is longer than supervised.max_tokens=2"):
         load(ROWS, max_tokens=2).train.take(1)
+
+
+def test_the_positions_of_the_model_are_a_limit_too():
+    data = load(ROWS, room=Room(6, "positions"))
+    assert [len(group.samples[0].response_ids) for group in data.train.take(2)] == [2, 4]
+    data.train.take(1)
+    assert data.train.dropped == 1
+
+
+def test_rows_that_cannot_be_used_are_left_out_counted_and_told():
+    chats = [
+        [{"role": role, "content": text} for role, text in turns]
+        for turns in (
+            [("user", "a"), ("assistant", "b")],
+            [("nobody", "a"), ("assistant", "c")],
+            [("user", "a"), ("assistant", "d")],
+        )
+    ]
+    template = "{% for m in messages %}{{ {'user': 'e', 'assistant': 'f'}[m.role] + m.content }}{% endfor %}"
+    rows = [{"messages": chat} for chat in chats]
+    data = load(rows, chat_template=template + "{% if add_generation_prompt %}f{% endif %}")
+    groups = data.train.take(4)
+    assert [TOKENIZER.decode(group.samples[0].response_ids) for group in groups] == ["b", "d", "b", "d"]
+    assert data.train.unusable == 1 or data.train.unusable == 2
+    assert "row 2" in data.train.remark
+    with pytest.raises(DataError, match=r"row 2: .*template"):
+        load(rows, chat_template=template, unusable="error").train.take(3)
+    with pytest.raises(DataError, match=r"row 2: .*\\ud83d"):
+        load([ROWS[0], {"prompt": "a", "completion": "b\ud83d"}])  # at the start, since reading shows it
 
 
 def test_a_pair_shares_its_prompt_and_has_its_margin():

@@ -170,6 +170,29 @@ def test_long_prompts_of_an_evaluation_are_told(tokenizer):
     assert data.notes[-1] == "evaluation on 2 of them; 1 are too long and cut"
 
 
+def test_a_problem_that_is_no_text_is_refused_with_its_line_before_anything_starts(tokenizer, tmp_path):
+    lines = [
+        '{"prompt": "a", "answer": "1"}',
+        '{"prompt": "\\ud83d", "answer": "1"}',
+        '{"prompt": "a", "answer": "\\ud83d"}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"(?s)2 of 3 rows.*line 2: .*ud83d.*line 3: .*ud83d"):
+        load_data(tokenizer, train=str(tmp_path / "rows.jsonl"))
+
+
+def test_held_out_rows_that_cannot_be_used_are_told_and_one_must_be_left(tokenizer):
+    told, odd = [{"role": "user", "content": "a"}], [{"role": "user", "content": "a", "odd": True}]
+    template = "{% for m in messages %}{{ m.odd + '' if m.odd }}{{ m.content }}{% endfor %}"
+    rows = [{"prompt": told, "answer": "b"}, {"prompt": odd, "answer": "b"}]
+    data = load_data(tokenizer, train=rows[:1], evaluation=rows, chat_template=template)
+    assert len(data.held_out) == 1
+    assert "row 2" in data.notes[-1]
+    assert "left out" in data.notes[-1]
+    with pytest.raises(DataError, match="row 1"):
+        load_data(tokenizer, train=rows[:1], evaluation=rows[1:] * 2, chat_template=template)
+
+
 @pytest.mark.parametrize("source", [ROWS, lambda: iter(ROWS)])
 def test_all_of_it_goes_on_where_it_was(tokenizer, source):
     columns = {"prompt": "question"}

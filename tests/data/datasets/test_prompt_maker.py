@@ -3,8 +3,8 @@
 import pytest
 
 from rlinf.data.datasets.columns import Columns
-from rlinf.data.datasets.prompt_maker import Drawn, PromptMaker
-from rlinf.data.datasets.rows import DataError
+from rlinf.data.datasets.prompt_maker import Drawn, PromptMaker, Room
+from rlinf.data.datasets.rows import DataError, Mismatch
 from rlinf.data.tokenizer import character_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!<>|/+=-_()\n"
@@ -125,8 +125,66 @@ def test_long_prompts_are_cut_at_their_beginning(tokenizer):
 
 
 def test_long_prompts_are_refused(tokenizer):
-    with pytest.raises(DataError, match=r"data, row 2: the prompt has 6 tokens, more than max_prompt_tokens=3"):
+    with pytest.raises(DataError, match=r"data, row 2: the prompt has 6 tokens, more than data.max_prompt_tokens=3"):
         make(tokenizer, {"prompt": "abc"}, {"prompt": "abcdef"}, max_tokens=3, overlong="error")
+
+
+@pytest.mark.parametrize(
+    ("most", "told"),
+    [(None, r"the 4 tokens|4 tokens \(positions"), (9, r"4 tokens \(positions"), (3, r"data.max_prompt_tokens=3")],
+)
+def test_the_room_that_model_and_engine_leave_is_a_limit_too(tokenizer, most, told):
+    room = Room(4, "positions for 6, of which an answer may have 2")
+    batch = make(tokenizer, {"prompt": "abcde"}, {"prompt": "abc"}, max_tokens=most, room=room)
+    assert ([prompt.text for prompt in batch.prompts], batch.dropped) == (["abc"], 1)
+    with pytest.raises(DataError, match=rf"data, row 1: the prompt has 5 tokens, more than {told}"):
+        make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="error")
+    (cut,) = make(tokenizer, {"prompt": "abcde"}, max_tokens=most, room=room, overlong="truncate").prompts
+    assert cut.text == "abcde"[-min(most or 4, 4) :]
+
+
+MISFITS = {
+    "a surrogate": ({"prompt": "a\ud83d"}, r"\\ud83d.*character 2"),
+    "a surrogate in a chat": ({"prompt": [{"role": "user", "content": "a\ud83d"}]}, r"\\ud83d"),
+    "a surrogate in the answer": ({"prompt": "a", "answer": "\ud83d"}, r"\\ud83d"),
+    "a template that refuses": ({"prompt": [{"role": "user", "content": ["a"]}]}, "cannot be put"),
+    "an id that the model has not": ({"prompt": "a)"}, r"token id \d+.*embedding ends at 80"),
+    "no prompt": ({"prompt": None}, "no prompt"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_one_row_that_does_not_fit_is_left_out_by_its_place_and_the_others_stay(tokenizer, name):
+    row, told = MISFITS[name]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '' }}{% endfor %}"
+    given = [{"prompt": "a", "answer": "1"}, {"answer": "1", **row}, {"prompt": "b", "answer": "2"}]
+    more = {"columns": ANSWERED, "room": Room(ids=81)}
+    batch = make(tokenizer, *given, unusable="drop", **more)
+    assert [(prompt.id, prompt.text) for prompt in batch.prompts] == [(100, "a"), (102, "b")]
+    assert (batch.dropped, [*batch.unusable]) == (0, [101])
+    assert "data, row 2" in batch.unusable[101]
+    with pytest.raises(DataError, match=rf"(?s)data, row 2.*{told}"):
+        make(tokenizer, *given, **more)
+
+
+def test_a_text_that_the_tokenizer_itself_refuses_costs_its_own_row_alone(tokenizer, monkeypatch):
+    encode = type(tokenizer).__call__
+
+    def strict(self, texts, **more):
+        if any("x" in text for text in texts):
+            raise OverflowError("an x")
+        return encode(self, texts, **more)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", strict)
+    batch = make(tokenizer, {"prompt": "a"}, {"prompt": "x"}, {"prompt": "b"}, unusable="drop")
+    assert [prompt.text for prompt in batch.prompts] == ["a", "b"]
+    assert "row 2" in batch.unusable[101]
+    assert "an x" in batch.unusable[101]
+
+
+def test_what_is_wrong_with_every_row_costs_no_row(tokenizer):
+    with pytest.raises(Mismatch, match="row 1"):
+        make(tokenizer, {"prompt": [{"role": "user", "content": "hi"}]}, unusable="drop")
 
 
 @pytest.mark.parametrize("row", [{"answer": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": 5}])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlinf.data.datasets.columns import Columns
 from rlinf.data.datasets.prompt_maker import PromptMaker
-from rlinf.data.datasets.prompt_stream import PromptStream
+from rlinf.data.datasets.prompt_stream import PromptStream, left_out
 from rlinf.data.datasets.rows import DataError, ListRows
 from rlinf.data.tokenizer import character_tokenizer
 
@@ -21,7 +21,7 @@ def rows(count, long=()):
 
 def stream(count=20, long=(), *, given=None, **more):
     limit = {"max_tokens": 10, "overlong": more.pop("overlong", "drop")}
-    maker = PromptMaker(TOKENIZER, Columns("prompt", None, None, None), **limit)
+    maker = PromptMaker(TOKENIZER, Columns("prompt", None, None, None), unusable="drop", **limit)
     return PromptStream(ListRows("data", rows(count, long) if given is None else given), maker, **more)
 
 
@@ -75,8 +75,49 @@ def test_long_prompts_that_are_cut_are_counted():
 
 
 def test_a_data_set_of_long_prompts_alone_is_refused():
-    with pytest.raises(DataError, match="data: every prompt is longer than max_prompt_tokens=10"):
+    with pytest.raises(DataError, match=r"data: every prompt is longer than data.max_prompt_tokens=10"):
         stream(5, range(5)).take(3)
+
+
+BROKEN = {"prompt": "\ud800"}
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted_apart_and_a_saved_stream_goes_on_behind_them():
+    given = [BROKEN if index in (2, 5) else {"prompt": "x" * 20 * (index == 3) + str(index)} for index in range(8)]
+    source = stream(given=given, seed=4)
+    before = seen(source.take(3))
+    state = json.loads(json.dumps(source.state_dict()))
+    after = seen(source.take(20))
+    assert {text for _, text in before + after} == {"0", "1", "4", "6", "7"}
+    drawn = stream(given=rows(8), seed=4).take(source.position)
+    assert source.unusable == sum(prompt.text in "25" for prompt in drawn)
+    assert source.dropped == sum(prompt.text == "3" for prompt in drawn)
+    assert "data, row" in source.remark
+    assert "ud800" in source.remark
+    again = stream(given=given, seed=4)
+    again.load_state_dict(state)
+    assert seen(again.take(20)) == after
+    assert again.state_dict() == source.state_dict()
+    del state["unusable"]  # as checkpoints of before are
+    again.load_state_dict(state)
+
+
+def test_what_was_left_out_is_told_by_kind_with_the_limit_and_the_first_row():
+    source = stream(given=[{"prompt": "1"}, BROKEN, {"prompt": "x" * 11}], shuffle=False)
+    assert left_out(source) == {}
+    source.take(2)
+    told = left_out(source)
+    assert "data.max_prompt_tokens=10" in told["data/dropped"]
+    assert "data, row 2" in told["data/unusable"]
+    assert set(told) == {"data/dropped", "data/unusable"}
+
+
+@pytest.mark.parametrize("count", [1, 3, 1000])
+def test_rows_of_which_none_fits_are_refused_by_the_first(count):
+    source = stream(given=[BROKEN] * count, shuffle=False)
+    with pytest.raises(DataError, match=r"the first: data, row 1: .*ud800"):
+        source.take(4)
+    assert source.position <= 200, "soon: so many one after the other are no accident"
 
 
 def test_one_short_prompt_among_long_ones_is_enough():
@@ -116,8 +157,15 @@ def test_what_is_kept_changes_nothing(monkeypatch):
     assert found.dropped == expected.dropped > 10
 
 
+def test_a_row_that_is_drawn_several_times_at_once_is_encoded_once(monkeypatch):
+    made, encode = [], PromptMaker._encode
+    monkeypatch.setattr(PromptMaker, "_encode", lambda self, texts: (made.extend(texts), encode(self, texts))[1])
+    assert [prompt.id for prompt in stream(2).take(9)] == list(range(9))
+    assert len(made) == 2
+
+
 def test_rows_that_come_round_again_are_not_encoded_again(monkeypatch):
     source = stream(6)
     source.take(6)
-    monkeypatch.setattr(PromptMaker, "_encode", lambda self, texts, chats: [[] for _ in texts])
+    monkeypatch.setattr(PromptMaker, "_encode", lambda self, texts: [[] for _ in texts])
     assert len(source.take(12)) == 12

@@ -19,7 +19,7 @@ ROWS = [{"prompt": str(index)} for index in range(12)]
 
 def maker(first):
     columns = Columns.find(first, {}, where="data")
-    return PromptMaker(TOKENIZER, columns, max_tokens=10)
+    return PromptMaker(TOKENIZER, columns, max_tokens=10, unusable="drop")
 
 
 def generate():
@@ -155,3 +155,27 @@ def test_what_cannot_be_used_is_said(rows, text):
 def test_nothing_is_known_about_columns_before_the_first_row():
     with pytest.raises(DataError, match="no row was read yet"):
         _ = stream().maker
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_a_saved_stream_goes_on_behind_them():
+    given = [{"prompt": "\ud800"} if index in (2, 5) else {"prompt": str(index)} for index in range(8)]
+    source = stream(lambda: iter(given), buffer=3)
+    source.take(2)
+    state = json.loads(json.dumps(source.state_dict()))
+    after = seen(source.take(20))
+    assert {text for _, text in after} == {"0", "1", "3", "4", "6", "7"}
+    assert source.unusable >= 4
+    assert "row" in source.remark
+    again = stream(lambda: iter(given), buffer=3)
+    again.load_state_dict(state)
+    assert seen(again.take(20)) == after
+    assert again.state_dict() == source.state_dict()
+
+
+def test_rows_without_end_of_which_none_fits_are_refused():
+    def endless():
+        while True:
+            yield {"prompt": "\ud800"}
+
+    with pytest.raises(DataError, match=r"the first: .*row \d+: .*ud800"):
+        stream(endless).take(4)

@@ -138,6 +138,8 @@ def _spoilt(run: RunData) -> Iterator[Fact]:
     left_out, cut = (max(run.values(f"data/{name}"), default=0.0) for name in ("dropped", "truncated"))
     if left_out or cut:
         yield _fact("Prompts too long", f"{left_out:,.0f}", f"left out, and {cut:,.0f} cut at their beginning")
+    if unusable := max(run.values("data/unusable"), default=0.0):
+        yield _fact("Rows left out", f"{unusable:,.0f}", "that cannot be used; the first is among the alarms")
 
 
 def _spent(run: RunData) -> Iterator[Fact]:

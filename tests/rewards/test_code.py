@@ -4,16 +4,18 @@ import asyncio
 import base64
 import json
 import pickle
+import re
 import zlib
 
 import pytest
 
+from benchmarks import code_judge
 from rlinf.rewards.base import Reward
 from rlinf.rewards.code import rows
 from rlinf.rewards.code.compare import same_output, same_value
-from rlinf.rewards.code.far_side import decode, encode
 from rlinf.rewards.code.judge import code, extracted
 from rlinf.rewards.code.rows import Assertions, Call, Script
+from rlinf.rewards.code.values import decode, encode
 from rlinf.rewards.scorer import Scorer, uncounted
 from rlinf.sandbox import server
 from rlinf.sandbox.limits import SandboxError
@@ -166,6 +168,140 @@ CHEATS = {
 }
 
 
+ALWAYS_RIGHT = """class add:
+    def __init__(self, *_): pass
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = lambda *_: True
+    __ne__ = lambda *_: False
+    __sub__ = __rsub__ = __add__ = __mul__ = __neg__ = lambda self, *_: self
+    __abs__ = __float__ = __int__ = __round__ = lambda *_: 0
+    __len__ = lambda self: 1
+    __iter__ = lambda self: iter([0])
+    __hash__ = lambda self: 0
+class Add(add): pass
+"""
+NEAR = ["assert abs(add(1, 2) - 3) < 1e-6", "assert -1e-6 < add(1, 2) - 3 < 1e-6", "assert add(1, 2) == 3",
+        "assert not add(1, 2) != 3", "assert 3 == add(1, 2)", "assert 2 < add(1, 2) < 4", "assert 3 in [add(1, 2)]",
+        "assert [add(1, 2)] == [3] and {1: add(1, 2)} == {1: 3}", "import math\nassert math.isclose(add(1, 2), 3)",
+        "assert round(add(1, 2) - 3, 2) == 0", "assert float(add(1, 2) - 3) == 0.0", "assert add(1, 2) in (3, 4)",
+        "assert not (add(1, 2) - 3)", "assert add(1, 2) == 3.0 and isinstance(add(1, 2), int)",
+        "import numpy as np\nassert np.allclose(add(1, 2), [3, 3])",
+        "import numpy as np\nassert (add(1, 2) == np.array([3])).all()",
+        "from solution import Add\nassert Add(1, 2) == 3", "assert abs(Add(1, 2) - 3) < 1e-6",
+        "assert Add(1, 2) - 3 < 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [ALWAYS_RIGHT, ALWAYS_RIGHT.replace("class add:", "class add(dict):"),
+                                     ALWAYS_RIGHT + "made = add\ndef add(*_): return made()"])  # fmt: skip
+def test_what_an_object_says_of_itself_counts_for_nothing_beside_a_value_of_the_tests(loop, program):
+    assert scored(loop, ADD + "\nAdd = add", {"test_list": NEAR[:-2]}, award="share").value >= 14 / 17
+    found = scored(loop, program, {"test_list": NEAR}, award="share", seconds_in_all=20.0)
+    assert found.value == 0.0
+
+
+def test_what_is_expected_never_reaches_the_answer(loop):
+    program = """
+seen = []
+class Spy:
+    def __getattr__(self, name): raise AttributeError(name)
+for name in "eq ne lt gt sub rsub add radd mul rmul contains getitem abs round float call".split():
+    setattr(Spy, f"__{name}__", lambda self, *a: (seen.extend(a), Spy())[1])
+def spy(*_): return Spy()
+def look(): return [each for each in seen if type(each) is int and each > 2]
+"""
+    lines = [f"try:\n    {each}\nexcept Exception:\n    pass\nassert look() == []" for each in (
+        "spy(1) == 77", "77 == spy(1)", "abs(spy(1) - 77) < 1", "77 - spy(1)", "spy(1) < 77", "77 in [spy(1)]",
+        "spy(1) in (76, 77)", "spy(1) * 77", "[spy(1)] == [77]", "round(spy(1), 2) == 77")]  # fmt: skip
+    assert scored(loop, program, {"test_list": lines}, award="share").value == 1.0
+
+
+ENDINGS = ["import unittest\nraise unittest.SkipTest('x')", "from unittest.case import _ShouldStop\nraise _ShouldStop",
+           "import sys\nsys.exit(0)", "raise StopIteration", "raise GeneratorExit", "raise KeyboardInterrupt",
+           "import asyncio\nraise asyncio.CancelledError", "import pytest\npytest.skip('x')", "raise AssertionError",
+           "raise BaseException", "import os\nos.fork()\nreturn 0"]  # fmt: skip
+HARNESSES = {
+    "pytest": "import pytest\nfrom solution import add\n@pytest.mark.parametrize('x', [1])\n"
+    "def test_it(x):\n    assert add(x, 2) == 3\nasync def test_later():\n    assert add(1, 2) == 3\n",
+    "unittest": "import unittest\nfrom solution import add\nclass Sums(unittest.TestCase):\n    def test_it(self):\n"
+    "        with self.subTest(x=1):\n            self.assertEqual(add(1, 2), 3)\n",
+    "by map": "from solution import add\ndef test_it():\n    assert all(map(lambda x: add(x, 2) == x + 2, [1, 2]))\n",
+}
+
+
+@pytest.mark.parametrize("form", HARNESSES)
+def test_no_exception_ends_a_test_as_passed(loop, form):
+    row = {"test": HARNESSES[form]}
+    assert scored(loop, ADD, row).value == 1.0
+    for ending in ENDINGS:
+        program = "def add(a, b):\n" + "\n".join(f"    {line}" for line in ending.split("\n"))
+        assert scored(loop, program, row, award="share").value == 0.0, ending
+
+
+FORGED = """
+import json, os
+def add(*_):
+    text = json.dumps({message}).encode()
+    os.write(3, len(text).to_bytes(8, "big") + text)
+    return 0
+"""
+MESSAGES = [["passed"], ["value", ["y", 1], [], ""], ["value", ["T", "builtins", "eval"], [], ""],
+            ["value", ["T", "unittest.mock", "_ANY"], [], ""], ["value", 0, [[0, [3]], [99, []]], ""],
+            ["do", 0, "input", ["l", "x"], ["d"]],
+            ["get", 1, "__globals__", ["l"], ["d"]], ["call", 1, "", ["l"], ["d"]],
+            ["set", 1, "__code__", ["l", 0], ["d"]], ["raised", ["E", [0, "builtins", "print"], ["t"], "", 1], [], ""],
+            ["value", ["n", "O", [1], ["l", 3]], [], ""], ["do", 1, "eq", ["l", 1], ["d"]], [], 3, None]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_forged_message_is_worth_nothing(loop, message):
+    row = {"test_list": ["assert add(lambda: 3, [2]) == 3", "assert add(1, 2) == 3"]}
+    found = scored(loop, FORGED.replace("{message}", repr(message)), row, award="share", seconds_per_test=0.7)
+    assert found.value == 0.0
+
+
+def test_an_answer_reaches_of_the_tests_what_it_was_handed_and_no_more(loop):
+    program = """
+def tries(*things):
+    found = []
+    for thing in things:
+        for name in ("__globals__", "__class__", "__dict__", "__self__", "gi_frame", "__code__", "f_globals", "func"):
+            try:
+                if "_handed" in repr(getattr(thing, name)) or name == "gi_frame": found.append(name)
+            except Exception: pass
+    return [each for each in found if each not in ("__dict__", "__code__")]
+"""
+    test = ("class Own:\n    hidden = 77\n    def act(self): return 1\nimport io\n"
+            "assert tries(lambda: 1, Own().act, (v for v in [1]), io.StringIO('x')) == []")  # fmt: skip
+    assert scored(loop, program, {"test_list": [test]}).value == 1.0
+
+
+@pytest.mark.parametrize("form", code_judge.FORMS)
+def test_the_judge_judges_as_python_does(loop, form):
+    """A sample of `benchmarks/code_judge.py`: every template once, and a mutant that Python says is wrong."""
+    for case in code_judge.made(form, len(code_judge.FORMS[form])):
+        assert scored(loop, case.program, case.row).value == 1.0, case
+        wrong = re.sub(
+            r"\breturn (?=\S)|\bprint\(", lambda found: found[0] + ("" if "(" in found[0] else "0, "), case.program
+        )
+        wrong = wrong if wrong != case.program else "pass"
+        assert scored(loop, wrong, case.row).value == 0.0, (wrong, case)
+
+
+def test_a_row_whose_setup_fails_by_the_answer_is_that_answers(loop):
+    row = {"test_list": ["assert made.n == 1"], "test_setup_code": "made = Made()"}
+    assert scored(loop, "class Made:\n    n = 1", row).value == 1.0
+    assert scored(loop, "class Made:\n    def __init__(self): raise ImportError", row).value == 0.0
+    assert scored(loop, "pass", row).value == 0.0
+    with pytest.raises(ValueError, match="No module named 'not_there'"):
+        scored(loop, "class Made: pass", {**row, "test_setup_code": "made = Made()\nimport not_there"})
+
+
+def test_integers_of_any_length_are_read_and_compared(loop):
+    digits = "9" * 5000
+    row = {"input_output": f'{{"fn_name": "f", "inputs": [[{digits}]], "outputs": [{digits}]}}'}
+    assert scored(loop, "def f(x): return x", row, most_tests=1).value == 1.0
+    assert scored(loop, "def f(x): return x + 1", row).value == 0.0
+
+
 @pytest.mark.parametrize("form", ["APPS", "APPS, a function", "MBPP", "HumanEval"])
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_have_no_reward(loop, cheat, form):
@@ -244,6 +380,10 @@ def test_wrong_arguments_are_found_before_the_run(args, told):
         ("```python\nnever closed", None),
         ("```bash\nls\n```", None),
         ("  ", None),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
+        ("```\ndef f(): pass\n```\ngives\n```\nTrue\n```", "def f(): pass\n"),
+        ("```\nx = 1\nprint(x)\n```\nor\n```\nprint(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
+        ("```\nf(\n```", "f(\n"),
     ],
 )
 def test_the_last_block_is_the_program(response, program):

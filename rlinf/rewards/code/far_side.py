@@ -1,22 +1,34 @@
 """What runs in the sandbox besides the answer: one of two programs, which talk to the judge over a channel.
 
-`candidate` holds the answer's code and calls its functions when asked to. `tests` runs assertions; whatever name they
-use that is neither Python's nor theirs is the answer's, and stands for a call that the judge carries to the candidate.
-So the answer never shares a process, a file or an object with what it is compared with: it sees arguments, and sends
-values back as plain data. Objects that are no plain data stay where they are, and are called there.
+`candidate` holds the answer's code and does with it what it is asked to. `tests` runs assertions; whatever name they
+use that is neither Python's nor theirs is the answer's, and stands for what the judge carries to the candidate. So the
+answer never shares a process, a file or an object with what it is compared with: it sees arguments, and sends values
+back. Values of Python and its library are copied, and what a call changed in its arguments is changed in the originals.
+Objects of the answer's own classes stay where they are, and so do functions and objects of the tests: on the other
+side, something stands for them that asks.
 
-This file is run as a program and imports the standard library alone; the judge imports `encode` and `decode`.
+What an object of the answer says of itself counts between objects of the answer alone. Compared with a value of the
+tests it is equal only if it is one of Python's types underneath, by the content of that; nothing else that is expected
+is ever shown to it.
+
+This file is run as a program and imports the standard library, and of ours only what is sent along (`SOURCES`).
 """
 
 from __future__ import annotations
 
 import builtins
-import json
-import os
+import functools
+import importlib
+import inspect
+import io
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from rlinf.rewards.code.peer import DEEDS, Link, Peer, awaited
+from rlinf.rewards.code.runner import pytest_module, run_test
+from rlinf.rewards.code.values import BASES, SHARED_NAMES
 
 PREAMBLE = """
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string
@@ -31,242 +43,449 @@ from typing import *
 """What published harnesses import before an answer's code, since prompts with signatures leave it out."""
 _RECURSION = 50_000
 """Depth of recursion that an answer may use, as in LiveCodeBench's harness."""
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
-_TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
-_LENGTH = 8
-
-
-def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
-    """A value as JSON: scalars as they are, all else as a list with a tag.
-
-    Args:
-        value: of exactly the built-in types; a subclass could compare as it likes.
-        keep: takes what is no plain data, and returns a number for it.
-
-    Raises:
-        TypeError: there is such a thing, and no `keep`.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind in _TAGS:
-        return [_TAGS[kind], *(encode(item, keep) for item in value)]
-    if kind is dict or (isinstance(value, dict) and kind.__module__ == "collections"):
-        return ["d", *([encode(key, keep), encode(item, keep)] for key, item in value.items())]
-    if kind in (bytes, bytearray):
-        return ["b", value.hex()]
-    if kind is complex:
-        return ["c", value.real, value.imag]
-    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        return encode(value.tolist(), keep)
-    if kind is Remote and value._number:
-        return ["r", value._number, ""]
-    if keep is None:
-        raise TypeError(f"a {kind.__name__} cannot be sent")
-    return ["r", keep(value), kind.__name__]
-
-
-def decode(data: Any, remote: Callable[[int], Any] | None = None) -> Any:
-    """The value that `encode` was given.
-
-    Args:
-        data: read from JSON.
-        remote: returns what stands for a thing that was kept.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(data, list):
-        return data
-    tag, *items = data or [None]
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(item, remote) for item in items)
-    if tag == "d":
-        return {decode(key, remote): decode(item, remote) for key, item in items}
-    if tag == "b":
-        return bytes.fromhex(items[0])
-    if tag == "c":
-        return complex(items[0], items[1])
-    if tag == "r" and remote is not None:
-        return remote(int(items[0]))
-    raise ValueError(f"{tag!r} is no value")
-
-
-class Link:
-    """Messages to and from the judge, as JSON, each after its length."""
-
-    def __init__(self, descriptor: int = 3):
-        self._descriptor = descriptor
-
-    def send(self, message: list[Any]) -> None:
-        """Send a message."""
-        text = json.dumps(message).encode()
-        data = len(text).to_bytes(_LENGTH, "big") + text
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
-    def receive(self) -> Any:
-        """The next message; ends this program when there is none."""
-        return json.loads(self._exactly(int.from_bytes(self._exactly(_LENGTH), "big")))
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            more = os.read(self._descriptor, size - len(data))
-            if not more:
-                os._exit(0)
-            data += more
-        return data
+_PRINTED = 1 << 18
+"""Characters that an answer prints during a call which tests can look at."""
 
 
 # The answer ----------------------------------------------------------------------------------------------------------
 
 
+class _Print(io.StringIO):
+    """Keeps the first characters that are printed."""
+
+    def write(self, text: str) -> int:
+        super().write(text[: max(0, _PRINTED - self.tell())])
+        return len(text)
+
+
+class Answer(Peer):
+    """The side of an answer's code: does whatever it is asked to."""
+
+    def __init__(self, link: Link, scope: dict[str, Any]):
+        super().__init__(link)
+        self._scope = scope
+
+    def perform(self, verb: str, number: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Do what a request asks for."""
+        if number == 0:
+            thing = self._global(name)
+            name = "" if verb == "call" else name
+        else:
+            thing = self.mine(number)
+        if verb == "name":
+            return thing
+        if verb == "call":
+            return (getattr(thing, name) if name else thing)(*args, **kwargs)
+        if verb == "get":
+            return getattr(thing, name)
+        if verb == "set":
+            return setattr(thing, name, args[0])
+        if verb == "do":
+            return DEEDS[name](thing, *args)
+        if verb == "has":
+            return hasattr(type(thing), name)
+        raise ValueError(f"{verb!r} is nothing that can be asked for")
+
+    def _global(self, name: str) -> Any:
+        if name not in self._scope and "Solution" in self._scope:  # as LeetCode has it
+            return getattr(self._scope["Solution"](), name)
+        if name not in self._scope:
+            raise NameError(f"name {name!r} is not defined")
+        return self._scope[name]
+
+    def printed(self) -> str:
+        """What the answer's code printed."""
+        text, sys.stdout = sys.stdout.getvalue() if isinstance(sys.stdout, _Print) else "", _Print()
+        return text
+
+    def number_of(self, value: Any) -> int | None:
+        """The number of what the tests handed over."""
+        return (
+            getattr(value, "__dict__", {}).get("_handed") if isinstance(value, _Handed | types.FunctionType) else None
+        )
+
+    def name_of(self, value: Any) -> tuple[str, str] | None:
+        """Python's own types alone: the tests take no other class or function from here."""
+        name = getattr(value, "__name__", None) if isinstance(value, type) else None
+        return ("builtins", name) if name and SHARED_NAMES.get(name) is value else None
+
+    def named(self, module: str, name: str) -> Any:
+        """A function or class of the library that tests handed over."""
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module)) if name else (
+            importlib.import_module(module))  # fmt: skip
+
+    def facts(self, value: Any) -> dict[str, Any]:
+        """Its class, if it is one of the answer's; the type underneath; whether it is awaited, or iterated once."""
+        kind = type(value)
+        facts: dict[str, Any] = {}
+        if kind.__module__ not in sys.stdlib_module_names:
+            facts["class"] = self.keep(kind)
+        facts["base"] = next((base.__name__ for base in BASES if isinstance(value, base)), "")
+        facts["awaited"] = inspect.iscoroutine(value)
+        facts["once"] = hasattr(kind, "__next__")
+        return facts
+
+    def standing(self, number: int, facts: dict[str, Any]) -> Any:
+        """What stands for something that the tests handed over."""
+        if "function" not in facts:
+            return _Handed(self, number)
+
+        def handed(*args: Any, **kwargs: Any) -> Any:
+            return self.ask("call", number, "", args, kwargs)
+
+        async def handed_async(*args: Any, **kwargs: Any) -> Any:
+            return self.ask("do", self.number_of(handed(*args, **kwargs)) or 0, "await")
+
+        made = handed_async if facts["async"] else handed
+        made.__name__ = made.__qualname__ = facts["function"]
+        made.__doc__ = facts["doc"]
+        made.__dict__["_handed"] = number
+        return made
+
+
+def _deed(name: str) -> Callable[..., Any]:
+    """A method that asks the other side."""
+
+    def method(self: Any, *args: Any) -> Any:
+        return self.__dict__["_peer"].ask("do", self.__dict__["_handed"], name, args)
+
+    return method
+
+
+class _Handed:
+    """An object of a class that the tests define, handed over to the answer."""
+
+    def __init__(self, peer: Peer, number: int):
+        self.__dict__.update(_peer=peer, _handed=number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__["_peer"].ask("get", self.__dict__["_handed"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_peer"].ask("set", self.__dict__["_handed"], name, [value])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it where it is."""
+        return self.__dict__["_peer"].ask("call", self.__dict__["_handed"], "", args, kwargs)
+
+    __len__, __iter__, __next__, __getitem__ = map(_deed, ("len", "iter", "next", "getitem"))
+    __lt__, __eq__, __hash__, __str__, __bool__ = map(_deed, ("lt", "eq", "hash", "str", "bool"))
+
+
 def candidate(link: Link) -> None:
-    """Run an answer's code, then call what it defines."""
+    """Run an answer's code, then do with what it defines as the judge asks."""
     sys.setrecursionlimit(_RECURSION)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    scope, kept = module.__dict__, [None]
-
-    def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
-
+    scope = module.__dict__
+    peer = Answer(link, scope)
+    builtins.input = lambda prompt="": peer.ask("do", 0, "input", [prompt])
+    sys.stdout = _Print()
     try:
         exec(PREAMBLE, scope)
         exec(compile(link.receive(), "solution.py", "exec"), scope)
     except BaseException as error:
-        link.send(["raised", type(error).__name__, str(error)[:500]])
+        link.send(["raised", f"{type(error).__name__}: {error}"[:500]])
         return
     link.send(["value", None])
+    peer.printed()
     while True:
-        what, number, name, *rest = link.receive()
-        try:
-            found = _found(scope, name) if number == 0 else kept[number] if not name else getattr(kept[number], name)
-            if what == "call":
-                args, kwargs = (decode(each, kept.__getitem__) for each in rest)
-                found = found(*args, **kwargs)
-            message = ["value", encode(found, keep)]
-        except BaseException as error:
-            message = ["raised", type(error).__name__, str(error)[:500]]
-        link.send(message)
-
-
-def _found(scope: dict[str, Any], name: str) -> Any:
-    if name not in scope and "Solution" in scope:  # as LeetCode has it
-        return getattr(scope["Solution"](), name)
-    if name not in scope:
-        raise NameError(f"name {name!r} is not defined")
-    return scope[name]
+        peer.answer(link.receive())
 
 
 # The tests -----------------------------------------------------------------------------------------------------------
 
 
 class Remote:
-    """Something of the answer: a name that it defines, or an object that it returned. Equal to nothing but itself."""
+    """Something of the answer: a name that it defines, or an object that it returned.
 
-    def __init__(self, link: Link, number: int, name: str = ""):
-        self._link, self._number, self._name = link, number, name
+    Args:
+        peer: the answer's side.
+        number, name: of the thing; a name alone is looked up when it is used.
+        facts: see `Answer.facts`.
+    """
+
+    _mixed = False
+    """It came of an operator between a thing of the answer and a value of the tests."""
+
+    def __init__(self, peer: Asserted, number: int, name: str = "", facts: dict[str, Any] | None = None):
+        self.__dict__.update(_peer=peer, _number=number, _name=name, _facts=facts or {})
+
+    def _do(self, deed: str, *args: Any) -> Any:
+        here = self.__dict__
+        return here["_peer"].ask("do", here["_number"], deed if here["_number"] else here["_name"], args)
+
+    def _bare(self) -> Any:
+        """What it is without its class, or itself."""
+        return self._do("plain") if self._facts.get("base") else self
+
+    def _binary(self, deed: str, other: Any, swapped: bool = False) -> Any:
+        """An operator: between things of the answer theirs, else that of the type underneath.
+
+        An object of a class that the tests name may be combined with values of the tests, if that gives an object
+        again: a number that it gave could be made to fit what it was combined with.
+        """
+        if isinstance(other, Remote) and type(other) is Remote:
+            first, second = (other, self) if swapped else (self, other)
+            return first._do(deed, second)
+        if self._facts.get("base"):
+            return DEEDS[deed](*((other, self._bare()) if swapped else (self._bare(), other)))
+        if deed in _ORDER or not self._peer.names(self._facts.get("class")):
+            return NotImplemented
+        method = f"__r{deed.strip('_')}__" if swapped else f"__{deed.strip('_')}__"
+        if not self._peer.ask("has", self._number, method):
+            return NotImplemented
+        value = self._peer.ask("call", self._number, method, [other])
+        if type(value) is not Remote or value._facts.get("base"):
+            return NotImplemented
+        value.__dict__["_mixed"] = value is not self or deed not in _IN_PLACE
+        return value
+
+    def _unary(self, deed: str, *args: Any) -> Any:
+        if self._mixed:
+            raise TypeError(f"{deed} of what came of a value of the tests")
+        return DEEDS[deed](self._bare(), *args) if self._facts.get("base") else self._do(deed, *args)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return SHARED_NAMES.get(self.__dict__["_facts"].get("base", ""), Remote)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it where it is."""
-        return self._ask("call", self._name, encode(args), encode(kwargs))
-
-    def __bool__(self) -> bool:
-        return True
+        return self._peer.ask("call", self._number, self._name, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute: its value, or what stands for it."""
-        if name.startswith("__"):
+        if name.startswith("__") and name not in _ASKED:
             raise AttributeError(name)
-        return self._kept()._ask("get", name)
+        return self._peer.ask("get", self._known(), name)
 
-    def __len__(self) -> int:
-        """Its length, as it says."""
-        try:
-            return int(self._method("__len__"))
-        except AttributeError as error:
-            raise TypeError(str(error)) from None  # which `list` takes as having no length
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("set", self._known(), name, [value])
 
-    def __getitem__(self, key: Any) -> Any:
-        """An item, as it says."""
-        return self._method("__getitem__", key)
+    def _known(self) -> int:
+        """Its number; that of a name is asked for."""
+        if self._number:
+            return int(self._number)
+        thing = self._peer.ask("name", 0, self._name)
+        return thing._number if type(thing) is Remote else thing._far
 
-    def __str__(self) -> str:
-        """Its text, as it says."""
-        return str(self._method("__str__"))
+    def __eq__(self, other: object) -> bool:
+        found = other is self or self._binary("eq", other)
+        return found is True
+
+    def __ne__(self, other: object) -> bool:
+        if type(other) is Remote and other is not self:
+            return self._binary("ne", other) is not False
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._bare()) if self._facts.get("base") else int(self._do("hash"))
+
+    def __bool__(self) -> bool:
+        return True if not self._number else bool(self._unary("bool"))
+
+    def __contains__(self, item: Any) -> bool:
+        if self._facts.get("base"):
+            return item in self._bare()
+        own = self._peer.names(self._facts.get("class")) and self._peer.ask("has", self._number, "__contains__")
+        return bool(self._do("contains", item)) if own else any(each is item or each == item for each in self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Its items, as it says."""
-        items = self._method("__iter__")
-        while True:
-            try:
-                yield items._method("__next__")
-            except StopIteration:
-                return
+        if self._facts.get("once"):
+            return self
+        found = iter(self._bare()) if self._facts.get("base") else self._do("iter")
+        return found if hasattr(type(found), "__next__") else iter(found)
 
-    def _method(self, name: str, *args: Any) -> Any:
-        return self._kept()._ask("call", name, encode(args), encode({}))
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and self._peer.ask("do", value._number, "isinstance", [self]) is True
 
-    def _kept(self) -> Any:
-        """This as an object that has a number."""
-        return self if self._number else self._ask("get", self._name)
+    def __subclasscheck__(self, value: Any) -> bool:
+        return type(value) is Remote and self._peer.ask("do", value._known(), "issubclass", [self]) is True
 
-    def _ask(self, what: str, *message: Any) -> Any:
-        self._link.send([what, self._number, *message])
-        status, *rest = self._link.receive()
-        if status == "value":
-            return decode(rest[0], lambda number: Remote(self._link, number))
-        kind = getattr(builtins, str(rest[0]), None)
-        known = isinstance(kind, type) and issubclass(kind, Exception)
-        raise kind(rest[1]) if known and kind is not None else RuntimeError(f"{rest[0]}: {rest[1]}")
+    def __await__(self) -> Iterator[Any]:
+        return _coroutine(self).__await__()
+
+    async def __anext__(self) -> Any:
+        return self._do("anext")
+
+    async def __aenter__(self) -> Any:
+        return self._do("aenter")
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return self._do("aexit", *error[:2], None)
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._do("exit", *error[:2], None)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise TypeError(f"a test derives from {self._name or 'a class'} of the answer, which cannot be judged")
+
+
+_ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
+_IN_PLACE = ("iadd", "isub", "imul", "ior")
+_ASKED = ("__name__", "__qualname__", "__wrapped__", "__annotations__", "__defaults__", "__members__", "__post_init__")
+"""Attributes with such names that no protocol of Python looks for."""
+
+
+def _unary(deed: str) -> Callable[..., Any]:
+    return lambda self, *args: self._unary(deed, *args)
+
+
+def _binary(deed: str, swapped: bool = False) -> Callable[..., Any]:
+    return lambda self, other: self._binary(deed, other, swapped)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift",
+              "rshift", "divmod"):  # fmt: skip
+    setattr(Remote, f"__{_name.strip('_')}__", _binary(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", _binary(_name, True))
+for _name in (*_IN_PLACE, "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _binary(_name))
+for _name in ("len", "next", "getitem", "setitem", "delitem", "str", "repr", "format", "neg", "pos", "abs", "invert",
+              "int", "float", "complex", "index", "round", "reversed", "enter", "aiter", "dir"):  # fmt: skip
+    setattr(Remote, f"__{_name}__", _unary(_name))
+
+
+async def _coroutine(remote: Remote) -> Any:
+    return remote._do("await")
+
+
+class Asserted(Peer):
+    """The side of the tests: what was handed over can be called, and objects of the tests' classes looked into."""
+
+    def __init__(self, link: Link):
+        super().__init__(link)
+        self._classes: set[int] = set()
+
+    def names(self, kind: int | None) -> bool:
+        """Whether the tests name a class of the answer, as a class."""
+        return kind in self._classes
+
+    def look_up(self, name: str) -> Any:
+        """What the answer has by a name."""
+        found = self.ask("name", 0, name)
+        if type(found) is Remote:
+            found.__dict__["_name"] = ""
+            if name[:1].isupper():
+                self._classes.add(found._number)
+        return found
+
+    def perform(self, verb: str, number: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Do what the answer's code asks for."""
+        if (verb, number, name) == ("do", 0, "input"):
+            return input(*args)
+        thing = self.mine(number)
+        own = type(thing).__module__ == "tests"
+        if verb == "call" and not name and callable(thing):
+            return thing(*args, **kwargs)
+        if verb == "do" and name == "await" and inspect.isawaitable(thing):
+            return awaited(thing)
+        if verb == "do" and (own or (name in ("iter", "next") and isinstance(thing, Iterator))) and name in _LOOKS:
+            return DEEDS[name](thing, *args)
+        if own and verb in ("get", "set") and not name.startswith("__"):
+            return getattr(thing, name) if verb == "get" else setattr(thing, name, args[0])
+        raise TypeError(f"a {type(thing).__name__} of the tests does not give {name or verb}")
+
+    def number_of(self, value: Any) -> int | None:
+        """The number of what is the answer's."""
+        return value._known() if type(value) is Remote else None
+
+    def name_of(self, value: Any) -> tuple[str, str] | None:
+        """Functions, classes and modules of the library."""
+        if isinstance(value, types.ModuleType):
+            return (value.__name__, "") if value.__name__ in sys.stdlib_module_names else None
+        owner = getattr(value, "__objclass__", None)
+        kind = owner if owner is not None else value
+        module, name = getattr(kind, "__module__", None), getattr(value, "__qualname__", "")
+        if not isinstance(module, str) or module not in sys.stdlib_module_names or not isinstance(name, str):
+            return None
+        try:
+            there = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return None
+        return (module, name) if there is value else None
+
+    def named(self, module: str, name: str) -> Any:
+        """One of Python's own types."""
+        return SHARED_NAMES[name]
+
+    def facts(self, value: Any) -> dict[str, Any]:
+        """How it is called, if it is a function."""
+        if isinstance(value, _OBJECTS) or not callable(value) or type(value).__module__ == "tests":
+            return {}
+        name, doc = getattr(value, "__name__", "function"), getattr(value, "__doc__", None)
+        texts = (name if isinstance(name, str) else "function", doc if isinstance(doc, str) else None)
+        return {"function": texts[0], "doc": texts[1], "async": inspect.iscoroutinefunction(value)}
+
+    def standing(self, number: int, facts: dict[str, Any]) -> Any:
+        """What stands for something of the answer."""
+        remote = Remote(self, number, "", facts)
+        return _coroutine(remote) if facts.get("awaited") else remote
+
+
+_LOOKS = ("len", "iter", "next", "getitem", "lt", "eq", "hash", "str", "bool")
+_OBJECTS = (Iterator, io.IOBase)
 
 
 class _Scope(dict[str, Any]):
     """Names of tests: those that are not known are the answer's."""
 
-    def __init__(self, link: Link):
-        super().__init__(__name__="tests")
-        self._link = link
+    def __init__(self, peer: Asserted):
+        super().__init__(__name__="tests", __run_test__=functools.partial(run_test, self))
+        self._peer = peer
+        self.entry = ""
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
-        return Remote(self._link, 0, name)
+        return _of_answer(self._peer, self.entry if name == "candidate" and self.entry else name)
 
 
 class _Solution(types.ModuleType):
     """The answer as a module, for tests that import it."""
 
-    def __init__(self, link: Link):
+    def __init__(self, peer: Asserted):
         super().__init__("solution")
-        self.__dict__["_link"] = link
+        self.__dict__["_peer"] = peer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Remote(self.__dict__["_link"], 0, name)
+        return _of_answer(self.__dict__["_peer"], name)
+
+
+def _of_answer(peer: Asserted, name: str) -> Any:
+    """What the answer has by a name; for one that it has not, what fails when it is used."""
+    try:
+        return peer.look_up(name)
+    except NameError:
+        return Remote(peer, 0, name)
 
 
 def tests(link: Link) -> None:
     """Run assertions one after the other, and tell of each."""
     order = link.receive()
-    scope = _Scope(link)
-    sys.modules["solution"] = _Solution(link)
+    peer = Asserted(link)
+    scope = _Scope(peer)
+    sys.modules["tests"] = module = types.ModuleType("tests")
+    sys.modules["solution"] = _Solution(peer)
+    sys.modules["pytest"] = pytest_module()
     try:
         exec(order["context"], scope)
     except Exception:
         pass  # a prompt that is no program: what it defines is the answer's, then
-    if order["entry"]:
-        scope.pop(order["entry"], None)
-        scope["candidate"] = Remote(link, 0, order["entry"])
+    scope.pop(order["entry"], None)
+    scope.entry = order["entry"]
     try:
         exec(compile(order["setup"], "tests.py", "exec"), scope)
     except BaseException as error:
-        link.send(["broken", f"{type(error).__name__}: {error}"])
-        return
+        if not peer.asked or (isinstance(error, ImportError | SyntaxError) and error is not peer.raised):
+            link.send(["broken", f"{type(error).__name__}: {error}"])
+            return
+        order["pieces"] = ["raise AssertionError"] * len(order["pieces"])  # it was the answer that failed
+    module.__dict__.update(scope)
     for piece in order["pieces"]:
         try:
             exec(compile(piece, "test.py", "exec"), scope)

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import json
+import marshal
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -23,19 +24,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlinf.rewards.base import trusted
-from rlinf.rewards.code import far_side
+from rlinf.rewards.code import far_side, peer, runner, values
 from rlinf.rewards.code.compare import same_output, same_value
 from rlinf.rewards.code.rows import COLUMNS, Assertions, Call, Script, Tests, tests_of, tests_of_items
 from rlinf.rewards.score import Score
 from rlinf.rewards.scorer import uncounted
 from rlinf.sandbox.limits import Limits
-from rlinf.sandbox.running import Channel, ChannelError
+from rlinf.sandbox.running import Channel, ChannelError, Program
 from rlinf.sandbox.sandbox import Sandbox, shared
 from rlinf.sandbox.server import isolation
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-_PYTHON = ("", "python", "python3", "py")
-_FAR_SIDE = Path(far_side.__file__).read_text(encoding="utf-8")
+_PYTHON = ("python", "python3", "py")
+_STATEMENT = re.compile(
+    r"^[ \t]*(?:(?:async )?(?:def|class)\b|(?:import|from)\s+\w|(?:for|while|if|with)\b.*:|print\(|\w[\w., ]*=[^=])",
+    re.MULTILINE,
+)
+"""What a program has, and what it prints mostly has not."""
+_SENT = (values, peer, runner)
+"""Modules of ours that `far_side` imports, in their order."""
+_FAR_SIDE = """
+import marshal, sys, types
+with open("far_side", "rb") as file:
+    *modules, main = marshal.load(file)
+for name, code in modules:
+    sys.modules[name] = types.ModuleType(name)
+    exec(code, sys.modules[name].__dict__)
+exec(main)
+"""
+"""The program that the sandbox runs: modules that were compiled by this interpreter, which is the sandbox's, too."""
 _LARGE = 1 << 20
 """Characters of tests that take longer to read than an event loop may be kept waiting, some 10 ms."""
 _START = 2.0
@@ -57,8 +74,8 @@ async def code(
 ) -> Score:
     """1 if the program in the response passes all tests of its row, else 0; or the share that it passes.
 
-    The program is the last fenced block, or all of a response that has none. `reward.timeout` does not count for it:
-    a program that never ends is wrong, while an answer that takes the judge too long counts as not drawn.
+    The program is the last fenced block in Python, or all of a response that has no fence. `reward.timeout` does not
+    count for it: a program that never ends is wrong, while an answer that takes the judge too long counts as not drawn.
 
     Args:
         response: what the model wrote.
@@ -120,12 +137,16 @@ code.__ready__ = _ready  # type: ignore[attr-defined]
 def extracted(response: str) -> str | None:
     """The program of a response: its last fenced block in Python, or all of it if there is no fence; None if neither.
 
+    A block without a language counts where none is said to be Python, and one that looks like a program before what may
+    be its output.
     What a model thinks aloud, up to `</think>`, is left out.
     """
     said = response.rpartition("</think>")[2]
-    blocks = [text for language, text in _FENCED.findall(said) if language.lower() in _PYTHON]
-    if blocks:
-        return str(blocks[-1])
+    blocks = [(language.lower(), text) for language, text in _FENCED.findall(said)]
+    named = [text for language, text in blocks if language in _PYTHON]
+    plain = [text for language, text in blocks if not language]
+    if found := named or [text for text in plain if _STATEMENT.search(text)] or plain:
+        return str(found[-1])
     return said if said.strip() and "```" not in said else None
 
 
@@ -142,7 +163,7 @@ def _longest(tests: Tests, most: int | None) -> Tests:
     """At most so many cases, those with the longest input, in their order; assertions all."""
     if most is None or isinstance(tests, Assertions) or len(tests) <= most:
         return tests
-    sizes = [len(case.stdin) if isinstance(case, Script) else len(str(case.args)) for case in tests]
+    sizes = [len(case.stdin) if isinstance(case, Script) else len(repr(values.encode(case.args))) for case in tests]
     kept = sorted(sorted(range(len(tests)), key=lambda index: -sizes[index])[:most])
     return tuple(tests[index] for index in kept)  # type: ignore[return-value]
 
@@ -202,7 +223,7 @@ class _Run:
             async with self._timed(), self._candidate(program) as candidate:
                 if candidate is None:
                     return passed
-                async with self._sandbox.program(_FAR_SIDE, args=["tests"], limits=self._whole(), channel=True) as own:
+                async with self._program("tests") as own:
                     order = {"setup": tests.setup, "pieces": tests.pieces[done:], "entry": tests.entry}
                     await own.channel.send(json.dumps({**order, "context": tests.context}).encode())
                     while done < len(tests.pieces):
@@ -223,10 +244,14 @@ class _Run:
         except (TimeoutError, ChannelError):
             return None
 
+    def _program(self, side: str) -> contextlib.AbstractAsyncContextManager[Program]:
+        """One of the two programs of `far_side.py`."""
+        return self._sandbox.program(_FAR_SIDE, args=[side], files=_files(), limits=self._whole(), channel=True)
+
     @contextlib.asynccontextmanager
     async def _candidate(self, program: str) -> AsyncIterator[Channel | None]:
         """The answer's code, ready for calls; None if it cannot be run."""
-        async with self._sandbox.program(_FAR_SIDE, args=["candidate"], limits=self._whole(), channel=True) as running:
+        async with self._program("candidate") as running:
             ready = False
             with contextlib.suppress(TimeoutError, ChannelError):
                 async with asyncio.timeout(_START + self._limits.wall_seconds):
@@ -250,13 +275,20 @@ class _Run:
         return replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds)
 
 
+@functools.cache
+def _files() -> dict[str, bytes]:
+    """What lies beside the program `_FAR_SIDE`."""
+    compiled = [(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec"))
+                for each in (*_SENT, far_side)]  # fmt: skip
+    return {"far_side": marshal.dumps([*compiled[:-1], compiled[-1][1]])}
+
+
 async def _returns(candidate: Channel, case: Call) -> bool:
     """Whether a call returns what it must."""
-    call = ["call", 0, case.function, far_side.encode(case.args), far_side.encode({})]
-    await candidate.send(json.dumps(call).encode())
+    await candidate.send(json.dumps(values.call(case.function, case.args)).encode())
     status, *rest = await _answer(candidate)
     try:
-        found = far_side.decode(rest[0]) if status == "value" else None
+        found = values.decode(rest[0]) if status == "value" else None
         return status == "value" and any(same_value(found, value) for value in case.values)
     except (ValueError, TypeError, IndexError, AttributeError, RecursionError):
         return False  # no plain value, or none at all: what comes from there may be anything

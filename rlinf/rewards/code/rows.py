@@ -15,7 +15,8 @@ import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal
+from typing import Any, TypeGuard
 
 _CASES = ("tests", "test_cases", "input_output", "public_tests", "private_tests", "generated_tests",
             "public_test_cases", "private_test_cases")  # fmt: skip
@@ -144,9 +145,9 @@ def _case(given: Any, expected: Any, function: str | None, written: bool) -> Scr
     if function is None:
         return Script(_text(given), _text(expected))
     if written and isinstance(given, str):
-        args = tuple(json.loads(line) for line in given.split("\n") if line.strip())
-        return Call(function, args, (json.loads(expected) if isinstance(expected, str) else expected,))
-    args = tuple(json.loads(given) if isinstance(given, str) else given)
+        args = tuple(_json(line) for line in given.split("\n") if line.strip())
+        return Call(function, args, (_json(expected) if isinstance(expected, str) else expected,))
+    args = tuple(_json(given) if isinstance(given, str) else given)
     wrapped = not written and isinstance(expected, Sequence) and not isinstance(expected, str) and len(expected) == 1
     return Call(function, args, (expected, expected[0]) if wrapped else (expected,))  # APPS has both
 
@@ -155,7 +156,7 @@ def _of_text(text: str, function: str | None) -> list[Any]:
     """Cases that a text has: JSON, assertions, or LiveCodeBench's packed JSON."""
     text = text.strip()
     if text.startswith(("{", "[")):
-        return _cases(json.loads(text), function)
+        return _cases(_json(text), function)
     if "assert" in text:
         return list(_statements(text))
     try:
@@ -166,7 +167,7 @@ def _of_text(text: str, function: str | None) -> list[Any]:
         return []
     try:
         unpacked = zlib.decompressobj().decompress(packed, _LARGEST)
-        return _cases(json.loads(_Text(io.BytesIO(unpacked)).load()), function)
+        return _cases(_json(_Text(io.BytesIO(unpacked)).load()), function)
     except (zlib.error, pickle.UnpicklingError, TypeError) as error:
         raise ValueError(f"cases cannot be unpacked: {error}") from error
 
@@ -191,20 +192,49 @@ def _statements(text: str) -> tuple[str, ...]:
 
 
 def _functions(text: str) -> tuple[str, ...]:
-    """Calls of the functions `test_…` of a text."""
+    """Calls of the tests of a text: functions `test_…`, methods of classes `Test…` and of unittest's cases.
+
+    Those that are marked to be skipped, or expected to fail, are none.
+    """
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return ()
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    return tuple(f"{name}()" for name in names)
+    names = [node.name for node in tree.body if _is_test(node)]
+    for node in tree.body:
+        if (
+            isinstance(node, ast.ClassDef)
+            and not _left_out(node)
+            and (node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases))
+        ):
+            names += [f"{node.name}.{method.name}" for method in node.body if _is_test(method)]
+    return tuple(f"__run_test__({name!r})" for name in names)
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test")
+        and not _left_out(node)
+    )
+
+
+def _left_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether it is marked by `pytest.mark.skip` and the like, or unittest's."""
+    marks = [ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list]
+    return bool({"skip", "skipIf", "skipif", "skipUnless", "xfail", "expectedFailure"} & {*marks})
+
+
+def _json(text: str) -> Any:
+    """JSON, with integers of any length: `int` refuses texts above 4,300 digits, for which it is slow."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else int(Decimal(digits)))
 
 
 def _function(row: Mapping[str, Any]) -> str | None:
     """The function that a row's cases call."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
-        metadata = json.loads(metadata) if metadata.strip().startswith("{") else None
+        metadata = _json(metadata) if metadata.strip().startswith("{") else None
     inner = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     return row.get("fn_name") or inner or None
 

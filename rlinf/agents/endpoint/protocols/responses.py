@@ -138,6 +138,8 @@ def _item(given: Fields) -> dict[str, Any] | None:
     if kind in ("function_call_output", "custom_tool_call_output"):
         told = words(given.wanted("output", given.any("output")), given.path("output"), _PARTS)
         return {"role": "tool", "content": told, "tool_call_id": given.text("call_id", "")}
+    if kind == "additional_tools":
+        return None  # see `_tools`
     if kind != "message":
         given.note("type", kind)  # of a tool that OpenAI's servers run, or of how they keep a conversation
         return None
@@ -195,7 +197,8 @@ class _Tool:
 
 
 def _tools(body: Fields) -> dict[str, _Tool]:
-    """The tools that the client runs, by the names that the model reads."""
+    """The tools that the client runs, by the names that the model reads: those of the request, and those that its
+    items add."""
     found: dict[str, _Tool] = {}
 
     def add(given: Fields, namespace: str | None) -> None:
@@ -210,7 +213,10 @@ def _tools(body: Fields) -> dict[str, _Tool]:
             schema = function_schema(shown, given.any("description"), given.any("parameters"), given.path("name"))
         found[shown] = _Tool(schema, name, namespace, kind == "custom")
 
-    for given in body.objects("tools"):
+    items = body.any("input")
+    added = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    more = [each for each in fields_of(added, "input", body.unheeded) if each.any("type") == "additional_tools"]
+    for given in [tool for holder in (body, *more) for tool in holder.objects("tools")]:
         if given.any("type") != "namespace":
             add(given, None)
             continue

@@ -63,6 +63,11 @@ from rlinf.runtime.streams.stream import Stream
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.weights.receive import LoadTorn
 
+_IN_TURNS = (
+    "staleness.max={} saves next to no time here, as generating and learning take turns in one process: answers are "
+    "only older. Start more processes (torchrun), or take the flow that begins nothing early, such as rlinf.flows.grpo"
+)
+"""A line about working ahead where nothing runs side by side."""
 _OUR_FLOWS = "rlinf.flows."
 """Flows from here learn from everything that is drawn, once; others may do as they like."""
 
@@ -87,9 +92,11 @@ class TextLoop(TrainingLoop[Evaluation]):
         self._session: RunningSession | None = None
         self._endpoint = Endpoint(config.agent.endpoint)
         no_end = no_end_token(config, self.data)
-        self.notes = (*prepared.told, *self.data.notes, *((no_end,) if no_end else ()))
         self.ahead = works_ahead(prepared.flow)
         """The flow takes what is in flight, and draws its prompts itself."""
+        in_turns = self.ahead and system.hosts == 1 and takes_turns(config, prepared.objects)
+        idle = _IN_TURNS.format(config.staleness.max) if in_turns else ""
+        self.notes = (*prepared.told, *self.data.notes, *filter(None, (no_end, idle)))
         if self.ahead:
             assert prepared.algorithm is not None  # of every run on text
             stale, rollout = config.staleness, config.rollout
@@ -256,7 +263,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         yield from compared_named(before, after)
 
     def answers(self, evaluation: Evaluation) -> list[dict[str, Any]]:
-        return rows(evaluation)
+        return rows(evaluation, self.data.tokenizer)
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
         scored = await self._hear_judges(f"step {self.done + 1}")
@@ -307,15 +314,17 @@ class TextLoop(TrainingLoop[Evaluation]):
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         too_old = (self._too_old,) if self.ahead else ()
-        for alarm in (self._alarm, self._routes_apart, *too_old, self._no_update, self._shaping):
-            if (warning := alarm.heard(self.done, metrics)) is not None:
-                self.alarm(warning)
+        rang = [alarm.heard(self.done, metrics) for alarm in (self._alarm, self._routes_apart, *too_old, self._shaping)]
         if self._reward_is_default and self._rows and self._judged:
             self._reward_is_default = False  # said once
-            self.alarm(default_reward(f"step {self.done}", self._rows))
+            rang.append(default_reward(f"step {self.done}", self._rows))
         last = self.done == self.steps or self.stopped is not None
-        if (warning := self._nothing_learned.heard(self.done, metrics, self._rows, last)) is not None:
-            self.alarm(warning)
+        no_update = self._no_update.heard(self.done, metrics)
+        # both say of one thing why nothing was learned, and the first one shows answers
+        rang.append(self._nothing_learned.heard(self.done, metrics, self._rows, last) or no_update)
+        for warning in rang:
+            if warning is not None:
+                self.alarm(warning)
 
     def queue(self) -> dict[str, Any]:
         before, after = answers_of(self.before), answers_of(self.after)
@@ -344,6 +353,11 @@ def reward_is_default(config: RunConfig, objects: InMemory) -> bool:
     chosen = objects.reward is not None or bool(config.reward.parts)
     own = objects.train is not None or config.data.train is not None
     return own and not chosen and config.reward.function == RewardConfig().function
+
+
+def takes_turns(config: RunConfig, objects: InMemory) -> bool:
+    """True where one process has nothing to do beside learning: its own engine, and no agents who wait for others."""
+    return config.staleness.max > 0 and config.rollout.engine == "transformers" and objects.agent is None
 
 
 def reward_path(config: RunConfig, objects: InMemory) -> str | None:

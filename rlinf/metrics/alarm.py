@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-MEASURES = ("mean", "max")
-
 
 class Alarm(str):
     """A line for people; its parts are in alarms.jsonl, too."""
@@ -33,39 +31,59 @@ class Alarm(str):
         return made
 
 
+MOVED = 10
+"""How much further than the limit the youngest tokens of older weights may be from the trainer's: they were also moved
+away from by learning, by 0.1 nats in a step at the high learning rates of tiny models."""
+
+
 class MismatchAlarm:
-    """Watches `mismatch/mean` and `mismatch/max`, |log-prob of the trainer - of the engine|, nats.
+    """Watches `mismatch/mean` and `mismatch/max`, |log-prob of the trainer - of the engine|, nats. In steps of an
+    asynchronous run in which every token is older than the weights, where nothing can tell engine from learning,
+    `staleness/drift/AGE` of the youngest is watched at `MOVED` times the limit.
 
     Args:
         mean, max: their limits; None for none.
     """
 
     def __init__(self, mean: float | None, max: float | None) -> None:
-        self._limits = {"mean": mean, "max": max}
+        self._limits = {f"mismatch/{name}": limit for name, limit in (("mean", mean), ("max", max))}
         self._passed: set[str] = set()
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """What to tell people about this step; None if nothing is new."""
-        over = {
-            name
-            for name in MEASURES
-            if (limit := self._limits[name]) is not None and not metrics.get(f"mismatch/{name}", 0.0) <= limit
-        }
+        limits = {name: limit for name, limit in self._limits.items() if limit is not None and name in metrics}
+        mean, youngest = self._limits["mismatch/mean"], _youngest(metrics)
+        if mean is not None and youngest is not None and "mismatch/mean" not in metrics:
+            limits[youngest] = MOVED * mean
+        over = {name for name, limit in limits.items() if not metrics[name] <= limit}
         new, self._passed = over - self._passed, over
         if not new:
             return None
         figures = " and ".join(
-            f"mismatch/{name} is {metrics[f'mismatch/{name}']:.3g} nats (limit metrics.mismatch_{name} = "
-            f"{self._limits[name]:g})"
-            for name in MEASURES
+            f"{name} is {metrics[name]:.3g} nats (limit {_limit(name)} = {limits[name]:g})"
+            for name in limits
             if name in new
         )
         return Alarm(
             f"step {step}",
             f"engine and trainer disagree about the sampled tokens: {figures}. Gradients are off by as much",
             "Let both compute in the same precision (rollout.dtype, trainer.dtype), or correct for it "
-            "(algorithm.correction.cap=2)",
+            "(algorithm.correction.cap=2)"
+            if "mismatch/mean" in metrics
+            else "No token is of the present weights, so that the policy may also have moved so far by itself: see "
+            "mismatch/mean of step 1, and lower optimizer.lr or staleness.max if that was small",
         )
+
+
+def _youngest(metrics: Mapping[str, float]) -> str | None:
+    """The metric of the youngest older tokens that a step had."""
+    ages = [int(name.rpartition("/")[2]) for name in metrics if name.startswith("staleness/drift/")]
+    return f"staleness/drift/{min(ages)}" if ages else None
+
+
+def _limit(name: str) -> str:
+    """The key of a limit."""
+    return f"metrics.{name.replace('/', '_')}" if name.startswith("mismatch/") else f"{MOVED} x metrics.mismatch_mean"
 
 
 class RouteDriftAlarm:

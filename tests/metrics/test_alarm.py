@@ -46,6 +46,15 @@ def test_what_is_no_number_rings_and_what_is_not_measured_does_not():
     assert MismatchAlarm(None, None).heard(1, mismatch(9.0, 9.0)) is None
 
 
+def test_where_every_token_is_older_the_youngest_ones_are_watched():
+    alarm = MismatchAlarm(0.05, 5.0)
+    assert alarm.heard(2, {"staleness/drift/1": 0.4, "staleness/drift/2": 9.0, "staleness/ess": 0.9}) is None
+    told = alarm.heard(3, {"staleness/drift/2": 0.6})
+    assert "staleness/drift/2 is 0.6 nats (limit 10 x metrics.mismatch_mean = 0.5)" in told
+    assert "staleness.max" in told.do
+    assert alarm.heard(4, {"mismatch/mean": 0.01, "staleness/drift/1": 0.9}) is None, "measured where it can be"
+
+
 def test_tokens_older_than_the_bound_ring_and_once_more_when_older_still():
     alarm = StalenessAlarm(2, "staleness.max")
     told = [alarm.heard(step, {"staleness/max": age}) for step, age in enumerate([0.0, 2.0, 3.0, 3.0, 2.0, 5.0])]

@@ -46,8 +46,9 @@ def by_age(
     Returns:
         `mismatch/mean` and `mismatch/max` as of `mismatch`, of tokens that these weights made themselves: there, engine
         and trainer should agree. `staleness/drift/AGE` for each age from 1 to `oldest`: the mean of
-        |logp - behavior|, nats. `staleness/ess`: the share of tokens that is left if they count with the weights
-        exp(logp - behavior), which make them the policy's own (Kish's effective sample size).
+        |logp - behavior|, nats. (`LossSum.values` leaves out those of an age that no token has.) `staleness/ess`: the
+        share of tokens that is left if they count with the weights exp(logp - behavior), which make them the policy's
+        own (Kish's effective sample size).
 
     Raises:
         ValueError: shapes differ.

@@ -29,6 +29,11 @@ class Mean:
         weight = float(self.weight)
         return float(self.total) / weight if weight else 0.0
 
+    @property
+    def empty(self) -> bool:
+        """Nothing has been added up."""
+        return not float(self.weight)
+
     def nothing(self) -> Mean:
         """What adds nothing."""
         return Mean(torch.zeros_like(self.total), torch.zeros_like(self.weight))
@@ -49,6 +54,11 @@ class Max:
         """The maximum; 0.0 over nothing."""
         largest = float(self.largest)
         return largest if largest != float("-inf") else 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been compared."""
+        return float(self.largest) == float("-inf")
 
     def nothing(self) -> Max:
         """What adds nothing."""
@@ -95,6 +105,11 @@ class EffectiveSize:
         """1 where all weights are equal, 1 / n where one has all of it; 1.0 over nothing."""
         count, total, square = self.moments.tolist()
         return float(total * total / (count * square)) if square else 1.0
+
+    @property
+    def empty(self) -> bool:
+        """There are no weights."""
+        return not float(self.moments[0])
 
     def nothing(self) -> EffectiveSize:
         """What adds nothing."""
@@ -181,10 +196,13 @@ class LossSum:
         return LossSum(torch.zeros_like(self.total), torch.zeros_like(self.weight), none)
 
     def values(self) -> dict[str, float]:
-        """Every metric as a number."""
+        """Every metric as a number; those over nothing are absent, since 0 would look like a measurement."""
         found: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            found |= metric.told(metric.sums) if isinstance(metric, Several) else {name: metric.value}
+            if isinstance(metric, Several):
+                found |= metric.told(metric.sums)
+            elif isinstance(metric, Explained) or not metric.empty:
+                found[name] = metric.value
         return found
 
 

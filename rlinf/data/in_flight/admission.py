@@ -24,6 +24,54 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+WATCHED = 4
+"""Steps in a row that have answers to spare before fewer are begun early: a single one may have had short answers."""
+MOST_WATCHED = 64
+"""The same after several steps had to wait all the same: a long tail that comes now and then must be given its time."""
+
+
+class Lookahead:
+    """How many answers are begun for later steps: as few as let no step wait, since what begins later is made by newer
+    weights.
+
+    It begins with as many as the bound allows. What a row of steps had to spare is not begun early any more, down to
+    one batch, which is what generating beside training takes; a step that waits has one more batch begun early, and the
+    row twice as long from then on.
+    """
+
+    def __init__(self) -> None:
+        self._early: int | None = None
+        self._spare: list[int] = []
+        self._row = WATCHED
+
+    def answers(self, batch: int, most: int) -> int:
+        """How many are in flight beside those of the step in hand.
+
+        Args:
+            batch: answers of a step.
+            most: what the bound allows.
+        """
+        return most if self._early is None else min(max(self._early, batch), most)
+
+    def step(self, batch: int, most: int, spare: int, waited: bool) -> None:
+        """A step has its batch.
+
+        Args:
+            batch, most: as of `answers`.
+            spare: complete answers beyond its batch that it found when it began.
+            waited: it found too few.
+        """
+        early = self.answers(batch, most)
+        if waited:
+            self._spare.clear()
+            if early < most:
+                self._early, self._row = early + batch, min(2 * self._row, MOST_WATCHED)
+            return
+        self._spare.append(spare)
+        if len(self._spare) == self._row:
+            self._early = early - max(0, min(self._spare))
+            self._spare.clear()
+
 
 @dataclass(slots=True, eq=False)
 class Entry:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlinf.data.in_flight.admission import Admission, Entry
+from rlinf.data.in_flight.admission import Admission, Entry, Lookahead
 from rlinf.data.in_flight.choosing import Choosing
 from rlinf.data.in_flight.freshness import Fresh, without_old
 from rlinf.data.in_flight.held import sample_numbers
@@ -63,6 +63,7 @@ class InFlight(Making):
     ) -> None:
         super().__init__(rules, draw, keeper, ledger, end)
         self._open = True  # the step `_index` has not begun
+        self._lookahead = Lookahead()
         self._told: list[Callable[[], None]] = []  # what is entered in the ledger once the step is over
         self.resume(kept)
 
@@ -169,8 +170,11 @@ class InFlight(Making):
         self._stir()
         rules, wanted = self.rules, max(1, book.left // self._size)
         found, choosing = Fresh(), Choosing(rules.sampling, wanted, rules.teaches)
+        spare, waited = sum(one.size for one in book.entries.values() if one.result is not None) - book.left, False
         while book.left > 0 and not choosing.over:
-            entry = book.take() or await self._wait_for(book, step.index)
+            entry = book.take()
+            if entry is None:
+                waited, entry = True, await self._wait_for(book, step.index)
             if entry is None:
                 break
             results = self._usable(entry, found)
@@ -187,6 +191,7 @@ class InFlight(Making):
                 for result in results:
                     yield result
             self._stir()
+        self._lookahead.step(book.batch, self._most_early(book), spare, waited)
         for _, results in choosing.instead():
             for result in results:
                 yield result
@@ -223,12 +228,16 @@ class InFlight(Making):
             book.batch = book.left = own * self._size
         elif not book.batch:
             book.batch = book.left = max(self.rules.batch, 1) * self._size
-        book.extra = self.rules.staleness * book.batch if self.rules.extra is None else self.rules.extra * self._size
+        book.extra = self._lookahead.answers(book.batch, self._most_early(book))
         if self._kept is not None:
             kept, self._kept = self._kept, None
             for entry in kept.entries:
                 self._enter_again(replace(entry))
         return book
+
+    def _most_early(self, book: Admission) -> int:
+        """Answers that may be begun for later steps."""
+        return self.rules.staleness * book.batch if self.rules.extra is None else self.rules.extra * self._size
 
     async def _wait_for(self, book: Admission, index: int) -> Entry | None:
         """The next entry that the step may take; None if there will be none. Raises what ended the answers."""

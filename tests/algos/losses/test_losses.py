@@ -184,7 +184,7 @@ def test_no_tokens_at_all(shape):
     new = torch.zeros(shape, requires_grad=True)
     found = losses.policy(new, torch.zeros(shape), torch.zeros(shape[0]), torch.zeros(shape), **CLIP)
     assert float(found.mean().detach()) == 0.0
-    assert found.values()["ratio/max"] == 0.0
+    assert not found.values()
 
 
 @given(st.floats(-20, 20, width=32), st.floats(-20, 0, width=32))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlinf.algos.parts import DynamicSampling
 from rlinf.data.in_flight import InFlight, Made, Rules
+from rlinf.data.in_flight.admission import Lookahead
 from rlinf.data.sample import Group
 from rlinf.data.step import Step
 from rlinf.runtime.base.clock import run_virtual
@@ -90,6 +91,33 @@ def test_the_tail_does_not_hold_a_step():
     assert carried > 2.5 * synchronous
     assert run.oldest == 1
     assert run.books.masked_tokens > 0
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_where_generating_is_faster_answers_begin_as_late_as_lets_no_step_wait(staleness):
+    run = Run(Rules(staleness, 4), 24, 24, 1, 16, [3], [9.0])
+    _, seconds = in_virtual_time(run.go_on)
+    ages = [[index - int(one.samples[0].versions.min()) for one in groups] for index, groups in enumerate(run.trained)]
+    assert max(map(max, ages)) == staleness, "nobody knew yet"
+    assert {age for step in ages[12:] for age in step} == {1}
+    load, kept = 24 * 0.25, 0.1
+    assert seconds == pytest.approx(3 + 24 * 9 + load + kept), "only the first step waited"
+
+
+def test_a_batch_more_begins_early_once_a_step_had_to_wait_and_fewer_only_after_a_longer_row():
+    ahead = Lookahead()
+    assert ahead.answers(8, 32) == 32
+    for spare in (24, 20, 30, 28):
+        ahead.step(8, 32, spare, False)
+    assert ahead.answers(8, 32) == 12, "what each of four steps had to spare"
+    ahead.step(8, 32, -3, True)
+    assert ahead.answers(8, 32) == 20
+    for _ in range(7):
+        ahead.step(8, 32, 16, False)
+    assert ahead.answers(8, 32) == 20
+    ahead.step(8, 32, 16, False)
+    assert ahead.answers(8, 32) == 8, "a batch at least"
+    assert ahead.answers(8, 4) == 4, "rollout.extra allows fewer"
 
 
 def test_without_staleness_nothing_begins_before_its_step():

@@ -231,10 +231,11 @@ def _show(chosen: Chosen, profile: Profile, devices: Mapping[str, int], options:
     if chosen.recommended is not None:
         _tell(_recommended(chosen.recommended))
     used = len(chosen.plan.devices)
-    if used < count and not options.extrapolate:
-        most = max((timing.devices for stage in profile.stages.values() for timing in stage.timings), default=0)
-        if most < count:
-            _tell(f"{count - used} devices stay idle: nothing was measured on more than {most}; --extrapolate guesses")
+    most = max((timing.devices for stage in profile.stages.values() for timing in stage.timings), default=0)
+    if used < count and most < count and not options.extrapolate:
+        _tell(f"{count - used} devices stay idle: nothing was measured on more than {most}; --extrapolate guesses")
+    elif used < count:
+        _tell(f"{count - used} devices stay idle, which bubble counts: no plan that uses them is quicker")
     if options.extrapolate:
         _tell("Extrapolated: sizes that were not measured are a guess, at scale a bold one.")
     _tell(

@@ -15,10 +15,9 @@ from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.metrics.explain.causes import Cause
 from rlinf.metrics.explain.explainer import Change
-from rlinf.placement.asynchronous.recommend import recommend
+from rlinf.placement.auto.auto import WORTH
+from rlinf.placement.auto.choose import choose
 from rlinf.placement.grammar import PlacementError
-from rlinf.placement.planner.planner import plan
-from rlinf.placement.profiling.forecast import workload
 from rlinf.placement.profiling.profile import Profile
 from rlinf.placement.seats import Placed
 
@@ -103,19 +102,19 @@ class Changes:
         profile, placed = self._profile(), self._placed()
         if profile is None or not placed.fleet.counts:
             return None, None
+        if self._staleness or self._given_texts:  # measured while work was begun early; placed by hand alone
+            return None, None
         fleet = placed.fleet
-        try:
-            known = workload(
-                profile, fleet.counts, placed.memory_by_kind, extrapolate=True, hardware=fleet.hardware
+        try:  # as `auto` does, but for rehearsals of the flow
+            chosen = choose(
+                profile, fleet.counts, placed.memory_by_kind, extrapolate=True, per_mode=1, hardware=fleet.hardware,
             )  # fmt: skip
         except PlacementError:  # a stage that was measured on too little
             return None, None
-        moved, later = None, None
-        if self._staleness or self._given_texts:  # measured while work was begun early; placed by hand alone
-            return None, None
-        if self._config.placement.mode != "auto" and (found := plan(known)) is not None and found.seconds < step:
-            moved = Change(f"set `placement.mode=auto` (planned: {found.mode})", step - found.seconds)
-        if self._ahead is not None and (best := recommend(known)) is not None and best.staleness:
+        moved, later, first = None, None, chosen.rows[0]
+        if self._config.placement.mode != "auto" and first.expected <= (1 - WORTH) * step:
+            moved = Change(f"set `placement.mode=auto` (planned: {first.mode})", step - first.expected)
+        if self._ahead is not None and (best := chosen.recommended) is not None and best.staleness:
             now, then = best.rows[0], next(row for row in best.rows if row.staleness == best.staleness)
             share = 1 - then.found.seconds / now.found.seconds
             later = Change(f"set `staleness.max={best.staleness}` with `flow={self._ahead}`", share * step)
@@ -128,6 +127,6 @@ def _of_environments(env: EnvConfig, cause: Cause) -> Change | None:
     """
     if env.workers and 2 * env.workers <= min(_CORES, env.num_envs):
         return Change(f"set `env.workers={2 * env.workers}`", cause.seconds / 2)
-    if env.workers and env.slices == 1:
+    if env.workers and env.slices == 1 and env.num_envs % (2 * env.workers * env.group_size) == 0:
         return Change("try `env.slices=2` (one half acts while the other is simulated)", 0.0)
     return None

@@ -18,6 +18,9 @@ from rlinf.runtime.observe.lap import Lap
 WORTH = 0.03
 """Share of a step; below it nothing needs to be explained."""
 
+TWICE = 2
+"""Steps of one cause that are a habit and no accident: a run of a few steps has one that was slowest, always."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -104,5 +107,7 @@ def in_short(steps: Sequence[Explained]) -> list[str]:
         return []
     names = Counter(each.cause for each in told)
     often = max(names, key=lambda name: sum(each.seconds for each in told if each.cause == name))
+    if names[often] < TWICE:
+        return []
     last = next(each for each in reversed(told) if each.cause == often)
     return [f"{names[often]} of {len(steps)} steps lost most to: {often}; the last of them: {last.text}"]

@@ -5,10 +5,11 @@ over each device of the source as soon as that has nothing left to generate. Not
 
 A device of the source is free once all of its items have left: with m items on each, of which a share F(t) has left, a
 share F(t)^m of the devices is (items are taken to be independent). What learns is divided among all devices that it
-has, as replicas can be that meet at the optimizer step alone. So a step takes the least T such that what left the
+has, as replicas can be that meet at the optimizer step alone, up to the largest size that was planned with: nobody
+knows what more would bring. So a step takes the least T such that what left the
 source after any time t can still be learned: the integral from t to T of the devices there are must be at least the
 device-seconds of learning that are left.
-It is a calculation without loading, parking and links, so an upper limit of the gain.
+It is a calculation without loading, parking and links, so an upper limit of the gain, and never below the bound.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class HandedOver:
         return max(0.0, self.without / self.seconds - 1)
 
 
-def handed_over(found: Found, workload: Workload, items: int) -> HandedOver | None:
+def handed_over(found: Found, workload: Workload, items: int, least: float = 0.0) -> HandedOver | None:
     """Calculate a step whose devices change hands.
 
     Args:
         found: the plan; all of its stages in turns on the same devices, or all on devices of their own.
         workload: what it plans.
         items: of a step.
+        least: seconds below which no step can be, see `bound`.
 
     Returns:
         None where nothing is known of when items leave, or where some stages share devices and others do not.
@@ -70,11 +72,13 @@ def handed_over(found: Found, workload: Workload, items: int) -> HandedOver | No
     shares = source.stage.release.shares
     each = max(1.0, items / source.option.devices)
     times = [0.0, *(share * source.option.seconds for share in shares)]
-    count = [own + source.option.devices * (number / len(shares)) ** each for number in range(len(times))]
+    most = max(option.devices for leaf in fillers for option in workload.usable(leaf.stage))
+    free = [source.option.devices * (number / len(shares)) ** each for number in range(len(times))]
+    count = [min(own + devices, float(most)) for devices in free]
     seconds = _least(
         times, count, [at * source.option.seconds for at in source.stage.release.chunks(found.chunks)], work
     )
-    return HandedOver(made.mode, min(seconds, found.seconds), found.seconds)
+    return HandedOver(made.mode, min(max(seconds, least), found.seconds), found.seconds)
 
 
 def _least(times: list[float], count: list[float], left: list[float], work: float) -> float:

@@ -38,6 +38,8 @@ FINALISTS = 3
 REHEARSED_ITEMS = 128
 """Items that stand for a step in a rehearsal, at least, if the step has so many: more were seen to change the seconds
 by less than 2 %."""
+ALIKE = 0.03
+"""By less than this share no mode is called quicker: measured costs vary by more."""
 MOST_ERROR = 0.5
 """Largest relative error that plans are weighed by: the bars of sizes that were not measured are wider than that."""
 
@@ -55,7 +57,7 @@ class Row:
     rehearsed: float | None
     """Seconds of a step by rehearsal; None: it was not rehearsed."""
     bubble: float
-    """Share of the device-seconds of a step in which a device does no stage's work."""
+    """Share of the device-seconds of a step, on all devices, in which a device does no stage's work."""
     peak_bytes: int
     """The most that any device holds."""
     chunks: int
@@ -219,7 +221,7 @@ def choose_for(
     rows = [replace(row, plan=replace(row.plan, reason=why if row is rows[0] else "")) for row in rows]
     handed: dict[Mode, HandedOver] = {}
     for one in () if staleness else found:
-        if (gained := handed_over(one, workload, items)) is not None:
+        if (gained := handed_over(one, workload, items, limit.seconds)) is not None:
             handed.setdefault(gained.mode, gained)
     return Chosen(tuple(rows), limit, why, time.monotonic() - started, staleness, handed_over=handed)
 
@@ -350,8 +352,11 @@ def reason(rows: Sequence[Row], limit: Bound) -> str:
     if not others:
         return f"{best.mode} is the only mode that fits; {gap}"
     second = others[0]
+    quicker = second.seconds / best.seconds - 1
+    if quicker < ALIKE:
+        return f"{best.mode} and {second.mode} are equally quick, but for {quicker:.0%}; {gap}"
     if second.bubble > best.bubble + 0.01:
         why = f"devices idle {best.bubble:.0%} of the time instead of {second.bubble:.0%}"
     else:
         why = "its sizes and switches cost fewer device-seconds"
-    return f"{best.mode} is {second.seconds / best.seconds - 1:.0%} quicker than {second.mode}, because {why}; {gap}"
+    return f"{best.mode} is {quicker:.0%} quicker than {second.mode}, because {why}; {gap}"

@@ -260,6 +260,9 @@ class TestChanges:
         [
             ({"workers": 2}, 4, "set `env.workers=4`, which would save 38 %"),
             ({"workers": 2}, 2, "try `env.slices=2` (one half acts while the other is simulated)"),
+            ({"workers": 1, "num_envs": 1}, 1, None),  # one environment has no halves
+            ({"workers": 2, "num_envs": 6}, 2, None),
+            ({"workers": 2, "group_size": 4}, 2, None),
             ({"workers": 2, "slices": 2}, 2, None),  # two more would take turns with these
             ({"workers": 0}, 4, None),
         ],
@@ -297,3 +300,4 @@ def test_a_run_in_short():
     (line,) = in_short(steps)
     assert line.startswith("3 of 4 steps lost most to: reward; the last of them: no device worked for 3 s")
     assert in_short([]) == []
+    assert in_short(steps[:2]) == [], "one step is no habit"

@@ -13,10 +13,11 @@ from rlinf.placement.profiling.workload import Edge, Option, Stage, Workload
 ITEMS = 16
 
 
-def planned(how, rollout, trainer, shares, sizes=(4, 4), chunks=8):
+def planned(how, rollout, trainer, shares, sizes=(4, 4), chunks=8, wide=True):
+    options = Option(sizes[1], trainer), Option(sum(sizes), trainer * sizes[1] / sum(sizes))
     stages = (
         Stage("rollout", (Option(sizes[0], rollout),), Release((*sorted(shares), 1.0))),
-        Stage("trainer", (Option(sizes[1], trainer),)),
+        Stage("trainer", options if wide else options[:1]),
     )
     work = Workload(stages, (Edge("rollout", "trainer"),), {"gpu": sum(sizes)}, chunks=(chunks,))
     tree = Pair(how, *(Leaf(stage, stage.options[0]) for stage in stages))
@@ -58,6 +59,16 @@ def test_a_long_tail_is_filled_with_learning():
     assert handed_over(found, work, 4).seconds == pytest.approx(20.0 + 8.0 / 8)  # but for the last chunk, all is done
     apart = planned("spatial", 20.0, 30.0, shares)
     assert handed_over(*apart, 4).gain > 0.2
+
+
+def test_it_promises_no_more_than_the_sizes_that_were_planned_with_and_the_bound():
+    shares = (0.1,) * 7
+    found, work = planned("spatial", 20.0, 30.0, shares)
+    free = handed_over(found, work, 4)
+    assert free.gain > 0.2
+    assert handed_over(*planned("spatial", 20.0, 30.0, shares, wide=False), 4).gain < 0.02, "of four trainers alone"
+    least = (free.seconds + free.without) / 2
+    assert handed_over(found, work, 4, least).seconds == least
 
 
 def test_where_nothing_is_known_of_a_tail_nothing_is_said():

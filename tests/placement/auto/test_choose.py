@@ -1,5 +1,7 @@
 """The table of modes: quickest first, bubbles as they are, and a sentence that follows from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlinf.placement.auto.choose import choose_for, reason
@@ -32,6 +34,13 @@ def test_side_by_side_wins_where_stages_do_not_scale():
         "disaggregated is 112% quicker than collocated, because devices idle 6% of the time instead of 56%; "
         "it reaches 94% of the bound, which area sets"
     )
+
+
+def test_modes_that_differ_by_less_than_costs_vary_are_called_equal():
+    chosen = choose_for(halves(chunks=16), 16, per_mode=1)
+    best, second = chosen.best_of_modes
+    said = reason((best, replace(second, calculated=best.calculated * 1.01)), chosen.bound)
+    assert said.startswith(f"{best.mode} and {second.mode} are equally quick, but for 1%; it reaches")
 
 
 def test_a_single_mode_says_so():

@@ -114,6 +114,10 @@ class TrainingLoop(RunKind[E]):
             which = error.filename or self.directory.path
             told = f"after step {self.done} {which} cannot be written: {error.strerror}; what is there stays as it is"
             raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
+        except Exception as error:
+            if (words := out_of_memory(error)) is None:
+                raise
+            raise RunFailure(f"step {self.done + 1}: {words}") from error
 
     async def _take_steps(self) -> None:
         while await self._goes_on():
@@ -396,3 +400,36 @@ class TrainingLoop(RunKind[E]):
 def due(done: int, every: int) -> bool:
     """Whether something that happens after `every` steps, 0 for never, happens after so many."""
     return every > 0 and done % every == 0
+
+
+_FULL_MEMORY = (
+    "CUDA out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+"""Beginnings of what torch says where there is no memory left; the CPU's allocator has no exception of its own."""
+_SMALLER = {
+    "trainer": "trainer.micro_batch_tokens (activations), trainer.gradient_checkpointing=true, trainer.sharding=shard",
+    "rollout": "rollout.max_rows or rollout.max_tokens (keys and values)",
+}
+"""Keys that make a role smaller, by its name."""
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """A sentence on an error that says that memory is used up, and what to do; None of any other.
+
+    Args:
+        error: with notes on the call in which it was raised, as the runtime adds them.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(out_of_memory, error.exceptions)), None)
+    text = str(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if not (kinds & {"MemoryError", "OutOfMemoryError"} or any(words in text for words in _FULL_MEMORY)):
+        return None
+    where = next((note for note in getattr(error, "__notes__", ()) if note.startswith("in ")), "")
+    role = where.removeprefix("in ").partition("[")[0].partition(".")[0]
+    first = text.strip().partition("\n")[0]
+    lower = _SMALLER.get(role, "; ".join(_SMALLER.values()))
+    said = f"out of memory{f' {where}' if where else ''}{f': {first}' if first else ''}"
+    return f"{said}. Lower {lower}; `--dry-run` adds up what each role holds"

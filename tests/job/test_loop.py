@@ -18,7 +18,7 @@ from rlinf.config.loading import InputError, Problem, RunFailure
 from rlinf.data.in_flight import InFlight, Made, Rules
 from rlinf.data.step import EmbodiedStep
 from rlinf.job.callbacks import Callbacks
-from rlinf.job.loop import TrainingLoop
+from rlinf.job.loop import TrainingLoop, out_of_memory
 from rlinf.job.prepare import Prepared
 from rlinf.job.roles.running import Role, only, spawn_roles
 from rlinf.metrics.run_directory import RunDirectory, find_checkpoint
@@ -185,6 +185,30 @@ def test_it_goes_on_from_the_last_checkpoint_as_if_nothing_had_happened(tmp_path
 def test_a_bug_in_a_flow_is_raised_as_it_is(tmp_path):
     BREAKS[1] = KeyError("bug")
     with pytest.raises(KeyError, match="bug"):
+        run(tmp_path / "toy", 5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        ExceptionGroup("unhandled", [ValueError("x"), MemoryError("Unable to allocate 8.00 GiB")]),
+    ],
+)
+def test_memory_that_is_used_up_is_said_with_its_call_and_what_to_lower(error):
+    (error.exceptions[1] if isinstance(error, ExceptionGroup) else error).add_note("in trainer[1].train() on host 1")
+    words = out_of_memory(error)
+    assert words.startswith("out of memory in trainer[1].train() on host 1")
+    assert "trainer.micro_batch_tokens" in words
+    assert "rollout.max_rows" not in words
+    assert "\n" not in words
+
+
+def test_memory_that_a_flow_has_used_up_is_a_line_and_no_traceback(tmp_path):
+    BREAKS[1] = MemoryError("Unable to allocate 8.00 GiB")
+    with pytest.raises(RunFailure, match=r"step 2: out of memory.*8.00 GiB.*trainer.micro_batch_tokens.*rollout.max"):
         run(tmp_path / "toy", 5)
 
 

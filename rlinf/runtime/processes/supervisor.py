@@ -338,6 +338,8 @@ def how_it_ended(life: Process) -> str:
     code = life.exited.result()
     if code >= 0:
         return f"exited with status {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL, which the kernel's OOM killer sends where memory runs out (see dmesg)"
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"

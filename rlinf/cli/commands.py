@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = f"did you mean {near}?" if near else f"there is {', '.join(known)}"
         print(f"error: rlinf {given[0]}: no such command; {advice}", file=sys.stderr)
         return 2
-    options = _parser().parse_args(given or ["--help"])
+    options = _parsed(given or ["--help"])
     try:
         with shown():
             options.run(options)
@@ -86,6 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HostLost:
         return 1  # it has been printed
     return 0
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """The arguments; overrides and directories may stand on both sides of an option, which argparse alone would refuse
+    below a command."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(given)
+    several = next((name for name in ("overrides", "directories") if hasattr(options, name)), None)
+    if several is None or any(each.startswith("-") for each in rest):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        getattr(options, several).extend(rest)
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,6 +177,11 @@ def _asked(options: argparse.Namespace, hosts: int) -> list[str]:
     everywhere = [] if options.config or hosts == 1 else ["placement.rollout,judge,trainer=all"]
     named = [name.strip() for name in (options.named or "").split(",") if name.strip()]
     own = {each.partition("=")[0].strip() for each in options.overrides}
+    if named and "evaluation.data" in own:
+        raise InputError(
+            "evaluation.data: --named answers benchmarks instead of it; leave one of them out, or make the data a "
+            "benchmark: evaluation.named.NAME=FILE"
+        )
     added = [f"evaluation.named.{name}={{}}" for name in named if f"evaluation.named.{name}" not in own]
     none = ["evaluation.named={}", "evaluation.data=null", "data.train=null"] if named else []
     return [*everywhere, *none, *added, *options.overrides]

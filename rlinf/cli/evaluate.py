@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -114,7 +115,9 @@ def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{config.model.path}: {len(outcome.named)} benchmarks, {seconds:.1f} s")
     table = Table()
-    for heading in ("benchmark", "problems", "each", PASS, "±", "cut", "tokens"):
+    told = {name for each in outcome.named.values() for name in each.metrics if re.fullmatch(r"(pass|maj)@\d+", name)}
+    at_k = sorted(told - {PASS, "maj@1"}, key=lambda name: (int(name.partition("@")[2]), name))
+    for heading in ("benchmark", "problems", "each", PASS, "±", *at_k, "cut", "tokens"):
         table.add_column(heading, justify="left" if heading == "benchmark" else "right", no_wrap=True)
     for name, each in outcome.named.items():
         found = each.metrics
@@ -125,6 +128,7 @@ def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None
             f"{found['samples']:.0f}",
             f"{found[PASS]:.2%}",
             "" if error is None else f"{error:.2%}",
+            *(f"{found[each]:.2%}" if each in found else "" for each in at_k),
             f"{found['truncated']:.1%}",
             f"{found['response_length/mean']:.0f}",
         )

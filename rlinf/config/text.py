@@ -223,9 +223,6 @@ class EndpointConfig:
     """Requests that are answered at the same time; more are told to come again."""
     requests_per_minute: int = number(0, low=0)
     """Of one key; 0 for no limit."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
-    """How the model writes what it thinks: `think` is `<think>…</think>` before the answer, which clients are given
-    apart, as their protocol has it; `none` leaves it in the text. `auto`: `think` where the chat template knows it."""
 
 
 @dataclass
@@ -275,8 +272,8 @@ class EvaluationConfig:
     """Which split of a data set that has several."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Like data.columns, for this data set; what is not named here is as there."""
-    problems: int = number(500, low=1)
-    """How many of them at most; the same ones every time."""
+    problems: int = number(500, low=0)
+    """How many of them at most; the same ones every time. 0 evaluates nothing, as trials.episodes=0 does."""
     every: int = number(0, low=0)
     """Evaluate after every this many steps; 0 evaluates only before and after."""
     patience: int = number(0, low=0)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlinf.cli.commands import main
+from rlinf.cli.commands import _parsed, main
 from tests.launching import QUICKSTART, ROOT
 
 
@@ -50,3 +50,27 @@ def test_train_is_what_launch_py_does(capsys):
     assert "usage: rlinf train --config FILE" in capsys.readouterr().out
     assert main(["train", "--config", str(ROOT / QUICKSTART), "steps=many"]) == 2
     assert "steps = many: expected a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "found"),
+    [
+        (["evaluate", "--model", "M", "a=1", "--named", "x", "b=2"], "overrides", ["a=1", "b=2"]),
+        (["evaluate", "a=1", "--model", "M"], "overrides", ["a=1"]),
+        (["compare", "A", "--output", "page", "B"], "directories", ["A", "B"]),
+    ],
+)
+def test_what_may_be_several_may_stand_on_both_sides_of_an_option(given, name, found):
+    assert getattr(_parsed(given), name) == found
+
+
+def test_an_option_that_there_is_not_is_refused(capsys):
+    for given in (["evaluate", "--model", "M", "--nmaed", "x"], ["report", "A", "B"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(given)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_data_beside_named_benchmarks_are_refused_and_not_left_out(capsys):
+    assert main(["evaluate", "--model", "tests", "--named", "aime24", "evaluation.data=x.jsonl"]) == 2
+    assert "evaluation.named.NAME=FILE" in capsys.readouterr().err

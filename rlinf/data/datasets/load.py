@@ -180,7 +180,7 @@ def load_data(
         assert train is not None
         opened = _open(train, split, encoder, how, _Model(shown, rooms.train))
     notes = opened.notes
-    if evaluation is not None:
+    if evaluation is not None and problems:
         columns = {**(evaluation_columns or {})}
         model = _Model(shown, rooms.evaluation)
         held_out, more = _evaluated_on(evaluation, evaluation_split, encoder, how, model, columns, problems)

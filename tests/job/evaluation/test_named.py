@@ -25,13 +25,14 @@ def test_an_evaluation_that_ended_early_goes_on_and_comes_to_the_same(tmp_path):
     model, out = save_model(tmp_path / "model"), tmp_path / "answers.jsonl"
     problems = save_problems(tmp_path / "aime.jsonl", 30, prompt="problem")
     asked = (
-        "--model", str(model), "--named", "aime24,aime25", "--output", str(out),
         f"evaluation.named.aime24={{data: {problems}, samples: 2, max_new_tokens: 6}}",
-        f"evaluation.named.aime25={{data: {problems}, samples: 3, max_new_tokens: 3, temperature: 1.0}}",
+        "--model", str(model), "--named", "aime24,aime25", "--output", str(out),
+        f"evaluation.named.aime25={{data: {problems}, samples: 3, max_new_tokens: 3, temperature: 1.0, k: [2, 3]}}",
         "reward.workers=1", "reward.function=rlinf.rewards.math",
     )  # fmt: skip
     said = by_name(*asked).stdout
     whole, table = answers(out), said[said.index("┃") : said.rindex("┘")]
+    assert all(f" {name} " in table for name in ("pass@2", "maj@2", "pass@3", "maj@3")), "as asked"
     assert len(whole) == 30 * 2 + 30 * 3
     lines = out.read_bytes()
     out.write_bytes(lines[: len(lines) * 2 // 5])  # somewhere within a line

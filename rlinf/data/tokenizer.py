@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlinf.config.importing import looks_local
+from rlinf.data.sample import Prompt
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -115,3 +116,16 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     if set(source) != {"characters"}:
         raise ValueError(f'tokenizer: expected a directory or {{"characters": alphabet}}, got keys {sorted(source)}')
     return character_tokenizer(str(source["characters"]))
+
+
+def shown_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The text that a model read, for a row of samples.jsonl: `prompt`, and beside it the `task` where that is another.
+
+    An agent makes messages of its task, and a harness adds system prompts and tools: what was asked is not what was
+    read. Empty where `prompt.text` is what was read, where tokens are not known, and for pictures, whose are no text.
+    """
+    if prompt.images or not len(prompt.token_ids):
+        return {}
+    if (read := str(tokenizer.decode(prompt.token_ids, skip_special_tokens=False))) == prompt.text:
+        return {}
+    return {"prompt": read, "task": prompt.text} if prompt.text else {"prompt": read}

@@ -28,7 +28,7 @@ from rlinf.data.sample import Evaluation, Prompt
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.job.start import locked
-from rlinf.metrics.console.answers import in_words, rows
+from rlinf.metrics.console.answers import in_words
 from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.system import ActorSystem
@@ -318,7 +318,7 @@ class Session(RunningSession):
             assert found is not None  # there is something to evaluate on
             temperature = float(sampling.get("temperature", loop.config.evaluation.temperature))
             loop.report.line(f"evaluation after step {loop.done}: {in_words(found, temperature)}")
-            loop.recorder.samples(loop.done, rows(found))
+            loop.recorder.samples(loop.done, loop.answers(found))
             loop.recorder.write(loop.done, {f"evaluation/{name}": value for name, value in found.metrics.items()})
             return found
 

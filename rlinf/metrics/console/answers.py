@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rlinf.data.sample import Evaluation, Group
+from rlinf.data.tokenizer import shown_prompt
 
 ACCURACY = "accuracy"
 SHOWN = 5
 """Problems whose answers are printed at the end of a run."""
 CELL = 32
-"""Characters of a problem or an answer that are printed; the rest is in samples.jsonl."""
+"""Characters of a problem or an answer that are printed, the last ones; the rest is in samples.jsonl."""
 KEPT = 24
 """Problems whose answers are kept of every evaluation."""
 
 
-def rows(evaluation: Evaluation, count: int = KEPT) -> list[dict[str, Any]]:
+def rows(
+    evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase | None = None, count: int = KEPT
+) -> list[dict[str, Any]]:
     """The first answers of an evaluation as rows of samples.jsonl; of every evaluation the same problems.
 
     Args:
         evaluation: judged.
+        tokenizer: the model's; with it `prompt` is what the model read, see `shown_prompt`.
         count: at most so many problems.
     """
     firsts = [group.samples[0] for group in evaluation.groups[:count]]
@@ -34,6 +42,7 @@ def rows(evaluation: Evaluation, count: int = KEPT) -> list[dict[str, Any]]:
             "outcome": sample.outcome,
             "length": sample.learned_tokens,
             **({"remark": sample.remark} if sample.remark else {}),
+            **({} if tokenizer is None else shown_prompt(sample.prompt, tokenizer)),
         }
         for sample in firsts
     ]
@@ -57,8 +66,9 @@ def compared(before: Evaluation, after: Evaluation, temperature: float) -> Itera
     pairs = [(old.samples[0], new.samples[0]) for old, new in zip(then, now, strict=True)]
     pairs.sort(key=lambda pair: pair[0].text == pair[1].text)  # stable: otherwise in the order of the problems
     table = [("problem", "before", "after", "right answer")]
-    shown = [(new.prompt.text, old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
-    table += [(_cell(problem), _cell(old), _cell(new), _cell(right)) for problem, old, new, right in shown]
+    problem = own_parts([group.prompt.text for group in now])
+    shown = [(problem[new.prompt.text], old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
+    table += [tuple(map(_cell, texts)) for texts in shown]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -95,7 +105,24 @@ def _how(temperature: float) -> str:
     return ", greedily" if temperature == 0 else f", at temperature {temperature:g}"
 
 
+def own_parts(texts: Sequence[str]) -> dict[str, str]:
+    """The part of each text that the others do not have, where they are too long for a cell: of chats what the user
+    says, without the system prompt before it and the marks of the template behind it."""
+    if len({*texts}) < 2 or max(map(len, texts)) <= CELL:
+        return {text: text for text in texts}
+    first = re.sub(r"[^\n>\]]*$", "", _beginning(texts))  # back to a mark or a new line, which begins a message
+    rest = [text[len(first) :] for text in texts]
+    last = re.sub(r"^[^\n<\[]*", "", _beginning([text[::-1] for text in rest])[::-1])
+    return {text: part.removesuffix(last) for text, part in zip(texts, rest, strict=True)}
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """The characters that all texts begin with."""
+    return "".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False)))
+
+
 def _cell(text: str) -> str:
-    """A text on one line, in characters that do nothing to a terminal; its beginning if it is long."""
+    """A text on one line, in characters that do nothing to a terminal; its end if it is long, where answers come to
+    their point and chats to the last message."""
     plain = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
-    return plain if len(plain) <= CELL else plain[: CELL - 1] + "…"
+    return plain if len(plain) <= CELL else f"…{plain[1 - CELL :]}"

@@ -18,6 +18,7 @@ from rlinf.algos.tensor.loss_sum import Explained, LossSum
 from rlinf.data.in_flight.choosing import shaped_rewards, teaches
 from rlinf.data.packing import Row
 from rlinf.data.sample import Group, Sample
+from rlinf.data.tokenizer import shown_prompt
 from rlinf.training.text.advantage_rows import RETURNS
 from rlinf.training.text.policy_loss import AGES
 from rlinf.training.text.requirements import REFERENCE, TEACHER, VALUES
@@ -207,7 +208,8 @@ def show_samples(
         groups: of a batch.
         advantages: of its scored samples, in the same order.
         count: how many at most.
-        tokenizer: the model's; `read` tells with it what of a conversation the model only read, see `read_spans`.
+        tokenizer: the model's; with it `prompt` is what the model read, `task` what was asked where that is something
+            else, and `read` what of a conversation the model only read, see `read_spans`.
         tokens: of how many samples, the first ones, `tokens` tells each token, see `token_rows`.
     """
     rest = iter(advantages)
@@ -220,6 +222,7 @@ def show_samples(
     rows = [_shown(sample, advantage) | {"group": size} for sample, advantage, size in gained[:count]]
     if tokenizer is not None:
         for number, (row, (sample, *_)) in enumerate(zip(rows, gained, strict=False)):
+            row |= shown_prompt(sample.prompt, tokenizer)
             if spans := read_spans(sample, sample.text, tokenizer):
                 row["read"] = spans
             if number < tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,29 @@ def test_evaluations_of_different_problems_are_not_compared():
     assert list(compared(before, after, 0.0)) == [
         "100.0% of 1 held-out problems answered right, greedily; before the first step it answered other ones"
     ]
+
+
+def test_of_chats_the_table_shows_what_the_user_said_and_of_answers_the_end():
+    start, end = (
+        "<|im_start|>system\nYou are a helpful one.<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>ai\n",
+    )
+
+    def said(text):
+        groups = [group.samples[0] for group in evaluation(text, text).groups]
+        asked = [replace(one.prompt, text=f"{start}What is {n} + 2?{end}") for n, one in enumerate(groups)]
+        pairs = zip(asked, groups, strict=True)
+        return Evaluation(0.0, tuple(Group(each, (replace(one, prompt=each),)) for each, one in pairs))
+
+    before, after = (
+        said("The final answer to this arithmetic problem is 7"),
+        said("The final answer to this problem is 2"),
+    )
+    _, _, first, second = compared(before, after, 0.0)
+    for number, line in enumerate((first, second)):
+        told = re.split(" {3,}", line.strip())
+        assert told[0] == f"What is {number} + 2?"
+        assert [one[0] + one[-4:] for one in told[1:3]] == ["…is 7", "…is 2"]
 
 
 def test_the_answers_of_several_agents_to_a_problem_are_one_problem():
@@ -170,7 +194,7 @@ async def test_what_a_model_wrote_cannot_steer_the_terminal(directory):
     made(directory, out=out).ends(compared(wild, wild, 0.0))
     assert "\x1b" not in out.getvalue()
     assert "\x07" not in out.getvalue()
-    assert "new line" not in out.getvalue()
+    assert "xx new line " in out.getvalue(), "on one line"
     assert max(map(len, out.getvalue().splitlines())) < 200
 
 
@@ -244,7 +268,7 @@ async def test_cancelling_a_run_ends_the_view(directory, monkeypatch):
 
 
 def test_held_out_problems_are_the_same_ones_each_time():
-    kept = rows(evaluation("1234", "7", "1234"), 2)
+    kept = rows(evaluation("1234", "7", "1234"), count=2)
     assert [(row["prompt"], row["response"], row["reward"], row["kind"]) for row in kept] == [
         ("0>", "1234", 1.0, "held-out"),
         ("1>", "7", 0.0, "held-out"),

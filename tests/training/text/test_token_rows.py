@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlinf.data.sample import Prompt, Sample, Segment
-from rlinf.data.tokenizer import character_tokenizer
+from rlinf.data.tokenizer import character_tokenizer, shown_prompt
 from rlinf.training.text.token_rows import MOST, read_spans, token_rows, token_texts
 
 CHARACTERS = character_tokenizer("0123456789>")
@@ -52,6 +52,14 @@ def test_texts_of_bytes_join_to_the_text(text):
 @given(st.lists(st.sampled_from([1, 2, 3, 5, 6]), max_size=12))
 def test_spaces_between_words_are_kept(ids):
     assert "".join(token_texts(ids, of_pieces())) == of_pieces().decode(ids)
+
+
+def test_what_the_model_read_is_shown_beside_what_was_asked():
+    ids = np.array(CHARACTERS.encode("12>11"), np.int64)
+    assert shown_prompt(Prompt(0, ids, "m"), CHARACTERS) == {"prompt": "12>11", "task": "m"}
+    assert shown_prompt(Prompt(0, ids), CHARACTERS) == {"prompt": "12>11"}
+    assert shown_prompt(Prompt(0, ids, "12>11"), CHARACTERS) == {}
+    assert shown_prompt(Prompt(0, ids[:0], "m"), CHARACTERS) == {}, "of a checkpoint, without tokens"
 
 
 def test_a_character_of_several_tokens_comes_with_the_last_of_them():

@@ -65,7 +65,7 @@ def compared(before: Evaluation, after: Evaluation, temperature: float) -> Itera
     yield f"{name} on {len(now)} held-out problems{_how(temperature)}: {change}"
     pairs = [(old.samples[0], new.samples[0]) for old, new in zip(then, now, strict=True)]
     pairs.sort(key=lambda pair: pair[0].text == pair[1].text)  # stable: otherwise in the order of the problems
-    table = [("problem", "before", "after", "right answer")]
+    table: list[tuple[str, ...]] = [("problem", "before", "after", "right answer")]
     problem = own_parts([group.prompt.text for group in now])
     shown = [(problem[new.prompt.text], old.text, new.text, new.prompt.answer) for old, new in pairs[:SHOWN]]
     table += [tuple(map(_cell, texts)) for texts in shown]

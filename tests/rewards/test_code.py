@@ -219,6 +219,9 @@ ENDINGS = ["import unittest\nraise unittest.SkipTest('x')", "from unittest.case 
            "import asyncio\nraise asyncio.CancelledError", "import pytest\npytest.skip('x')", "raise AssertionError",
            "raise BaseException", "import os\nos.fork()\nreturn 0"]  # fmt: skip
 HARNESSES = {
+    "mocks": "from unittest.mock import Mock, patch\nfrom solution import add\n"
+    "@patch('builtins.input', return_value='x')\ndef test_it(mock):\n    act = Mock(return_value=1)\n"
+    "    assert add(act(), 2) == 3\n    act.assert_called_once()\n",
     "pytest": "import pytest\nfrom solution import add\n@pytest.mark.parametrize('x', [1])\n"
     "def test_it(x):\n    assert add(x, 2) == 3\nasync def test_later():\n    assert add(1, 2) == 3\n",
     "unittest": "import unittest\nfrom solution import add\nclass Sums(unittest.TestCase):\n    def test_it(self):\n"
@@ -284,6 +287,22 @@ def test_the_judge_judges_as_python_does(loop, form):
         )
         wrong = wrong if wrong != case.program else "pass"
         assert scored(loop, wrong, case.row).value == 0.0, (wrong, case)
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("def test_it(mocker):\n    assert f", "test_it wants a fixture 'mocker'"),
+        ("from solution import A\nclass B(A): pass\ndef test_it(): B()", "class B derives from the answer's A"),
+        (
+            "from unittest.mock import patch\ndef test_it():\n    with patch('solution.time'):\n        f()",
+            "a call of patch replaces",
+        ),
+    ],
+)
+def test_tests_that_cannot_be_judged_say_so_and_are_no_zeros(test, reason):
+    with pytest.raises(ValueError, match=f"cannot be judged: {reason}"):
+        rows.tests_of("", {"test": test})
 
 
 def test_a_row_whose_setup_fails_by_the_answer_is_that_answers(loop):

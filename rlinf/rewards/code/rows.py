@@ -201,6 +201,8 @@ def _functions(text: str) -> tuple[str, ...]:
     except SyntaxError:
         return ()
     names = [node.name for node in tree.body if _is_test(node)]
+    if reason := _beyond(tree):
+        raise ValueError(f"the tests of this row cannot be judged: {reason}; docs/data-and-rewards.md has what can")
     for node in tree.body:
         if (
             isinstance(node, ast.ClassDef)
@@ -209,6 +211,36 @@ def _functions(text: str) -> tuple[str, ...]:
         ):
             names += [f"{node.name}.{method.name}" for method in node.body if _is_test(method)]
     return tuple(f"__run_test__({name!r})" for name in names)
+
+
+_FIXTURES = {"self", "cls", "request", "tmp_path", "capsys", "capfd", "monkeypatch"}
+"""Arguments of tests and fixtures that are there without being defined."""
+
+
+def _beyond(tree: ast.Module) -> str:
+    """What tests for pytest use that cannot be had where the answer is far away; empty if there is no such thing."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    decorators = {node: [ast.unparse(each) for each in node.decorator_list] for node in functions}
+    fixtures = [node for node in functions if any("fixture" in text for text in decorators[node])]
+    all_marks = [ast.unparse(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+                 for each in node.decorator_list]  # fmt: skip
+    renamed = any("name=" in text for node in fixtures for text in decorators[node])
+    known = {*_FIXTURES, *(node.name for node in fixtures)}
+    for node in [*fixtures, *(each for each in functions if _is_test(each))]:
+        marks = " ".join([*decorators[node], *all_marks])
+        plain = node.args.args[: len(node.args.args) - len(node.args.defaults)]
+        missing = [each.arg for each in plain if each.arg not in known and each.arg not in marks]
+        if missing and "patch" not in marks and not renamed:
+            return f"{node.name} wants a fixture {missing[0]!r} that nobody defines"
+    imported = {name.asname or name.name for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.module == "solution" for name in node.names}  # fmt: skip
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ClassDef) and (base := imported & {ast.unparse(one) for one in each.bases}):
+            return f"class {each.name} derives from the answer's {base.pop()}"
+        args = [ast.unparse(one) for one in (each.func, *each.args)] if isinstance(each, ast.Call) else []
+        if args[1:] and args[0].endswith(("patch", "setattr")) and args[1][1:].startswith("solution."):
+            return f"a call of {args[0]} replaces a part of the answer"
+    return ""
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:

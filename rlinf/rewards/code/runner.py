@@ -171,7 +171,10 @@ def _read_out() -> _Captured:
 
 
 def _parameters(function: Any) -> list[str]:
-    plain = inspect.signature(function).parameters.values()
+    patches = [each for each in getattr(function, "patchings", ()) if not each.attribute_name]
+    mocks = sum(type(each.new).__name__ == "_SentinelObject" for each in patches)  # `mock.patch` gives these itself
+    names = [*inspect.signature(function).parameters.values()]
+    plain = names[mocks + (bool(names) and names[0].name == "self") :] if mocks else names
     return [each.name for each in plain if each.name != "self" and each.default is each.empty and each.kind not in
             (each.VAR_POSITIONAL, each.VAR_KEYWORD)]  # fmt: skip
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import learning_runs
+from benchmarks import learning_reversed, learning_runs
 from benchmarks.contestants import ROOT
 from benchmarks.learning_plot import LEARNED, NOT, picture
 from benchmarks.learning_recipes import CHANGES
-from benchmarks.learning_runs import Ended, Outcome, Runs, arguments, outcome_of
+from benchmarks.learning_runs import CONFIG, Ended, Outcome, Runs, arguments, outcome_of
 from benchmarks.learning_table import BEGIN, END, in_page, rows
 from rlinf.algos.recipes import NAMES, RECIPES
 from rlinf.job.algorithm import algorithm_of
@@ -125,3 +125,21 @@ async def test_a_real_run_is_read_and_one_that_cannot_start_is_told(tmp_path: Pa
     assert said == [outcome]
     (broken,) = await Runs(tmp_path, 2, 2, ["stepps=3"]).all([("grpo", 4)])
     assert "steps" in broken.failure
+
+
+def test_the_reversed_task_is_what_it_says_and_its_right_answers_are_as_long_as_the_limit(tmp_path: Path) -> None:
+    held_out, train = (Path(key.partition("=")[2]) for key in learning_reversed.write_data(tmp_path))
+    problems = [[json.loads(line) for line in path.read_text().splitlines()] for path in (held_out, train)]
+    assert [len(part) for part in problems] == [300, 8**5 - 300]
+    texts = {row["prompt"] for part in problems for row in part}
+    assert len(texts) == 8**5
+    assert all(row["answer"] == row["prompt"][:-1][::-1] for part in problems for row in part)
+    load_config(ROOT / CONFIG, [*learning_reversed.KEYS, f"data.train={train}", f"evaluation.data={held_out}"])
+
+
+def test_the_reversed_task_shows_every_seed_and_every_alarm_once(tmp_path: Path) -> None:
+    (tmp_path / "alarms.jsonl").write_text(json.dumps({"step": 1, "text": "too long: 100% of 3"}) + "\n")
+    alarms = learning_reversed.alarms_of(tmp_path)
+    shown = learning_reversed.line("dapo", 6, [HALVED, FAILED], [*alarms, *alarms])
+    assert shown == "| `dapo` | 6 | 60.0, failed | 80.0, failed | too long |"
+    assert learning_reversed.alarms_of(tmp_path / "none") == []

@@ -7,7 +7,9 @@ import inspect
 import pytest
 
 from rlinf.actors.rollout import Rollout
+from rlinf.config.learning import TrainerSettings
 from rlinf.config.loading import ConfigError
+from rlinf.job.algorithm import algorithm_of
 from rlinf.job.prepare import prepare
 from rlinf.job.roles.named import Teachers, collected, with_teachers
 from rlinf.job.roles.of_text import _rollout, _trainer
@@ -177,6 +179,23 @@ def test_a_flow_that_takes_a_teacher_gets_several_as_one_also_in_a_rehearsal():
 def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_over(overrides, published):
     prepared = prepare(load_config(None, overrides, 1), 1)
     assert _trainer(prepared.config, prepared.algorithm)["publishes"] == published
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (("steps=6", "algorithm.epochs=2", "algorithm.minibatches=3"), 36),
+        (("steps=6", "algorithm.epochs=2", "algorithm=ppo", "critic.head_start=2"), 8),
+        (("steps=6", "critic.head_start=2"), 6),  # of no meaning without a critic
+        (("steps=0",), 1),  # there is no step, and a schedule has one at least
+        (("steps=1", "algorithm=ppo", "critic.head_start=4"), 1),
+    ],
+)
+def test_a_schedule_lasts_as_many_optimizer_steps_as_the_policy_takes(overrides, steps):
+    config = load_config(None, overrides, 1)
+    settings = _trainer(config, algorithm_of(config))
+    assert settings["total_steps"] == steps
+    TrainerSettings(**{name: settings[name] for name in ("total_steps", "epochs", "minibatches")})
 
 
 def test_the_rollout_takes_every_setting_that_it_is_given():

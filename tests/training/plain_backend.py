@@ -66,6 +66,9 @@ class PlainOptimization:
         self.begin()
         return found, {"loss": float(found.mean()), "grad_norm": norm, "lr": self._lr}
 
+    def pass_over(self, count: int) -> None:
+        """Nothing: the learning rate is constant."""
+
 
 class PlainBackEnd:
     """See `BackEnd`."""

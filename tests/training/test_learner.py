@@ -225,6 +225,17 @@ def test_half_way_a_line_and_a_cosine_are_half_way_down():
     assert lr_factor(9, "cosine", 5, 24, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
+def test_steps_that_are_passed_over_move_the_schedule_on_but_no_warm_up():
+    learner = Learner(PolicyModel(model()), lr=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    learner.pass_over(3)
+    assert learner.schedule.get_last_lr() == [0.5]
+    for done, expected in ((2, 0.2), (3, 0.2)):  # of five that fall from the second on, the last; and none beyond
+        learner.schedule.last_epoch = done
+        learner.pass_over(3)
+        assert learner.schedule.get_last_lr() == pytest.approx([expected])
+        assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
 def test_schedules_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="needs total_steps"):
         Learner(PolicyModel(model()), lr=0.1, schedule="linear")

@@ -1,10 +1,13 @@
 """Which groups give a gradient, by every recipe."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from rlinf.algos import recipes
-from rlinf.data.in_flight.choosing import teaches
+from rlinf.data.in_flight.admission import Entry
+from rlinf.data.in_flight.choosing import Choosing, teaches
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.training.text.advantage_rows import advantage_rows
 
@@ -47,3 +50,16 @@ def test_a_group_teaches_if_rewards_differ_as_the_algorithm_compares_them(name, 
     assert any(row.learned and row.advantage for row in rows) == expected, (
         "what is trained on is what the definition says"
     )
+
+
+def test_work_in_flight_is_chosen_by_the_same_definition():
+    spec = recipes.get("dapo", SHAPED)
+    choosing = Choosing(spec.sampling, 2, partial(teaches, spec))
+    entries = [Entry(number, None, 2, 0) for number in range(4)]
+    even, levelled, good, two = group((0.0, 2), (0.0, 6)), group((0.0, 2), (0.5, 6)), group((0.0, 2), (1.0, 2)), [
+        group((1.0, 2), (1.0, 2)), group((0.0, 2), (0.0, 2)),
+    ]  # fmt: skip
+    told = [choosing.keep(entry, made) for entry, made in zip(entries, ([even], [levelled], [good], two), strict=True)]
+    assert told == [False, False, True, False], "of several groups each is compared within itself"
+    metrics = choosing.metrics()
+    assert (metrics["sampling/kept"], metrics["sampling/dropped"]) == (1.0, 3.0)

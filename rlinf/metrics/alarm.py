@@ -291,12 +291,12 @@ class NoUpdateAlarm:
         self._steps = 0  # in a row
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """What to tell people about this step; None unless it is the first, the third, the tenth ... in a row."""
+        """What to tell people about this step; None unless it is the first, the tenth, the hundredth ... in a row."""
         self._steps = self._steps + 1 if metrics.get("update/skipped") else 0
         if self._steps not in TOLD_AGAIN:
             return None
         why, do = self._reason(metrics)
-        row = f", the {self._steps}th step in a row" if self._steps > 3 else ", the third in a row" * (self._steps == 3)
+        row = f", the {self._steps}th step in a row" if self._steps > 1 else ""
         return Alarm(f"step {step}", f"no update was made{row}: {why}", do)
 
     @staticmethod
@@ -317,7 +317,7 @@ class NoUpdateAlarm:
         return "not one group gives a gradient", "groups/uniform and reward/std say how equal rewards are"
 
 
-TOLD_AGAIN = (1, 3, *(10**power for power in range(1, 7)))
+TOLD_AGAIN = tuple(10**power for power in range(7))
 """Steps in a row after which the same is told once more."""
 
 

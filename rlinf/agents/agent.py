@@ -153,12 +153,20 @@ class AgentLLM:
 
     # Calls ------------------------------------------------------------------------------------------------------
 
-    def chat(self, messages: Sequence[Message], *, tools: Any = None, **sampling: Any) -> Awaited[Answer]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Awaited[Answer]:
         """Let the model answer messages; await it.
 
         Args:
             messages: all that was said so far, the answers' own `message`s among them; those are not encoded again.
             tools: that the model may call: functions with type hints, `Tool`s, or schemas.
+            chat_template_kwargs: further arguments of the chat template, such as `{"enable_thinking": False}`.
             sampling: any of `max_new_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `min_new_tokens`, `stop`; and
                 `seed`, with which the same tokens get the same answer each time.
 
@@ -168,11 +176,14 @@ class AgentLLM:
         """
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
-        return Awaited(self._chatted([copied(message) for message in messages], tools, sampling), "llm.chat(…)")
+        asking = self._chatted([copied(message) for message in messages], tools, chat_template_kwargs or {}, sampling)
+        return Awaited(asking, "llm.chat(…)")
 
-    async def _chatted(self, messages: list[Message], tools: Any, sampling: Mapping[str, Any]) -> Answer:
+    async def _chatted(
+        self, messages: list[Message], tools: Any, template: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> Answer:
         schemas, runnable = _offered(tools)
-        chat = self._chat if not schemas else self._chat.with_arguments(tools=schemas)
+        chat = self._chat.with_arguments(**template, **({"tools": schemas} if schemas else {}))
         parent, read = self.trajectories.of_messages(messages, chat)
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:

@@ -113,6 +113,12 @@ class Schemas:
     """JSON schemas of strangers, and texts that shall be of them; kept in a child process, because a pattern, or
     references that double, may take longer than anybody waits."""
 
+    def __init__(self) -> None:
+        import jsonschema  # here, so that no call's deadline has to wait for it
+        import referencing
+
+        self._jsonschema, self._nothing = jsonschema, referencing.Registry()
+
     def wrong(self, schema: Mapping[str, Any], text: str | None = None) -> str | None:
         """Why a text is not JSON of a schema, or, without a text, why the schema is none.
 
@@ -123,15 +129,13 @@ class Schemas:
         Returns:
             A sentence; None: nothing is wrong.
         """
-        import jsonschema
-        import referencing
-
+        jsonschema = self._jsonschema
         kind = jsonschema.validators.validator_for(schema)
         try:
             if text is None:
                 kind.check_schema(schema)
             else:
-                kind(schema, registry=referencing.Registry()).validate(json.loads(text))
+                kind(schema, registry=self._nothing).validate(json.loads(text))
         except jsonschema.SchemaError as error:
             return str(error.message)
         except jsonschema.ValidationError as error:

@@ -102,6 +102,8 @@ class Trajectories:
     """How messages become tokens."""
     counts: Counts = field(default_factory=Counts)
     """What was recorded."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of a foreign client's requests that were not honoured; see docs/agents.md."""
     _turns: list[Turn] = field(default_factory=list)
     _by_key: dict[Key, Turn] = field(default_factory=dict)
     _other_words: dict[bytes, Turn] = field(default_factory=dict)
@@ -228,20 +230,23 @@ class Trajectories:
             self._by_key[key] = turn
         return turn
 
-    def also(self, turn: Turn, message: Message) -> Key:
+    def also(self, turn: Turn, message: Message, *, in_place_of: Turn | None = None) -> Key:
         """The harness knows an answer by other words than ours, such as without the text that stopped it.
 
         Args:
             turn: the answer to messages.
             message: it, as the harness will send it back.
+            in_place_of: an answer to the messages that the harness has, which it was not shown; this one, to what was
+                said behind that, it takes for the answer to them. None: there is none.
 
         Returns:
             The key of the history that ends with it.
         """
-        if (words := _canonical(message)) == turn.words or turn.before is None:
+        words, asked = _canonical(message), turn if in_place_of is None else in_place_of
+        if asked.before is None or (asked is turn and words == turn.words):
             return turn.key
         self._other_words[words] = turn
-        key = _ended(turn.before, words)
+        key = _ended(asked.before, words)
         self._by_key[key] = turn
         return key
 

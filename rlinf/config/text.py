@@ -223,6 +223,9 @@ class EndpointConfig:
     """Requests that are answered at the same time; more are told to come again."""
     requests_per_minute: int = number(0, low=0)
     """Of one key; 0 for no limit."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """How the model writes what it thinks: `think` is `<think>…</think>` before the answer, which clients are given
+    apart, as their protocol has it; `none` leaves it in the text. `auto`: `think` where the chat template knows it."""
 
 
 @dataclass

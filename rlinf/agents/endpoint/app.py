@@ -62,9 +62,13 @@ class Call:
             raise invalid(form.param, f"{form.param}: {why}")
         if session is None:
             known = next(iter(endpoint.sessions.values()), None)
-            format = None if known is None else template_of(known.llm, asked.tools)
+            format = None if known is None else template_of(known.llm, asked)
             session = self.session = endpoint.conversation(asked.told() if asked.messages else [], format)
-        asking = [asyncio.ensure_future(ask(session.llm, one, endpoint.applying)) for one in _each(asked)]
+        endpoint.unheeded(session, self.body.unheeded)
+        thinks = endpoint.thinks(session.llm)
+        asking = [
+            asyncio.ensure_future(ask(session.llm, one, endpoint.applying, thinks=thinks)) for one in _each(asked)
+        ]
         session.asking.update(asking)
         try:
             said = [await one for one in asking]
@@ -85,6 +89,7 @@ class Call:
         metrics.cached += said[0].cached
         metrics.generated += sum(len(each.reply.ids) for each in said)
         metrics.malformed += sum(each.refusal is not None for each in said)
+        metrics.asked_again += sum(each.again for each in said)
         return said
 
     def json(self, value: Any) -> web.Response:
@@ -192,6 +197,12 @@ def application(endpoint: Endpoint, more: Mapping[str, Handler]) -> web.Applicat
         endpoint.metrics.ended("unknown", 404, 0.0)
         return _failed(error, "/messages" in request.path)
 
+    async def by_websocket(_: web.Request) -> web.Response:
+        """Codex tries this first, and posts at once where it reads this status."""
+        return _failed(ApiError(426, "responses do not come over WebSockets here; POST the request"), anthropic=False)
+
+    for prefix in ("", "/s/{session}"):
+        made.router.add_get(f"{prefix}/v1/responses", by_websocket)
     made.router.add_get("/health", health)
     made.router.add_get("/metrics", metrics)
     made.router.add_route("*", "/{anywhere:.*}", nowhere)

@@ -1,25 +1,31 @@
 """One request to the model, whatever protocol it came by, and what the model says to it.
 
 In: messages or token ids with settings. Out: `Said`, as a client may read it: without the text that stopped the answer,
-calls of tools apart, checked against the JSON that was asked for. What a client reads is told to the record, so that it
-is known when it comes back. Who wakes whom: the model's answer.
+reasoning and calls of tools apart, checked against the JSON that was asked for. What a client reads is told to the
+record, so that it is known when it comes back. Who wakes whom: the model's answer.
+
+Nothing constrains the tokens of an answer. Which tools it calls is therefore a wish of the client's: where it is not
+met, the model is told so, as the user, and asked once more. All of that is one line of the record, with every token
+learned once; the client sees the second answer alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from rlinf.agents.agent import AgentLLM
+from rlinf.agents.agent import AgentLLM, Answer
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.endpoint.errors import ApiError, invalid, unsupported
+from rlinf.agents.endpoint.errors import ApiError, invalid
 from rlinf.agents.endpoint.fields import Fields
-from rlinf.agents.llm import Reply
+from rlinf.agents.llm import ContextFull, Reply
 from rlinf.agents.tools.calls import ToolCall
 from rlinf.agents.trajectories import Key, Turn
 from rlinf.runtime.base.errors import RemoteError
@@ -98,6 +104,38 @@ class Applying:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls a client wishes for, by `tool_choice` and its like in any protocol."""
+
+    may: bool = True
+    """Tools may be called."""
+    must: bool = False
+    """One has to be called."""
+    name: str | None = None
+    """The one that has to be called; None: any."""
+    single: bool = False
+    """Not more than one may be called."""
+
+    def unmet(self, calls: Sequence[ToolCall], broken: Sequence[str]) -> str | None:
+        """What the model is told of calls that are not as wished; None: they are."""
+        if not self.may:
+            return None
+        if self.must and not any(self.name in (None, call.name) for call in calls):
+            asked = "Answer by calling a tool." if self.name is None else f"Answer by calling the tool {self.name}."
+            return " ".join([*broken[:1], asked])
+        if self.single and len(calls) > 1:
+            return "Call one tool at a time."
+        return None
+
+    def taken(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """Those of an answer's calls that the client is given."""
+        if not self.may:
+            return ()
+        named = [call for call in calls if call.name == self.name]
+        return tuple(named or calls)[: 1 if self.single else None]
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """What a client asks for."""
 
@@ -107,8 +145,12 @@ class Asked:
     """Token ids that the model goes on from, int64 [tokens]."""
     tools: list[Schema] | None = None
     """Schemas of those that the model is shown."""
-    calls: bool = True
-    """It may call them."""
+    choice: ToolChoice = ToolChoice()
+    """Which of them it shall call."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as `enable_thinking`."""
+    stop_shown: bool = False
+    """The text that stops the answer is part of it."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Settings of `llm.chat`."""
     form: JsonForm | None = None
@@ -134,7 +176,9 @@ class Said:
     reply: Reply
     """What the model generated."""
     text: str
-    """What it says, without its calls and the text that stopped it."""
+    """What it says, without its reasoning, its calls and the text that stopped it."""
+    reasoning: str | None
+    """What it thought before; None: nothing, or nobody knows how it marks that."""
     calls: tuple[ToolCall, ...]
     """Tools that it calls."""
     stop: str | None
@@ -149,6 +193,8 @@ class Said:
     """Its place in the record."""
     key: Key
     """Of the history that ends with it as the client knows it; empty for answers to token ids."""
+    again: bool = False
+    """It is the second answer: the first was not what the client wished for."""
 
     @property
     def cut(self) -> bool:
@@ -156,57 +202,108 @@ class Said:
         return self.reply.finish in ("length", "abort")
 
 
-def template_of(llm: AgentLLM, tools: Sequence[Schema] | None) -> ChatFormat:
-    """How messages become tokens where the model is shown these tools."""
-    chat = llm.trajectories.chat
-    return chat.with_arguments(tools=list(tools)) if tools else chat
+def template_of(llm: AgentLLM, asked: Asked) -> ChatFormat:
+    """How messages become tokens where the model is shown these tools, with these arguments of the template."""
+    more = {**asked.template, **({"tools": list(asked.tools)} if asked.tools else {})}
+    return llm.trajectories.chat.with_arguments(**more)
 
 
-async def ask(llm: AgentLLM, asked: Asked, applying: Applying) -> Said:
+async def ask(llm: AgentLLM, asked: Asked, applying: Applying, *, thinks: bool) -> Said:
     """Let the model answer once.
 
     Args:
         llm: the model.
         asked: what.
         applying: applies the schema of the answer, if one is asked for.
+        thinks: the model writes `<think>…</think>` before its answers.
 
     Raises:
         UserError: it cannot; see `AgentLLM.chat`.
     """
-    reply: Reply
-    calls: tuple[ToolCall, ...] = ()
     if asked.ids is not None:
         reply = await llm.generate(asked.ids, **asked.sampling)
         turn = llm.trajectories.turns[-1]  # recorded last, in this very tick
-        text = reply.text
-    else:
-        if not llm.trajectories.chat.has_template:
-            llm.trajectories.chat.warn(
-                "endpoint",
-                "messages of the endpoint's clients are joined as they are, without their roles: the tokenizer has no "
-                "chat template; set data.chat_template",
-            )
-        answer = await llm.chat(asked.told(), tools=asked.tools, **asked.sampling)
-        assert answer.turn is not None
-        reply, turn = answer, answer.turn
-        calls = answer.calls if asked.calls else ()
-        text = answer.content if calls else answer.text
-    stop = None
-    if reply.finish == "text":
-        found = [(text.find(each), each) for each in asked.sampling.get("stop", ()) if each in text]
-        if found:
-            at, stop = min(found)
-            text = text[:at]
+        text, stop = _until_stopped(reply, reply.text, asked)
+        return _said(reply, turn, text, stop)
+    if not llm.trajectories.chat.has_template:
+        llm.trajectories.chat.warn(
+            "endpoint",
+            "messages of the endpoint's clients are joined as they are, without their roles: the tokenizer has no "
+            "chat template; set data.chat_template",
+        )
+    answer, first = await _chosen(llm, asked)
+    assert answer.turn is not None
+    calls, whole = asked.choice.taken(answer.calls), answer.text
+    begun = thinks and _thought_is_begun(llm, answer.turn)
+    if begun and _THOUGHT not in whole:
+        calls = ()  # it was cut while it thought of them
+    text, stop = _until_stopped(answer, answer.content if calls else whole, asked)
+    reasoning, text = apart(text, begun=begun) if thinks else (None, text)
     refusal = await asked.form.wrong(text, applying) if asked.form is not None and not calls else None
+    key = llm.trajectories.also(answer.turn, message_of(text, calls), in_place_of=first)
+    said = _said(answer, answer.turn, text, stop)
+    return replace(said, reasoning=reasoning, calls=calls, refusal=refusal, key=key, again=first is not None)
+
+
+def _said(reply: Reply, turn: Turn, text: str, stop: str | None) -> Said:
     cached = 0 if turn.parent is None else turn.parent.length
-    key = b""
-    if asked.ids is None:
-        key = llm.trajectories.also(turn, message_of(text, calls))
-    return Said(reply, text, calls, stop, refusal, turn.length - len(reply.ids), cached, turn, key)
+    return Said(reply, text, None, (), stop, None, turn.length - len(reply.ids), cached, turn, b"")
+
+
+async def _chosen(llm: AgentLLM, asked: Asked) -> tuple[Answer, Turn | None]:
+    """The answer; and, where it is the second one, the first, which did not call tools as wished."""
+    told, more = asked.told(), {"tools": asked.tools, "chat_template_kwargs": asked.template, **asked.sampling}
+    answer = await llm.chat(told, **more)
+    why = asked.choice.unmet(answer.calls, answer.broken) if asked.tools else None
+    if why is None or answer.finish in ("length", "abort"):
+        return answer, None
+    try:
+        return await llm.chat([*told, answer.message, {"role": "user", "content": why}], **more), answer.turn
+    except ContextFull:
+        return answer, None
+
+
+def _until_stopped(reply: Reply, text: str, asked: Asked) -> tuple[str, str | None]:
+    """A text up to what stopped it, and that."""
+    found = [(text.find(each), each) for each in asked.sampling.get("stop", ()) if each in text]
+    if reply.finish != "text" or not found:
+        return text, None
+    at, stop = min(found)
+    return (text if asked.stop_shown else text[:at]), stop
+
+
+_THINK, _THOUGHT = "<think>", "</think>"
+_TAIL = 8
+"""Tokens at the end of a prompt in which it may begin the model's thought: `<think>` and a line end, by letters too."""
+
+
+def template_thinks(chat: ChatFormat) -> bool:
+    """Whether a chat template shows that its model marks what it thinks by `<think>`."""
+    template = chat.tokenizer.chat_template or ""
+    return _THOUGHT in (" ".join(template.values()) if isinstance(template, dict) else str(template))
+
+
+def _thought_is_begun(llm: AgentLLM, turn: Turn) -> bool:
+    """Whether the prompt has begun the model's thought, as templates of models that always think do."""
+    return str(llm.trajectories.chat.tokenizer.decode(turn.read[-_TAIL:])).rstrip().endswith(_THINK)
+
+
+def apart(text: str, *, begun: bool = False) -> tuple[str | None, str]:
+    """What was thought in a text, and what is said in it.
+
+    Args:
+        text: an answer.
+        begun: the prompt has begun the thought.
+    """
+    inside = text.lstrip()
+    if not begun and not inside.startswith(_THINK):
+        return None, text
+    thought, ended, said = inside.removeprefix(_THINK).partition(_THOUGHT)
+    return thought.strip() or None, said.lstrip() if ended else ""
 
 
 def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """An answer as the record knows it when it comes back."""
+    """An answer as the record knows it when it comes back, with its reasoning or without."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [call.message for call in calls]
@@ -233,18 +330,68 @@ def function_schema(name: Any, description: Any, parameters: Any, path: str) -> 
     return {"type": "function", "function": shown}
 
 
-def may_call(choice: Any, param: str) -> bool:
-    """Whether tools may be called, by `tool_choice` in any protocol.
+def custom_schema(name: Any, description: Any, path: str) -> Schema:
+    """A tool that takes a text of any form, as one of a single argument, `input`; its grammar is not enforced."""
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return function_schema(name, description, text, path)
 
-    Raises:
-        ApiError: it says that one must be.
+
+def tool_choice(body: Fields, *, single: bool) -> ToolChoice:
+    """Which tools shall be called, by a request's `tool_choice` in any protocol.
+
+    Args:
+        body: the request.
+        single: not more than one at a time.
     """
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind in (None, "auto"):
-        return True
-    if kind == "none":
-        return False
-    raise unsupported(param, "nothing constrains what the model writes, so it cannot be made to call a tool; take auto")
+    given = body.any("tool_choice")
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "auto", "none"):
+        return ToolChoice(may=kind != "none", single=single)
+    if kind in ("required", "any"):
+        return ToolChoice(must=True, single=single)
+    if not isinstance(kind, str):
+        raise invalid("tool_choice", "tool_choice must be a string, or an object with a type")
+    inner: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if isinstance(inner.get(kind), Mapping):
+        inner = inner[kind]  # Chat Completions has it one level deeper
+    if kind in ("function", "custom", "tool"):
+        if isinstance(name := inner.get("name"), str) and name:
+            return ToolChoice(must=True, name=name, single=single)
+        raise invalid("tool_choice", "tool_choice must name its tool")
+    if kind == "allowed_tools":
+        body.note("tool_choice", kind)
+        return ToolChoice(must=inner.get("mode") == "required", single=single)
+    body.note("tool_choice", kind)
+    return ToolChoice(single=single)
+
+
+_OF_RENDERING = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""Arguments that say how a template is rendered, and not what it shows."""
+
+
+def template_arguments(body: Fields) -> dict[str, Any]:
+    """The arguments that a request has for the chat template, `chat_template_kwargs` as vLLM and SGLang have them."""
+    given = body.object("chat_template_kwargs")
+    if given is None:
+        return {}
+    for name in sorted(given.given.keys() & _OF_RENDERING):
+        given.note(name)
+    return {name: value for name, value in given.given.items() if name not in _OF_RENDERING}
+
+
+def json_wish(body: Fields) -> JsonForm | None:
+    """The form that vLLM's own fields ask for: `guided_json`, or `structured_outputs.json`."""
+    outputs = body.object("structured_outputs")
+    schema, param = body.any("guided_json"), "guided_json"
+    if schema is None and outputs is not None:
+        schema, param = outputs.any("json"), "structured_outputs.json"
+        outputs.done()
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise invalid(param, f"{param} is not valid JSON: {error}") from None
+    return None if schema is None else json_form("json_schema", schema, param)
 
 
 def json_form(kind: Any, schema: Any, param: str) -> JsonForm | None:
@@ -312,6 +459,7 @@ def sampling_of(body: Fields, longest: str, stop: str) -> dict[str, Any]:
     }
     if chosen["top_k"] == -1:
         chosen["top_k"] = 0
+    body.wish("stop_token_ids", "ignore_eos")
     return {name: value for name, value in chosen.items() if value is not None}
 
 

@@ -12,13 +12,13 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.agent import AgentLLM
 from rlinf.agents.chat import ChatFormat, Message
-from rlinf.agents.endpoint.asking import Applying, Said
+from rlinf.agents.endpoint.asking import Applying, Said, template_thinks
 from rlinf.agents.endpoint.errors import ApiError
 from rlinf.agents.endpoint.metrics import Metrics
 from rlinf.agents.trajectories import Key
@@ -35,7 +35,9 @@ _BACKLOG = 4096
 _KEPT_RATES = 10_000
 """Keys whose rate is remembered."""
 _SHOWN = 80
-"""Characters of what is no HTTP that the log shows."""
+"""Characters of what a client sends that are shown to people."""
+_MOST_IGNORED = 64
+"""Fields that are noted in one session, and told to people in a run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +133,7 @@ class Endpoint:
         self._by_history: dict[Key, EndpointSession] = {}
         self._by_response: dict[str, EndpointSession] = {}
         self._rates: dict[str, _Rate] = {}
+        self._ignored: set[str] = set()  # of which people were told
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
@@ -283,6 +286,26 @@ class Endpoint:
             self.sessions[session.name] = self.sessions.pop(session.name)
         if self._said is not None:
             self._said()
+
+    def unheeded(self, session: EndpointSession, names: Iterable[str]) -> None:
+        """Note fields of a request that are not honoured: in the session's record, and for people once in a run.
+
+        Args:
+            session: whose request.
+            names: of the fields.
+        """
+        ignored, chat = session.llm.trajectories.ignored, session.llm.trajectories.chat
+        for name in (each[:_SHOWN] for each in names):
+            if name not in ignored and len(ignored) < _MOST_IGNORED:
+                ignored.append(name)
+            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+                self._ignored.add(name)
+                chat.warn(f"ignored {name}", f"the endpoint ignores {name!r} in its clients' requests")
+
+    def thinks(self, llm: AgentLLM) -> bool:
+        """Whether the model writes what it thinks in marks; see `agent.endpoint.reasoning`."""
+        told = self.config.reasoning
+        return told == "think" or (told == "auto" and template_thinks(llm.trajectories.chat))
 
     def of_response(self, response: str) -> EndpointSession | None:
         """The session in which a response was given; None: there is none, or it is over."""

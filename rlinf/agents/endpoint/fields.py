@@ -1,13 +1,14 @@
 """The JSON body of a request, read field by field.
 
-In: bytes. Out: values of the right types, or an `ApiError` that names the field. A field that nobody asked for is
-refused, since ignoring it may change what the answer means.
+In: bytes. Out: values of the right types, or an `ApiError` that names the field; and the names of fields that are not
+honoured, for the record of who asks.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlinf.agents.endpoint.errors import ApiError, invalid
 
 LARGEST = 2**31 - 1
 """Whole numbers of a request are at most this."""
+_PLACE = re.compile(r"\[\d+\]")
 _KINDS = {str: "a string", bool: "true or false", list: "an array", dict: "an object"}
 
 
@@ -45,11 +47,14 @@ class Fields:
     Args:
         given: it.
         path: where it stands in the request.
+        unheeded: where to note what is not honoured; None begins a list.
     """
 
-    def __init__(self, given: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, given: Mapping[str, Any], path: str = "", unheeded: dict[str, None] | None = None) -> None:
         self.given, self._path = given, path
         self._known: set[str] = set()
+        self.unheeded: dict[str, None] = {} if unheeded is None else unheeded
+        """Names of fields that are not honoured, in order; those of a list without their places in it."""
 
     def path(self, name: str) -> str:
         """A field as errors call it."""
@@ -83,11 +88,11 @@ class Fields:
     def object(self, name: str) -> Fields | None:
         """An object; None: left out."""
         value = self._of(dict, name, None)
-        return None if value is None else Fields(value, self.path(name))
+        return None if value is None else Fields(value, self.path(name), self.unheeded)
 
     def objects(self, name: str) -> list[Fields]:
         """A list of objects."""
-        return fields_of(self.array(name), self.path(name))
+        return fields_of(self.array(name), self.path(name), self.unheeded)
 
     def wanted(self, name: str, value: Any) -> Any:
         """A value that must be there.
@@ -131,6 +136,23 @@ class Fields:
         """Fields that say nothing about the answer."""
         self._known.update(names)
 
+    def note(self, name: str, value: Any = None) -> None:
+        """Note that a field is not honoured.
+
+        Args:
+            name: the field.
+            value: that is not, where others are.
+        """
+        self._known.add(name)
+        path = _PLACE.sub("", self.path(name))
+        self.unheeded[path if value is None else f"{path}={value!s:.40}"] = None
+
+    def wish(self, *names: str) -> None:
+        """Fields that are wishes of which none is granted: they are noted where they say something."""
+        for name in names:
+            if self.any(name) not in (None, False, [], {}, ""):
+                self.note(name)
+
     def neutral(self, name: str, *values: Any, why: str) -> None:
         """A field that is supported only where it changes nothing.
 
@@ -145,21 +167,20 @@ class Fields:
                 400, f"{self.path(name)} is not supported: {why}", code="unsupported_parameter", param=self.path(name)
             )
 
-    def done(self, but: Collection[str] = ()) -> None:
-        """Nothing else may be there.
-
-        Raises:
-            ApiError: something is.
-        """
-        for name in self.given:
-            if name not in self._known and name not in but:
-                raise ApiError(
-                    400, f"unknown parameter: {self.path(name)}", code="unknown_parameter", param=self.path(name)
-                )
+    def done(self) -> None:
+        """Note all that nobody has asked for."""
+        for name, value in self.given.items():
+            if name not in self._known and value is not None:
+                self.note(name)
 
 
-def fields_of(items: list[Any], path: str) -> list[Fields]:
+def fields_of(items: list[Any], path: str, unheeded: dict[str, None] | None = None) -> list[Fields]:
     """Objects of a list.
+
+    Args:
+        items: it.
+        path: where it stands in the request.
+        unheeded: where to note what is not honoured.
 
     Raises:
         ApiError: one of them is none.
@@ -167,7 +188,7 @@ def fields_of(items: list[Any], path: str) -> list[Fields]:
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise invalid(f"{path}[{number}]", f"{path}[{number}] must be an object")
-    return [Fields(item, f"{path}[{number}]") for number, item in enumerate(items)]
+    return [Fields(item, f"{path}[{number}]", unheeded) for number, item in enumerate(items)]
 
 
 def words(content: Any, path: str, kinds: Collection[str] = ("text",)) -> str:

@@ -29,6 +29,8 @@ class Metrics:
     """Tokens of answers."""
     malformed: int = 0
     """Answers that were not the JSON that was asked for."""
+    asked_again: int = 0
+    """Answers that did not call tools as the client wished, so that the model was asked once more."""
     opened: int = 0
     """Sessions."""
     branches: int = 0
@@ -65,6 +67,7 @@ class Metrics:
             ('{kind="read"}', self.read), ('{kind="cached"}', self.cached), ('{kind="generated"}', self.generated),
         )  # fmt: skip
         tell("malformed_json_total", "counter", ("", self.malformed))
+        tell("asked_again_total", "counter", ("", self.asked_again))
         tell("sessions", "gauge", ("", sessions))
         tell("sessions_total", "counter", ("", self.opened))
         tell("branches_total", "counter", ("", self.branches + branches))

@@ -159,6 +159,9 @@ class Served:
         if end not in (None, True, False):
             raise invalid("end", "end must be true or false")
         body.done()
+        if body.unheeded:
+            unknown = next(iter(body.unheeded))
+            raise ApiError(400, f"unknown parameter: {unknown}", code="unknown_parameter", param=unknown)
         if (response is None) == (session is None):
             raise invalid("response", "say either response or session")
         if not self.feedback(reward, response=response, session=session, choice=choice, end=end):

@@ -25,6 +25,23 @@ TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A chat template that shows tools and calls, as Qwen's does."""
+THINKING = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% set asked = namespace(last=-1) %}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' %}{% set thought = message['reasoning_content'] or '' %}"
+    "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if thought and loop.index0 > asked.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{% endif %}"
+    "{{ content }}"
+    "{% for call in message['tool_calls'] or [] %}\n<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif always %}<think>\n{% endif %}{% endif %}"
+)
+"""A chat template that leaves out what was thought before the newest question, as Qwen3's does; with `always` it begins
+the thought itself, as those of models that always think do."""
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2.5}}</tool_call>'
 
 
@@ -84,15 +101,15 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(*texts, longest=None, new=400, limits=None, **more):
+async def stand(*texts, longest=None, new=400, limits=None, template=TOOLS, arguments=None, say=None, **more):
     """An endpoint with one agent."""
-    tokenizer = tokenizer_of(Style(TOOLS, STYLES["chatml"].end))
+    tokenizer = tokenizer_of(Style(template, STYLES["chatml"].end))
     model = Scripted(tokenizer, list(texts) or ["ab"], **more)
     numbers = itertools.count()
     setting = Setting(model, 1.0, new, longest, len(tokenizer))
 
     def make():
-        chat = ChatFormat(tokenizer)
+        chat = ChatFormat(tokenizer, arguments, say)
         return AgentLLM.begin(
             setting, chat, call_format("hermes", tokenizer), key=(1, 2), fresh=lambda: next(numbers),
             open=endpoint.session,

@@ -15,11 +15,14 @@ from rlinf.agents.endpoint.asking import (
     JsonForm,
     Said,
     call_message,
+    custom_schema,
     function_schema,
     json_form,
-    may_call,
+    json_wish,
     messages_checked,
     sampling_of,
+    template_arguments,
+    tool_choice,
 )
 from rlinf.agents.endpoint.errors import ApiError, invalid, unsupported
 from rlinf.agents.endpoint.fields import Fields, words
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 IGNORED = (
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity", "prediction", "prompt_cache_options",
+    "reasoning_effort", "verbosity", "prediction", "prompt_cache_options", "client_metadata",
 )  # fmt: skip
 """Fields that say nothing about what the answer means."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -67,20 +70,18 @@ async def answered(call: Call) -> web.StreamResponse:
 
 
 def _asked(body: Fields) -> Asked:
-    body.neutral("parallel_tool_calls", True, why="the model may always call several tools")
     for name in ("frequency_penalty", "presence_penalty"):
         body.neutral(name, 0, 0.0, why="log-probs that are learned from know no penalties")
     body.neutral("repetition_penalty", 1, 1.0, why="log-probs that are learned from know no penalties")
     body.neutral("logit_bias", {}, why="log-probs that are learned from know no bias")
     body.neutral("modalities", ["text"], why="the model writes text alone")
-    for name in ("audio", "functions", "function_call", "web_search_options", "moderation"):
+    for name in ("audio", "functions", "function_call"):
         body.neutral(name, why="take messages and tools of the type function")
     body.ignored(*IGNORED)
     body.wanted("messages", body.any("messages"))
     messages = [_message(each) for each in body.objects("messages")]
-    tools = [_tool(each) for each in body.objects("tools")] or None
-    choice = body.any("tool_choice")
-    calls = may_call(choice, "tool_choice")
+    tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None]
+    choice = tool_choice(body, single=not body.flag("parallel_tool_calls", True))
     sampling = sampling_of(body, "max_tokens", "stop")
     if (longest := body.whole("max_completion_tokens", 1)) is not None:
         sampling["max_new_tokens"] = longest
@@ -92,10 +93,12 @@ def _asked(body: Fields) -> Asked:
         sampling["min_p"] = min_p
     return Asked(
         messages_checked(messages, "messages"),
-        tools=tools,
-        calls=calls,
+        tools=tools or None,
+        choice=choice,
+        template=template_arguments(body),
+        stop_shown=body.flag("include_stop_str_in_output"),
         sampling=sampling,
-        form=_form(body.object("response_format")),
+        form=_form(body.object("response_format")) or json_wish(body),
         count=body.whole("n", 1, 128) or 1,
     )
 
@@ -117,6 +120,8 @@ def _message(given: Fields) -> dict[str, Any]:
         raise unsupported(given.path("function_call"), "take tool_calls")
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
+    if role == "assistant" and (thought := given.any("reasoning_content") or given.any("reasoning")):
+        message["reasoning_content"] = words(thought, given.path("reasoning_content"))
     if role == "tool":
         message["tool_call_id"] = given.text("tool_call_id", "")
     if (name := given.text("name")) is not None:
@@ -125,16 +130,31 @@ def _message(given: Fields) -> dict[str, Any]:
 
 
 def _call(given: Fields) -> dict[str, Any]:
+    if given.text("type", "function") == "custom":
+        custom = given.wanted("custom", given.object("custom"))
+        written = {"input": custom.text("input", "")}
+        return call_message(custom.any("name"), written, given.any("id"), given.path("custom"))
     function = given.wanted("function", given.object("function"))
     return call_message(function.any("name"), function.any("arguments"), given.any("id"), given.path("function"))
 
 
-def _tool(given: Fields) -> dict[str, Any]:
-    if given.text("type", "function") != "function":
-        raise unsupported(given.path("type"), "tools are of the type function")
+def _tool(given: Fields) -> dict[str, Any] | None:
+    """A tool as chat templates read it; None for one that the client does not run."""
+    kind = given.text("type", "function")
+    if kind == "custom":
+        custom = given.wanted("custom", given.object("custom"))
+        return custom_schema(custom.any("name"), custom.any("description"), given.path("custom"))
+    if kind != "function":
+        given.note("type", kind)
+        return None
     function = given.wanted("function", given.object("function"))
     path = given.path("function")
     return function_schema(function.any("name"), function.any("description"), function.any("parameters"), path)
+
+
+def customs(body: Fields) -> set[str]:
+    """Names of the tools that take a text of any form."""
+    return {each.given["custom"]["name"] for each in body.objects("tools") if each.given.get("type") == "custom"}
 
 
 def _form(given: Fields | None) -> JsonForm | None:
@@ -178,6 +198,12 @@ def call_text(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False)
 
 
+def custom_text(call: ToolCall) -> str:
+    """What a tool that takes a text of any form is given."""
+    given = call.arguments.get("input")
+    return given if isinstance(given, str) else call_text(call)
+
+
 def token_logprobs(call: Call, said: Said) -> list[dict[str, Any]]:
     """Every token of an answer with its log-prob."""
     assert call.session is not None
@@ -193,14 +219,20 @@ def _finish(said: Said) -> str:
     return "tool_calls" if said.calls else "length" if said.cut else "stop"
 
 
+def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
+    """A call, as clients read it."""
+    if custom:
+        return {"id": each.id, "type": "custom", "custom": {"name": each.name, "input": custom_text(each)}}
+    return {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
+
+
 def _choice(call: Call, number: int, said: Said, logprobs: bool, ids: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": said.refusal}
+    if said.reasoning is not None:
+        message["reasoning_content"] = said.reasoning
     if said.calls:
         message["content"] = said.text or None
-        message["tool_calls"] = [
-            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": call_text(each)}}
-            for each in said.calls
-        ]
+        message["tool_calls"] = [_call_shown(each, each.name in customs(call.body)) for each in said.calls]
     told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
     choice = {"index": number, "message": message, "logprobs": told, "finish_reason": _finish(said)}
     if ids:
@@ -225,15 +257,17 @@ def _chunks(call: Call, head: dict[str, Any], answers: list[Said], logprobs: boo
     for number, said in enumerate(answers):
         told = {"content": token_logprobs(call, said), "refusal": None} if logprobs else None
         yield chunk(number, {"role": "assistant", "content": "", "refusal": None}, told=told)
+        for piece in pieces(said.reasoning or ""):
+            yield chunk(number, {"reasoning_content": piece})
         for piece in pieces(said.text):
             yield chunk(number, {"content": piece})
         for place, each in enumerate(said.calls):
-            function = {"name": each.name, "arguments": ""}
-            yield chunk(
-                number, {"tool_calls": [{"index": place, "id": each.id, "type": "function", "function": function}]}
-            )
-            for piece in pieces(call_text(each)):
-                yield chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
+            whole = _call_shown(each, each.name in customs(call.body))
+            kind, key = whole["type"], "input" if whole["type"] == "custom" else "arguments"
+            begun = {**whole, "index": place, kind: {**whole[kind], key: ""}}
+            yield chunk(number, {"tool_calls": [begun]})
+            for piece in pieces(whole[kind][key]):
+                yield chunk(number, {"tool_calls": [{"index": place, kind: {key: piece}}]})
         if said.refusal is not None:
             yield chunk(number, {"refusal": said.refusal})
         yield chunk(number, {}, _finish(said))

@@ -42,7 +42,7 @@ async def answered(call: Call) -> web.StreamResponse:
     ids, streamed = body.flag("return_token_ids"), body.flag("stream")
     options = body.object("stream_options")
     with_usage = options is not None and options.flag("include_usage")
-    prompts = _prompts(body)
+    prompts, stop_shown = _prompts(body), body.flag("include_stop_str_in_output")
     body.done()
     call.endpoint.check_model(model)
     response = f"cmpl-{call.id}"
@@ -56,7 +56,7 @@ async def answered(call: Call) -> web.StreamResponse:
             given = chat.ids(prompt, first=True) if isinstance(prompt, str) else np.asarray(prompt, np.int64)
             if not len(given):
                 raise invalid("prompt", "prompt has no token; give at least one")
-            asked.append(Asked(ids=given, sampling=sampling, count=count))
+            asked.append(Asked(ids=given, sampling=sampling, stop_shown=stop_shown, count=count))
         each = [asyncio.ensure_future(call.answers(one, f"{response}-{n}")) for n, one in enumerate(asked)]
         try:
             found = [said for one in each for said in await one]

@@ -6,7 +6,9 @@ clients read. Responses are kept as long as their session, unless `store` is fal
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlinf.agents.endpoint.asking import (
@@ -14,15 +16,18 @@ from rlinf.agents.endpoint.asking import (
     JsonForm,
     Said,
     call_message,
+    custom_schema,
     function_schema,
     json_form,
-    may_call,
+    json_wish,
     messages_checked,
     sampling_of,
+    template_arguments,
+    tool_choice,
 )
 from rlinf.agents.endpoint.errors import ApiError, invalid, unsupported
 from rlinf.agents.endpoint.fields import Fields, fields_of, words
-from rlinf.agents.endpoint.protocols.chat import IGNORED, call_text, pieces, token_logprobs
+from rlinf.agents.endpoint.protocols.chat import IGNORED, call_text, custom_text, pieces, token_logprobs
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -32,32 +37,45 @@ if TYPE_CHECKING:
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_FILLED = {
+    "message": ("content", ""),
+    "reasoning": ("content", ""),
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""Kinds of items: the field that a stream fills, and the events that do it."""
+_SEAL = "rlinf."
+"""What our `encrypted_content` begins with; the text of the reasoning follows, in letters that nobody changes."""
 
 
 async def answered(call: Call) -> web.StreamResponse:
     """Answer a request."""
     body = call.body
     model = body.wanted("model", body.text("model"))
-    body.neutral("parallel_tool_calls", True, why="the model may always call several tools")
-    body.neutral("truncation", "disabled", why="what was said is never cut")
     body.neutral("background", False, why="the answer comes with the response")
-    for name in ("conversation", "prompt", "max_tool_calls", "moderation", "context_management"):
+    for name in ("conversation", "prompt"):
         body.neutral(name, why="give input, instructions and previous_response_id")
+    if body.text("truncation", "disabled") != "disabled":
+        body.note("truncation")  # what was said is never cut
     if (body.whole("top_logprobs", 0, 20) or 0) > 1:
         raise unsupported("top_logprobs", "the record has the log-prob of the token that was drawn alone; take 1")
     body.ignored(*IGNORED, "reasoning", "stream_options")
     wanted = body.array("include")
-    if unknown := [each for each in wanted if each not in _INCLUDED]:
-        raise unsupported("include", f"{unknown[0]!r:.80} is never there; there is {_INCLUDED[0]}")
-    instructions, tools = body.text("instructions"), [_tool(each) for each in body.objects("tools")]
+    for each in wanted:
+        if each not in _INCLUDED:
+            body.note("include", each)
+    instructions, tools = body.text("instructions"), _tools(body)
+    parallel = body.flag("parallel_tool_calls", True)
     messages = _said_before(call, body)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]  # of this response alone
     asked = Asked(
         [*system, *messages],
-        tools=tools or None,
-        calls=may_call(body.any("tool_choice"), "tool_choice"),
+        tools=[tool.schema for tool in tools.values()] or None,
+        choice=tool_choice(body, single=not parallel),
+        template=template_arguments(body),
+        stop_shown=body.flag("include_stop_str_in_output"),
         sampling=sampling_of(body, "max_output_tokens", "stop"),
-        form=_form(body.object("text")),
+        form=_form(body.object("text")) or json_wish(body),
     )
     keep, streamed = body.any("store") is not False, body.flag("stream")
     body.done()
@@ -65,7 +83,7 @@ async def answered(call: Call) -> web.StreamResponse:
     shape = {
         "id": f"resp_{call.id}", "object": "response", "created_at": call.created, "model": model, "error": None,
         "incomplete_details": None, "instructions": instructions, "metadata": body.given.get("metadata") or {},
-        "parallel_tool_calls": True, "tools": body.given.get("tools") or [],
+        "parallel_tool_calls": parallel, "tools": body.given.get("tools") or [],
         "tool_choice": body.given.get("tool_choice") or "auto",
         "temperature": body.given.get("temperature"), "top_p": body.given.get("top_p"),
         "max_output_tokens": body.given.get("max_output_tokens"),
@@ -73,11 +91,11 @@ async def answered(call: Call) -> web.StreamResponse:
         {"format": {"type": "text"}}, "truncation": "disabled", "store": keep,
     }  # fmt: skip
     answers = call.answers(asked, f"resp_{call.id}", keep=messages if keep else None)
-    logprobs = _INCLUDED[0] in wanted
+    showing = _Showing(call, tools, logprobs=_INCLUDED[0] in wanted, sealed=_INCLUDED[1] in wanted)
     if streamed:
-        return await call.stream(answers, lambda said: _events(call, shape, said[0], logprobs))
+        return await call.stream(answers, lambda said: _events(showing, shape, said[0]))
     (said,) = await answers
-    return call.json(_whole(call, shape, said, logprobs))
+    return call.json(_whole(showing, shape, said))
 
 
 # What is asked --------------------------------------------------------------------------------------------------------
@@ -99,7 +117,7 @@ def _said_before(call: Call, body: Fields) -> list[dict[str, Any]]:
     if isinstance(given, str):
         new = [{"role": "user", "content": given}]
     elif isinstance(given, list):
-        new = _joined([_item(each) for each in fields_of(given, "input")])
+        new = _joined([_item(each) for each in fields_of(given, "input", body.unheeded)])
     else:
         raise invalid("input", "input must be a string or an array of items")
     return [dict(message) for message in messages_checked([*before, *new], "input")]
@@ -109,15 +127,22 @@ def _item(given: Fields) -> dict[str, Any] | None:
     """An item as a message; None for one that says nothing."""
     kind = given.text("type", "message")
     if kind == "reasoning":
-        return None
-    if kind == "function_call":
-        called = call_message(given.any("name"), given.any("arguments"), given.any("call_id"), given.path("name"))
-        return {"role": "assistant", "content": "", "tool_calls": [called]}
-    if kind == "function_call_output":
+        thought = _thought(given)
+        return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
+    if kind in ("function_call", "custom_tool_call"):
+        within, name = given.text("namespace"), given.any("name")
+        called = name if within is None else f"{within}.{name}"
+        written = {"input": given.text("input", "")} if kind == "custom_tool_call" else given.any("arguments")
+        call = call_message(called, written, given.any("call_id"), given.path("name"))
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
         told = words(given.wanted("output", given.any("output")), given.path("output"), _PARTS)
         return {"role": "tool", "content": told, "tool_call_id": given.text("call_id", "")}
+    if kind == "additional_tools":
+        return None  # see `_tools`
     if kind != "message":
-        raise invalid(given.path("type"), f"{given.path('type')}: {kind!r:.50} is not supported")
+        given.note("type", kind)  # of a tool that OpenAI's servers run, or of how they keep a conversation
+        return None
     role = given.wanted("role", given.text("role"))
     if role not in _ROLES:
         raise invalid(given.path("role"), f"{given.path('role')}: there is no role {role!r:.50}")
@@ -125,24 +150,79 @@ def _item(given: Fields) -> dict[str, Any] | None:
     return {"role": _ROLES[role], "content": content}
 
 
+def _thought(given: Fields) -> str:
+    """The text of a reasoning item: its content, or what we had sealed, or its summary."""
+    if parts := given.objects("content"):
+        return "".join(part.text("text", "") for part in parts)
+    sealed = given.text("encrypted_content", "")
+    if sealed.startswith(_SEAL):
+        try:
+            return base64.urlsafe_b64decode(sealed.removeprefix(_SEAL)).decode()
+        except ValueError:
+            return ""
+    return "".join(part.text("text", "") for part in given.objects("summary"))
+
+
 def _joined(items: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Messages, with the calls of an answer in its message: the protocol has them as items of their own."""
+    """Messages, with the reasoning before an answer and the calls in it: the protocol has them as items of their
+    own."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item is None:
             continue
         last = messages[-1] if messages else None
-        if "tool_calls" in item and last is not None and last["role"] == "assistant":
+        if last is None or last["role"] != "assistant" or item["role"] != "assistant":
+            messages.append(item)
+        elif "tool_calls" in item:
             last["tool_calls"] = [*last.get("tool_calls", ()), *item["tool_calls"]]
+        elif "reasoning_content" in last and not last["content"] and "tool_calls" not in last:
+            last["content"] = item["content"]
         else:
             messages.append(item)
     return messages
 
 
-def _tool(given: Fields) -> dict[str, Any]:
-    if given.text("type") != "function":
-        raise unsupported(given.path("type"), "tools are of the type function and run by the client")
-    return function_schema(given.any("name"), given.any("description"), given.any("parameters"), given.path("name"))
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A tool as the model is shown it, and as the client knows it."""
+
+    schema: dict[str, Any]
+    """For the chat template."""
+    name: str
+    """The client's."""
+    namespace: str | None = None
+    """The group in which the client has it; the model reads `namespace.name`."""
+    custom: bool = False
+    """It takes a text of any form."""
+
+
+def _tools(body: Fields) -> dict[str, _Tool]:
+    """The tools that the client runs, by the names that the model reads: those of the request, and those that its
+    items add."""
+    found: dict[str, _Tool] = {}
+
+    def add(given: Fields, namespace: str | None) -> None:
+        kind, name = given.text("type", ""), given.any("name")
+        if kind not in ("function", "custom"):
+            given.note("type", kind)
+            return
+        shown = name if namespace is None or not isinstance(name, str) else f"{namespace}.{name}"
+        if kind == "custom":
+            schema = custom_schema(shown, given.any("description"), given.path("name"))
+        else:
+            schema = function_schema(shown, given.any("description"), given.any("parameters"), given.path("name"))
+        found[shown] = _Tool(schema, name, namespace, kind == "custom")
+
+    items = body.any("input")
+    added = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    more = [each for each in fields_of(added, "input", body.unheeded) if each.any("type") == "additional_tools"]
+    for given in [tool for holder in (body, *more) for tool in holder.objects("tools")]:
+        if given.any("type") != "namespace":
+            add(given, None)
+            continue
+        for inner in given.objects("tools"):
+            add(inner, given.wanted("name", given.text("name")))
+    return found
 
 
 def _form(given: Fields | None) -> JsonForm | None:
@@ -157,10 +237,30 @@ def _form(given: Fields | None) -> JsonForm | None:
 # What is told ---------------------------------------------------------------------------------------------------------
 
 
-def _output(call: Call, said: Said, logprobs: bool) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+@dataclass(frozen=True, slots=True)
+class _Showing:
+    """How a response is shown to its client."""
+
+    call: Call
+    """The request."""
+    tools: dict[str, _Tool]
+    """By the names that the model reads."""
+    logprobs: bool
+    """Each token with its log-prob."""
+    sealed: bool
+    """Reasoning with a text that a client which keeps nothing else of it sends back."""
+
+
+def _output(showing: _Showing, said: Said) -> list[dict[str, Any]]:
+    call, items = showing.call, list[dict[str, Any]]()
+    if said.reasoning is not None:
+        parts = [{"type": "reasoning_text", "text": said.reasoning}]
+        thought: dict[str, Any] = {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": parts}
+        if showing.sealed:
+            thought["encrypted_content"] = _SEAL + base64.urlsafe_b64encode(said.reasoning.encode()).decode()
+        items.append({**thought, "status": "completed"})
     if said.text or not said.calls:
-        told = token_logprobs(call, said) if logprobs else []
+        told = token_logprobs(call, said) if showing.logprobs else []
         part: dict[str, Any] = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": told}
         parts = [part] if said.refusal is None else [part, {"type": "refusal", "refusal": said.refusal}]
         status = "incomplete" if said.cut else "completed"
@@ -168,22 +268,27 @@ def _output(call: Call, said: Said, logprobs: bool) -> list[dict[str, Any]]:
             {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": parts}
         )
     for number, each in enumerate(said.calls):
-        items.append(
-            {
-                "id": f"fc_{call.id}{number}", "type": "function_call", "call_id": f"call_{each.id}",
-                "name": each.name, "arguments": call_text(each), "status": "completed",
-            }
-        )  # fmt: skip
+        tool = showing.tools.get(each.name)
+        shown: dict[str, Any] = {
+            "id": f"fc_{call.id}{number}", "type": "function_call", "call_id": f"call_{each.id}",
+            "name": each.name if tool is None else tool.name, "arguments": call_text(each), "status": "completed",
+        }  # fmt: skip
+        if tool is not None and tool.namespace is not None:
+            shown["namespace"] = tool.namespace
+        if tool is not None and tool.custom:
+            del shown["arguments"]
+            shown |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
+        items.append(shown)
     return items
 
 
-def _whole(call: Call, shape: dict[str, Any], said: Said, logprobs: bool) -> dict[str, Any]:
+def _whole(showing: _Showing, shape: dict[str, Any], said: Said) -> dict[str, Any]:
     cut = said.cut and not said.calls
     return {
         **shape,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(call, said, logprobs),
+        "output": _output(showing, said),
         "usage": {
             "input_tokens": said.read,
             "input_tokens_details": {"cached_tokens": said.cached},
@@ -194,7 +299,7 @@ def _whole(call: Call, shape: dict[str, Any], said: Said, logprobs: bool) -> dic
     }
 
 
-def _events(call: Call, shape: dict[str, Any], said: Said, logprobs: bool) -> Iterable[bytes]:
+def _events(showing: _Showing, shape: dict[str, Any], said: Said) -> Iterable[bytes]:
     from rlinf.agents.endpoint.app import event
 
     count = -1
@@ -207,25 +312,32 @@ def _events(call: Call, shape: dict[str, Any], said: Said, logprobs: bool) -> It
     begun = {**shape, "status": "in_progress", "output": [], "usage": None}
     yield told("response.created", response=begun)
     yield told("response.in_progress", response=begun)
-    whole = _whole(call, shape, said, logprobs)
+    whole = _whole(showing, shape, said)
     for place, item in enumerate(whole["output"]):
         here: dict[str, Any] = {"item_id": item["id"], "output_index": place}
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        key, kind = _FILLED[item["type"]]
+        empty = {key: [] if key == "content" else ""}
         yield told("response.output_item.added", output_index=place, item={**item, "status": "in_progress", **empty})
-        if item["type"] == "function_call":
-            for piece in pieces(item["arguments"]):
-                yield told("response.function_call_arguments.delta", **here, delta=piece)
-            yield told("response.function_call_arguments.done", **here, name=item["name"], arguments=item["arguments"])
-        else:
+        if key == "content":
             for number, part in enumerate(item["content"]):
                 yield from _part_events(told, {**here, "content_index": number}, part)
+        else:
+            for piece in pieces(item[key]):
+                yield told(f"response.{kind}.delta", **here, delta=piece)
+            named = {"name": item["name"]} if key == "arguments" else {}
+            yield told(f"response.{kind}.done", **here, **named, **{key: item[key]})
         yield told("response.output_item.done", output_index=place, item=item)
     yield told(f"response.{whole['status']}", response=whole)
 
 
 def _part_events(told: Any, here: dict[str, Any], part: dict[str, Any]) -> Iterable[bytes]:
-    """A part of a message: added, filled, done."""
-    name = "output_text" if part["type"] == "output_text" else "refusal"
+    """A part of a message or of reasoning: added, filled, done."""
+    name = part["type"]
+    if name == "reasoning_text":
+        for piece in pieces(part["text"]):
+            yield told("response.reasoning_text.delta", **here, delta=piece)
+        yield told("response.reasoning_text.done", **here, text=part["text"])
+        return
     key, more = ("text", {"logprobs": part["logprobs"]}) if name == "output_text" else ("refusal", {})
     empty = {**part, key: "", **({"logprobs": []} if more else {})}
     yield told("response.content_part.added", **here, part=empty)

@@ -243,7 +243,8 @@ class Session:
     def _hello(self, version: Any = None, token: str = "", num_envs: int = 1, options: Any = None) -> Any:
         if version != VERSION:
             raise PermissionError(f"this side speaks version {VERSION} of the protocol, and the other {version!r}")
-        if self._token and not hmac.compare_digest(str(token).encode(), self._token.encode()):
+        shown = str(token).encode("utf-8", "surrogatepass")  # JSON may hold half a pair
+        if self._token and not hmac.compare_digest(shown, self._token.encode()):
             raise PermissionError("the token is wrong")
         made = self._make(num_envs=num_envs, **(options or {}))
         if hasattr(made, "action_spec"):  # of rlinf's own kind, which is here then

@@ -138,6 +138,7 @@ HELLO = {"call": "hello", "version": 1, "token": "secret"}
         ([call(call="step")], "first call must be hello, not 'step'"),
         ([call(call="hello", version=1, token="guess")], "the token is wrong"),
         ([call(call="hello", version=1)], "the token is wrong"),
+        ([call(call="hello", version=1, token="\ud800")], "the token is wrong"),
         ([call(call="hello", version=9, token="secret")], "speaks version 1 of the protocol, and the other 9"),
         ([call(**HELLO, options={"wrong": "made"})], "there is no arm at this port"),
         ([call(**HELLO, options={"reech": 2})], "unexpected keyword argument 'reech'"),

@@ -256,12 +256,17 @@ async def test_an_address_that_cannot_be_had_is_said_and_closing_frees_it():
 NAMES = st.sampled_from(
     ["model", "messages", "input", "prompt", "tools", "tool_choice", "stop", "n", "role", "content", "type", "text",
      "max_tokens", "temperature", "stream", "response_format", "tool_calls", "function", "name", "arguments", "system",
-     "stream_options", "logprobs", "top_k", "seed", "instructions", "json_schema", "schema", "parameters", "store"]
+     "stream_options", "logprobs", "top_k", "seed", "instructions", "json_schema", "schema", "parameters", "store",
+     "chat_template_kwargs", "guided_json", "parallel_tool_calls", "thinking", "custom", "include", "reasoning_content",
+     "encrypted_content", "summary", "namespace", "call_id"]
 )  # fmt: skip
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
     st.text(string.printable, max_size=8),
-    st.sampled_from(["policy", "user", "assistant", "tool", "system", "text", "function", "auto", "json_schema"]),
+    st.sampled_from(
+        ["policy", "user", "assistant", "tool", "system", "text", "function", "auto", "json_schema", "required",
+         "custom", "namespace", "additional_tools", "reasoning", "custom_tool_call", "web_search", "thinking"]
+    ),
 )  # fmt: skip
 JSON = st.recursive(
     LEAVES,

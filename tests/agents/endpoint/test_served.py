@@ -9,7 +9,8 @@ import pytest
 from rlinf.agents.endpoint.served import Served, serving_config
 from rlinf.config.text import EndpointConfig
 from rlinf.runtime.base.errors import UserError
-from tests.agents.endpoint.serving import stand
+from tests.agents.endpoint.serving import CALL as CALLED
+from tests.agents.endpoint.serving import THINKING, stand
 from tests.agents.endpoint.test_limits import CHAT, COMPLETIONS, HI, post, saying
 
 pytest.importorskip("aiohttp")
@@ -35,6 +36,26 @@ async def test_a_conversation_is_a_session_whatever_client_goes_on_with_it():
         assert served.feedback(1.0, response=other["id"])
         assert (await anext(served)).prompt.id != group.prompt.id
         assert served.sessions == {}
+
+
+async def test_an_answer_at_the_second_try_and_without_its_reasoning_is_gone_on_from_in_its_session():
+    thought = "<think>\nso\n</think>\n\n"
+    texts = (f"{thought}ab", f"{thought}{CALLED}", f"{thought}ba")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    async with stand(*texts, template=THINKING) as here, Served(EndpointConfig(), here.make) as served:
+        asked = {**HI, "max_tokens": 400, "tools": [tool], "tool_choice": "required"}
+        _, told, _ = await post(here, CHAT, asked, url=served.url)
+        message = told["choices"][0]["message"]
+        assert message.pop("reasoning_content") == "so"
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+        more = {**asked, "messages": [*HI["messages"], message, result], "tool_choice": "auto"}
+        _, last, _ = await post(here, CHAT, more, url=served.url)
+        assert len(served.sessions) == 1
+        assert served.feedback(1.0, response=last["id"])
+        (sample,) = (await anext(served)).samples
+        assert sample.learned(sample.response_ids).tolist() == [
+            int(t) for _, said, *_ in here.model.calls for t in said
+        ]
 
 
 async def test_names_tie_calls_to_a_session_and_its_reward_ends_it():
@@ -73,6 +94,7 @@ async def test_feedback_that_fits_nothing_is_counted_and_said():
             ({"response": told["id"]}, 400),
             ({"response": told["id"], "reward": "good"}, 400),
             ({"response": told["id"], "reward": 1, "choice": 5}, 404),
+            ({"response": told["id"], "reward": 1, "chioce": 0}, 400),
         ]:
             assert (await post(here, "/feedback", body, url=served.url))[0] == status, body
         assert served.unmatched == 4

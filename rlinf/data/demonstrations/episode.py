@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ class Demonstration:
     """The task ended with it; otherwise it was cut off."""
     success: bool | None
     """The task was solved at some time; None if nobody says."""
-    instruction: str | None
-    """What was to be done, in words."""
+    instruction: str | tuple[str, ...] | None
+    """What was to be done, in words; of each chunk where that changes within the episode, T texts."""
 
     def __post_init__(self) -> None:
         count = len(self.actions)
+        if isinstance(self.instruction, tuple) and len(self.instruction) != count:
+            raise ValueError(f"a demonstration of {count} chunks has {len(self.instruction)} instructions")
         if self.actions.ndim != 3 or not count or self.rewards.shape != self.actions.shape[:2]:
             raise ValueError(
                 f"a demonstration needs actions [T, C, A] and rewards [T, C] with T at least 1, not "
@@ -42,6 +45,32 @@ class Demonstration:
         odd = [name for name, rows in self.observation.items() if len(rows) != count + 1]
         if odd or not self.observation:
             raise ValueError(f"a demonstration of {count} chunks needs {count + 1} observations, not as in {odd}")
+
+    @property
+    def instructions(self) -> tuple[str, ...] | None:
+        """What was to be done, in each chunk, T texts; None if nobody says."""
+        one = self.instruction
+        return (one,) * len(self.actions) if isinstance(one, str) else one
+
+
+def instruction_from(kept: Any) -> str | tuple[str, ...] | None:
+    """The instruction of an episode from what JSON keeps: a text, a list of one for each row, or null.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if kept is None or isinstance(kept, str):
+        return kept
+    if isinstance(kept, list | tuple) and all(isinstance(each, str) for each in kept):
+        return tuple(kept)
+    raise ValueError(f"instruction={kept!r:.60} is neither a text nor a list of texts")
+
+
+def instruction_of(texts: Sequence[str]) -> str | tuple[str, ...] | None:
+    """The instruction of an episode whose rows have these: one text where they are equal, None where they are empty."""
+    if len(set(texts)) > 1:
+        return tuple(texts)
+    return texts[0] or None if texts else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +141,8 @@ class Window:
         self._rewards = torch.cat([shown.rewards for shown in demonstrations])
         self._valid = torch.cat([shown.valid for shown in demonstrations])
         self._terminated = torch.tensor([shown.terminated for shown in demonstrations])
-        words = tuple(shown.instruction for shown in demonstrations)
-        self._words = None if any(text is None for text in words) else words
+        words = [shown.instructions for shown in demonstrations]
+        self._words = None if any(each is None for each in words) else [text for each in words for text in each or ()]
 
     def __len__(self) -> int:
         """Decisions, D."""
@@ -139,7 +168,7 @@ class Window:
             torch.where(valid, self._rewards[places].reshape(len(chosen), self.chunk), 0.0),
             valid,
             self._terminated[episode] & (behind == last),
-            None if words is None else tuple(str(words[number]) for number in episode.tolist()),
+            None if words is None else tuple(words[row] for row in chosen.tolist()),
         )
 
 

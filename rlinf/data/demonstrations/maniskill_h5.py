@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.reading import parse_json
-from rlinf.data.demonstrations.episode import Demonstration, mistake_between
+from rlinf.data.demonstrations.episode import Demonstration, instruction_from, mistake_between
 from rlinf.data.demonstrations.source import (
     ACTIONS,
     IGNORED,
@@ -199,6 +199,5 @@ def _entries(file: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"elapsed_steps={each['elapsed_steps']} is no episode")
             if not isinstance(each.get("success"), bool | None):
                 each["success"] = bool(np.any(each["success"]))
-            if not isinstance(each.get("instruction"), str | None):
-                raise ValueError(f"instruction={each['instruction']!r:.40} is no text")
+            each["instruction"] = instruction_from(each.get("instruction"))
     return found

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.config.reading import parse_json
-from rlinf.data.demonstrations.episode import Demonstration
+from rlinf.data.demonstrations.episode import Demonstration, instruction_from
 from rlinf.data.demonstrations.source import IGNORED, NOTHING, About, Episodes, broken
 
 _NAME = "episode_{:06d}"
@@ -59,12 +59,19 @@ def _about(file: Path) -> tuple[About, bool]:
     with broken(file, "the text"):
         about = parse_json(file.read_text(encoding="utf-8"))
     checked = {}
-    for name, kinds in (("chunks", int), ("terminated", bool), ("success", bool | None), ("instruction", str | None)):
+    for name, kinds in (
+        ("chunks", int),
+        ("terminated", bool),
+        ("success", bool | None),
+        ("instruction", str | list | None),
+    ):
         with broken(file, name):
             if not isinstance(about, dict) or not isinstance(about[name], kinds):  # type: ignore[arg-type]
                 raise ValueError(f"{about[name]!r:.60} is not of the kind {kinds}")
             checked[name] = about[name]
-    return About(checked["chunks"], checked["success"], checked["instruction"]), checked["terminated"]
+    with broken(file, "instruction"):
+        words = instruction_from(checked["instruction"])
+    return About(checked["chunks"], checked["success"], words), checked["terminated"]
 
 
 def write_demonstrations(directory: Path, demonstrations: Iterable[Demonstration]) -> int:

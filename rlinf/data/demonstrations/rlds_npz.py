@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations.episode import Demonstration
+from rlinf.data.demonstrations.episode import Demonstration, instruction_of
 from rlinf.data.demonstrations.source import (
     ACTIONS,
     IGNORED,
@@ -128,7 +128,10 @@ def write_rlds(directory: Path, demonstrations: Iterable[Demonstration]) -> int:
         }
         arrays[FINAL] = np.array(True)
         if shown.instruction is not None:
-            arrays["language_instruction"] = np.array(shown.instruction)
+            words = (
+                shown.instruction if isinstance(shown.instruction, str) else [*shown.instruction, shown.instruction[-1]]
+            )
+            arrays["language_instruction"] = np.array(words)
         if shown.success is not None:
             arrays["success"] = np.array(shown.success)
         np.savez_compressed(directory / f"episode_{number:06d}.npz", allow_pickle=False, **arrays)
@@ -171,7 +174,8 @@ def _places(file: Path) -> list[tuple[_Place, About]]:
             success = None if "success" not in found else bool(_part(found["success"], first, end).any())
             words = None
             if "language_instruction" in found:
-                words = text_of(_part(found["language_instruction"], first, end).reshape(-1)[0]) or None
+                texts = _part(found["language_instruction"], first, first + rows).reshape(-1)
+                words = instruction_of([text_of(each) for each in texts])
         places.append((_Place(file, first, end - first, terminal), About(rows, success, words)))
     return places
 

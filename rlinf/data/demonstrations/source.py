@@ -33,7 +33,7 @@ class About:
     """Recorded rows, T: actions, or chunks of actions."""
     success: bool | None
     """The task was solved at some time; None if nobody says."""
-    instruction: str | None
+    instruction: str | tuple[str, ...] | None
     """What was to be done, in words."""
 
 

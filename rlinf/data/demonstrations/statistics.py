@@ -7,6 +7,7 @@ more, they are those of `keep` rows drawn evenly by a fixed seed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,10 @@ from rlinf.data.demonstrations.episode import Demonstration
 from rlinf.data.demonstrations.source import ACTIONS, STATE, Episodes
 from rlinf.runtime.base.progress import counted
 
+logger = logging.getLogger(__name__)
+
+_NARROW = 1e-6
+"""Share of a number's whole range below which the one between its quantiles is none: dividing by it makes millions."""
 KEEP = 1_000_000
 """Rows whose values are kept for quantiles. The share of all rows below the quantile q that is found is off by
 sqrt(q (1 - q) / KEEP) (one standard deviation): 0.0001 for q01 and q99."""
@@ -36,9 +41,12 @@ class FeatureStatistics:
     max: Tensor
     """Greatest value, float64 [D]."""
     q01: Tensor
-    """Below it lies 1 % of the rows, float64 [D]; linear between two rows."""
+    """Below it lies 1 % of the rows, float64 [D]; linear between two rows. Of a number that is `rare`, `min`."""
     q99: Tensor
-    """Below it lie 99 %, float64 [D]."""
+    """Below it lie 99 %, float64 [D]. Of a number that is `rare`, `max`."""
+    rare: Tensor
+    """Numbers that move, but in so few rows that both quantiles are one value, bool [D]: a button, a gripper. Scaled by
+    those, the few rows would be lost, or become millions."""
     mask: Tensor
     """Numbers that are to be normalised, bool [D]; a gripper's are often not."""
     count: int
@@ -117,12 +125,18 @@ class Accumulator:
         """
         if not self._count:
             raise ValueError("there is no row to compute statistics of")
-        low, high = np.quantile(self._kept, [0.01, 0.99], axis=0)
-        found = (self._mean, np.sqrt(self._squares / self._count), self._least, self._greatest, low, high)
-        tensors = [torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in found]
-        mean, std, least, greatest, q01, q99 = tensors
+        low, high = self.quantiles([0.01, 0.99])
+        spread = self._greatest - self._least
+        rare = (spread > 0) & (high - low <= _NARROW * spread)
+        low, high = np.where(rare, self._least, low), np.where(rare, self._greatest, high)
+        columns = (self._mean, np.sqrt(self._squares / self._count), self._least, self._greatest, low, high)
+        mean, std, least, greatest, q01, q99 = (torch.from_numpy(np.asarray(each, dtype=float)) for each in columns)
         mask = torch.ones(len(mean), dtype=torch.bool)
-        return FeatureStatistics(mean, std, least, greatest, q01, q99, mask, self._count)
+        return FeatureStatistics(mean, std, least, greatest, q01, q99, torch.from_numpy(rare), mask, self._count)
+
+    def quantiles(self, levels: Sequence[float]) -> np.ndarray:
+        """Quantiles of all rows, [levels, D], as they are: of a rare number they may all be one value."""
+        return np.asarray(np.quantile(self._kept, list(levels), axis=0))
 
 
 def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP) -> dict[str, FeatureStatistics]:
@@ -144,7 +158,19 @@ def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP
                 found.setdefault(name, Accumulator(keep)).add(rows)
             except ValueError as error:
                 raise ValueError(f"{episodes.path}: {name} of episode {place}: {error}") from error
-    return {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
+    statistics = {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
+    for name, each in statistics.items():
+        tell_rare(f"{name} of {episodes.path}", each)
+    return statistics
+
+
+def tell_rare(feature: str, statistics: FeatureStatistics) -> None:
+    """Say which numbers of a feature move so seldom that their bounds stand in for their quantiles."""
+    if places := statistics.rare.nonzero().flatten().tolist():
+        logger.warning(
+            "%s: number %s moves in fewer than 1 %% of %d rows: its least and greatest value stand in for q01 and q99",
+            feature, ", ".join(map(str, places)), statistics.count,
+        )  # fmt: skip
 
 
 def features_of(shown: Demonstration) -> dict[str, Tensor]:

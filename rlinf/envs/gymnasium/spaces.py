@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -21,6 +22,8 @@ Read = Callable[[Any], dict[str, np.ndarray]]
 Write = Callable[[np.ndarray], Any]
 """Makes an element of an action space from numbers within the bounds of the `ActionSpec`, float32 [A]."""
 
+_LEAST_SIDE = 16
+"""Of a picture of floats, in pixels."""
 _FLAT = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 """Spaces whose elements become numbers by `gymnasium.spaces.flatten`: choices become one-hot."""
 
@@ -28,24 +31,22 @@ _FLAT = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, ArraySpec], Read]:
     """How observations are read.
 
-    Pictures (uint8, [H, W], [H, W, 1] or [H, W, 3 k]), wherever they are in the space, become "rgb", one behind the
-    other along the channels; all else becomes "state", flat, in the order of the space.
+    Pictures (uint8 or floats from 0 to 1 or to 255; [H, W], [H, W, C] or [C, H, W], with one channel or 3 k), wherever
+    they are in the space, become "rgb", one behind the other along the channels; all else becomes "state", flat, in the
+    order of the space.
 
     Args:
         space: of the observations.
         name: of the environment, for messages.
 
     Raises:
-        ValueError: a part is neither a picture nor of fixed length, or pictures differ in size.
+        ValueError: a part is neither a picture nor of fixed length, or pictures differ in size or have odd channels.
     """
     numbers: list[tuple[tuple[str | int, ...], spaces.Space[Any]]] = []
-    pictures: list[tuple[str | int, ...]] = []
-    sizes = []
+    pictures: list[tuple[tuple[str | int, ...], _Picture]] = []
     for path, leaf in _leaves(space):
-        if _is_picture(leaf):
-            assert leaf.shape is not None
-            pictures.append(path)
-            sizes.append((*leaf.shape[:2], 3 if leaf.shape[2:] in ((), (1,)) else leaf.shape[2]))
+        if (picture := _Picture.of(leaf, name)) is not None:
+            pictures.append((path, picture))
         elif isinstance(leaf, _FLAT):
             numbers.append((path, leaf))
         else:
@@ -53,6 +54,7 @@ def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, Arra
                 f"{name} observes {'.'.join(map(str, path)) or 'it'} as {leaf}, which is neither a picture nor numbers "
                 f"of a fixed count: name a wrapper in `wrappers` that turns it into one"
             )
+    sizes = [picture.shape for _, picture in pictures]
     if len({size[:2] for size in sizes}) > 1:
         raise ValueError(f"{name} observes pictures of sizes {sizes}, not of one: name a wrapper in `wrappers`")
     spec = {}
@@ -68,7 +70,7 @@ def observations_of(space: spaces.Space[Any], name: str) -> tuple[dict[str, Arra
             alone = len(flat) == 1 and isinstance(flat[0], np.ndarray) and flat[0].dtype == np.float32
             row["state"] = flat[0] if alone else np.concatenate(flat, dtype=np.float32, casting="same_kind")
         if pictures:
-            row["rgb"] = np.concatenate([_coloured(_at(observed, path)) for path in pictures], axis=2)
+            row["rgb"] = np.concatenate([picture.read(_at(observed, path)) for path, picture in pictures], axis=2)
         return row
 
     return spec, read
@@ -140,14 +142,62 @@ def _at(observed: Any, path: tuple[str | int, ...]) -> Any:
     return observed
 
 
-def _is_picture(space: spaces.Space[Any]) -> bool:
-    if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
-        return False
-    return len(space.shape) == 2 or (len(space.shape) == 3 and (space.shape[2] == 1 or space.shape[2] % 3 == 0))
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """A space of pictures, and how its elements become [H, W, 3 k], uint8."""
+
+    shape: tuple[int, int, int]
+    """As we have them: height, width, channels."""
+    first: bool
+    """Channels stand first in the space."""
+    scale: float
+    """By which values become 0 to 255."""
+
+    @classmethod
+    def of(cls, space: spaces.Space[Any], name: str) -> _Picture | None:
+        """The pictures of a space; None if it holds numbers.
+
+        Raises:
+            ValueError: they have channels that are neither grey nor colours.
+        """
+        scale = _scale_of(space)
+        if scale is None or not isinstance(space, spaces.Box) or len(space.shape) not in (2, 3):
+            return None
+        # channels are fewer than either side
+        first = len(space.shape) == 3 and space.shape[0] < min(space.shape[1:])
+        height, width, channels = (*space.shape, 1) if len(space.shape) == 2 else space.shape
+        if first:
+            channels, height, width = space.shape
+        if len(space.shape) == 3 and channels > min(height, width):
+            return None
+        if channels != 1 and channels % 3:
+            raise ValueError(
+                f"{name} observes pictures of {channels} channels, {list(space.shape)}, which are neither grey nor "
+                "colours: name a wrapper in `wrappers` that makes RGB of them, or of stacked grey frames"
+            )
+        return cls((height, width, 3 if channels == 1 else channels), first, scale)
+
+    def read(self, observed: np.ndarray) -> np.ndarray:
+        """[H, W, 3 k], uint8, of an element of the space."""
+        picture = (
+            observed[:, :, None] if observed.ndim == 2 else observed.transpose(1, 2, 0) if self.first else observed
+        )
+        if picture.dtype != np.uint8:
+            picture = np.clip(np.rint(picture * self.scale), 0, 255).astype(np.uint8)
+        return np.repeat(picture, 3, axis=2) if picture.shape[2] == 1 else picture
 
 
-def _coloured(picture: np.ndarray) -> np.ndarray:
-    """[H, W, 3 k] of a picture that may be grey."""
-    if picture.ndim == 2:
-        picture = picture[:, :, None]
-    return np.repeat(picture, 3, axis=2) if picture.shape[2] == 1 else picture
+def _scale_of(space: spaces.Space[Any]) -> float | None:
+    """The factor by which a space's values become 0 to 255; None if they are no brightness.
+
+    Floats from 0 to 1 or to 255 are taken for it only where the shape is a picture's, with one or three channels and
+    sides of at least `_LEAST_SIDE`: much else is from 0 to 1.
+    """
+    if not isinstance(space, spaces.Box):
+        return None
+    if space.dtype == np.uint8:
+        return 1.0
+    shaped = len(space.shape) == 3 and 1 <= min(space.shape) <= 3 and sorted(space.shape)[1] >= _LEAST_SIDE
+    if not shaped or np.dtype(space.dtype).kind != "f" or (space.low != 0).any():
+        return None
+    return next((255.0 / most for most in (1.0, 255.0) if (space.high == most).all()), None)

@@ -134,6 +134,7 @@ async def learners_of(config: EmbodiedConfig, prepared: Prepared | None, simulat
         shapes = await asyncio.to_thread(shapes_of, config.imitation)
     else:
         shapes = await next(iter(simulators.values()))[0].shapes()
+        _check_limit(config, shapes["max_steps"])
     given = policy_settings(config)
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, given, *sizes)
@@ -212,6 +213,21 @@ def _sized(config: EmbodiedConfig, made: Mapping[str, Any], ranks: int) -> tuple
     footprints = control_footprints(model, Preparation(**preparation_of(config)), ranks=ranks, targets=targets)
     held = {role: (each.active_bytes, each.parked_bytes) for role, each in footprints.items()}
     return model.config.chunk, held
+
+
+def _check_limit(config: EmbodiedConfig, limit: int | None) -> None:
+    """Warn if trials, which are played to the end, may never end.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+    """
+    if config.trials.episodes and limit is None:
+        logger.warning(
+            "env.max_steps: %s has no limit of its own and none is set, so an episode that does not end by itself is "
+            "tried for ever; set env.max_steps to the most steps that an episode may take",
+            config.env.options.get("id", config.env.simulator),
+        )
 
 
 def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> None:

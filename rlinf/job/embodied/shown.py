@@ -15,7 +15,7 @@ from torch import Tensor
 from rlinf.config.embodied import ImitationConfig
 from rlinf.data.demonstrations import Shown, Window, open_parts
 from rlinf.data.demonstrations.source import ACTIONS, STATE
-from rlinf.data.demonstrations.statistics import Accumulator
+from rlinf.data.demonstrations.statistics import Accumulator, tell_rare
 from rlinf.data.demonstrations.stream import Part
 from rlinf.models.policy.base import Policy
 from rlinf.models.policy.build import CONFIG, configured, policy_class, policy_config
@@ -78,7 +78,10 @@ def measured(settings: ImitationConfig, seed: int, policy: Mapping[str, Any], pa
         for feature, rows in _features(part, robot, config.chunk):
             found.setdefault(feature, Accumulator()).add(rows)
     episodes = sum(len(part.places) for part in parts)
-    return kind.with_statistics(name, {feature: each.done() for feature, each in found.items()}, episodes)
+    statistics = {feature: each.done() for feature, each in found.items()}
+    for feature, each in statistics.items():
+        tell_rare(f"imitation.statistics: {feature}", each)
+    return kind.with_statistics(name, statistics, episodes)
 
 
 def unmeasured(kind: type[Policy], name: str, path: str | None) -> dict[str, Any]:

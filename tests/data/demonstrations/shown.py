@@ -40,11 +40,16 @@ def data_sets(draw):
     words = st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=5)
     return [
         episode(
-            draw(st.integers(1, 4)), draw(st.integers(0, 9)), cameras, 4, extra, terminated=draw(st.booleans()),
-            success=draw(st.none() | st.booleans()), instruction=draw(words),
+            rows, draw(st.integers(0, 9)), cameras, 4, extra, terminated=draw(st.booleans()),
+            success=draw(st.none() | st.booleans()), instruction=draw(words | changing(rows)),
         )
-        for _ in range(draw(st.integers(1, 3)))
+        for rows in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     ]  # fmt: skip
+
+
+def changing(rows):
+    """What is to be done changes within an episode."""
+    return st.just(("open", *["close"] * (rows - 1))) if rows > 1 else st.just("open")
 
 
 def without_last(shown):

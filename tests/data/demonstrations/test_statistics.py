@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from rlinf.data.demonstrations import open_episodes, write_demonstrations
 from rlinf.data.demonstrations.statistics import Accumulator, statistics_of
 from rlinf.data.demonstrations.statistics_files import as_groot, as_openpi, as_openvla, write_statistics
+from rlinf.data.demonstrations.stream import Part, bounded
+from rlinf.models.policy.vla.embodiment.statistics import Scaling
 from tests.data.demonstrations.shown import episode
 
 
@@ -86,3 +88,28 @@ def test_files_of_published_checkpoints(tmp_path):
         found["actions"].masked([2])
     with pytest.raises(ValueError, match="no row"):
         Accumulator().done()
+
+
+def test_a_number_that_moves_in_fewer_than_one_row_in_a_hundred_is_scaled_by_its_bounds(tmp_path, caplog):
+    """Its quantiles are one value: scaled by them the event would be lost (learned as 0), or become 2,000,000."""
+    actions = torch.randn(800, 1, 2, generator=torch.Generator().manual_seed(0))
+    actions[:, 0, 1] = (torch.arange(800) == 400).float()
+    shown = episode(800, cameras=0, actions=actions)
+    write_demonstrations(tmp_path, [shown])
+    episodes = open_episodes(tmp_path)
+    made = statistics_of(episodes, [0])["actions"]
+    assert made.rare.tolist() == [False, True]
+    assert (float(made.q01[1]), float(made.q99[1])) == (0.0, 1.0)
+    assert "number 1" in caplog.text
+    scaling = Scaling.of({"q01": made.q01, "q99": made.q99}, "q01_q99", 1e-6)
+    assert scaling.normalised(shown.actions[:, 0])[:, 1].abs().max() <= 1.0
+    learned = bounded(Part(episodes, (0,)), "q01_q99").read(0).actions[:, 0, 1]
+    assert learned.tolist() == [-1.0] * 400 + [1.0] + [-1.0] * 399
+
+
+def test_a_number_that_never_moves_is_not_rare():
+    rows = torch.zeros(800, 2)
+    rows[:, 0] = torch.arange(800)
+    made = Accumulator()
+    made.add(rows)
+    assert made.done().rare.tolist() == [False, False]

@@ -171,3 +171,42 @@ def test_environments_made_with_pictures_draw():
     simulator = Gymnasium(2, id="CartPole-v1", pictures=True)
     begin(simulator)
     assert simulator.render(torch.arange(2)).shape == (2, 400, 600, 3)
+
+
+@pytest.mark.parametrize(
+    ("space", "shape"),
+    [
+        (spaces.Box(0, 255, (96, 96, 3), np.uint8), (96, 96, 3)),
+        (spaces.Box(0, 255, (3, 96, 96), np.uint8), (96, 96, 3)),
+        (spaces.Box(0, 255, (1, 20, 30), np.uint8), (20, 30, 3)),
+        (spaces.Box(0, 255, (12, 84, 84), np.uint8), (84, 84, 12)),
+        (spaces.Box(0, 255, (20, 30), np.uint8), (20, 30, 3)),
+        (spaces.Box(0.0, 1.0, (64, 48, 3), np.float32), (64, 48, 3)),
+        (spaces.Box(0.0, 1.0, (3, 64, 48), np.float64), (64, 48, 3)),
+        (spaces.Box(0.0, 255.0, (64, 48, 1), np.float32), (64, 48, 3)),
+    ],
+    ids=str,
+)
+def test_pictures_are_read_whichever_way_round_and_in_whatever_numbers_they_come(space, shape):
+    spec, read = observations_of(space, "task")
+    assert (spec.keys(), tuple(spec["rgb"].shape)) == ({"rgb"}, shape)
+    element = space.sample()
+    channels_last = element if space.shape[-1:] in ((3,), (1,)) or element.ndim == 2 else np.moveaxis(element, 0, -1)
+    most = 255 if space.dtype == np.uint8 else float(space.high.max())
+    wanted = np.rint(channels_last.astype(float) * (255 / most)).astype(np.uint8)
+    wanted = wanted[..., None] if wanted.ndim == 2 else wanted
+    wanted = np.repeat(wanted, 3, axis=2) if wanted.shape[2] == 1 else wanted
+    assert (read(element)["rgb"] == wanted).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84, 4), (2, 84, 84)])
+def test_channels_that_are_neither_grey_nor_colours_are_refused_by_name(shape):
+    with pytest.raises(ValueError, match=r"^task .*`wrappers`"):
+        observations_of(spaces.Box(0, 255, shape, np.uint8), "task")
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Box(0.0, 1.0, (4, 3, 3)), spaces.Box(-1.0, 1.0, (64, 64, 3)), spaces.Box(0, 1, (9,))]
+)
+def test_numbers_from_0_to_1_that_have_no_shape_of_a_picture_are_numbers(space):
+    assert observations_of(space, "task")[0].keys() == {"state"}

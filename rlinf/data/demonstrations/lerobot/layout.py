@@ -13,7 +13,7 @@ In: a directory. Out: `Info`, and a `Place` for each episode.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ class Place:
     """Its number in the data set."""
     length: int
     """Rows, T."""
-    task: str | None
-    """What was to be done, in words; None if nobody says."""
+    tasks: tuple[str, ...]
+    """What was to be done, in words; several where that changes within the episode, none if only its rows say."""
     file: Path
     """That has its rows."""
     videos: Mapping[str, tuple[Path, float]]
@@ -158,9 +158,9 @@ def _place(row: Mapping[str, Any], index: int, file: Path, videos: Mapping[str, 
     length, tasks = int(row["length"]), row.get("tasks") or []
     if length < 1:
         raise ValueError(f"length: {length} rows are no episode")
-    task = str(tasks[0]) if isinstance(tasks, Sequence) and tasks and tasks[0] else None
+    texts = tuple(dict.fromkeys(str(each) for each in tasks if each)) if isinstance(tasks, list | tuple) else ()
     flags = [row.get(name) if isinstance(row.get(name), bool) else None for name in ("success", "terminated")]
-    return Place(index, length, task, file, videos, *flags)
+    return Place(index, length, texts, file, videos, *flags)
 
 
 def read_tasks(directory: Path, info: Info) -> dict[int, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations.episode import Demonstration
+from rlinf.data.demonstrations.episode import Demonstration, instruction_of
 from rlinf.data.demonstrations.lerobot.layout import INFO, Feature, Place, read_info, read_places, read_tasks
 from rlinf.data.demonstrations.lerobot.videos import pictures_of, read_frames
 from rlinf.data.demonstrations.source import (
@@ -56,11 +56,12 @@ class LeRobot(Episodes):
                 if feature not in features:
                     raise ValueError(f"there is no {feature!r}; there are {', '.join(features)}")
         tasks: dict[int, str] = {}
-        if any(place.task is None for place in self.places):
+        if any(len(place.tasks) != 1 for place in self.places):
             tasks = read_tasks(path, self.info)
         self._tasks = tasks
         only = next(iter(tasks.values())) or None if len(tasks) == 1 else None
-        self.abouts = [About(place.length, place.success, place.task or only) for place in self.places]
+        one = [place.tasks[0] if len(place.tasks) == 1 else None if place.tasks else only for place in self.places]
+        self.abouts = [About(place.length, place.success, text) for place, text in zip(self.places, one, strict=True)]
 
     def read(self, index: int, *, pictures: bool = True) -> Demonstration:
         place, about = self.places[index], self.abouts[index]
@@ -86,8 +87,8 @@ class LeRobot(Episodes):
             if terminated is None:
                 terminated = bool(success)
             words = about.instruction
-            if words is None and self._tasks:
-                words = self._tasks.get(int(table["task_index"][0].as_py())) or None
+            if words is None and self._tasks:  # LeRobot keeps a task for each row
+                words = instruction_of([self._tasks.get(int(row), "") for row in table["task_index"].to_pylist()])
         with broken(place.file, "features"):
             told = About(place.length, success, words)
             return assembled(arrays, used, place.length, told, terminated, pictures=pictures)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlinf.data.demonstrations.episode import Demonstration, mistake_between
 from rlinf.data.demonstrations.lerobot.videos import VideoWriter, png_of
 from rlinf.data.demonstrations.source import RGB, STATE, needs, plain
-from rlinf.data.demonstrations.statistics import Accumulator, FeatureStatistics
+from rlinf.data.demonstrations.statistics import Accumulator
 
 CAMERAS = ("main", "wrist")
 """Names of the first two cameras of `rgb`; others are numbered."""
@@ -28,6 +28,8 @@ _FILE_FRAMES = 20_000
 """Frames in a video of version 3: a few hundred MB at the usual sizes."""
 _CHUNK = 1000
 """Files in a directory."""
+_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+"""That LeRobot writes since its version 0.4."""
 _LOOKED_AT = 64
 """Frames of an episode, and rows and columns of each, that statistics of pictures look at, at most."""
 
@@ -92,8 +94,8 @@ class _Writer:
         count, first = len(shown.actions), self.frames
         if not self.features:
             self.features = _features(numbers, pictures, self.videos)
-        words = shown.instruction or ""
-        task = self.tasks.setdefault(words, len(self.tasks))
+        words = shown.instructions or ("",) * count
+        tasks = np.array([self.tasks.setdefault(text, len(self.tasks)) for text in words])
         columns = _columns(numbers, pictures, self.features)
         index = np.arange(count)
         columns |= {
@@ -101,10 +103,10 @@ class _Writer:
             "frame_index": index,
             "episode_index": np.full(count, self.episodes),
             "index": first + index,
-            "task_index": np.full(count, task),
+            "task_index": tasks,
         }
         stats = self._statistics(numbers, pictures)
-        about = {"episode_index": self.episodes, "tasks": [words], "length": count}
+        about = {"episode_index": self.episodes, "tasks": [*dict.fromkeys(words)], "length": count}
         about |= {"success": shown.success, "terminated": shown.terminated}
         self.put(about, columns, pictures if self.videos else {}, stats)
         self.episodes, self.frames = self.episodes + 1, first + count
@@ -136,7 +138,7 @@ class _Writer:
         self._all.setdefault(name, Accumulator()).add(rows)
         mine = Accumulator()
         mine.add(rows)
-        return _as_lists(mine.done(), shape)
+        return _as_lists(mine, shape)
 
     def _info(self, more: Mapping[str, Any]) -> None:
         info = {
@@ -155,7 +157,7 @@ class _Writer:
 
     def _all_statistics(self) -> dict[str, Any]:
         pictures = {name for name, each in self.features.items() if each["dtype"] in ("video", "image")}
-        return {name: _as_lists(each.done(), (3, 1, 1) if name in pictures else ()) for name, each in self._all.items()}
+        return {name: _as_lists(each, (3, 1, 1) if name in pictures else ()) for name, each in self._all.items()}
 
 
 class _Version2(_Writer):
@@ -252,7 +254,7 @@ class _Version3(_Writer):
         meta = self.directory / "meta"
         pq.write_table(pa.Table.from_pylist(self._abouts), _made(meta / "episodes/chunk-000/file-000.parquet"))
         tasks = {"task_index": list(self.tasks.values()), "task": list(self.tasks)}
-        pq.write_table(pa.table(tasks, metadata=_index_of_pandas("task")), meta / "tasks.parquet")
+        pq.write_table(pa.table(tasks, metadata=_metadata_of_pandas("task", "task_index")), meta / "tasks.parquet")
         _write_json(meta / "stats.json", self._all_statistics())
         sizes = {"data_files_size_in_mb": _FILE_BYTES >> 20, "video_files_size_in_mb": 200}
         self._info({**sizes, "data_path": self.data, "video_path": self.video if self.videos else None})
@@ -320,16 +322,23 @@ def _array(rows: Any) -> Any:
     return found
 
 
-def _as_lists(found: FeatureStatistics, shape: tuple[int, ...]) -> dict[str, Any]:
-    numbers = {kind: getattr(found, kind) for kind in ("min", "max", "mean", "std")}
+def _as_lists(rows: Accumulator, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Statistics as LeRobot has them, of its quantiles too: policies that normalise by those refuse a set without."""
+    result = rows.done()
+    numbers: dict[str, Any] = {kind: getattr(result, kind).numpy() for kind in ("min", "max", "mean", "std")}
+    numbers |= zip(_QUANTILES, rows.quantiles([*_QUANTILES.values()]), strict=True)
     return {kind: (each.reshape(shape) if shape else each).tolist() for kind, each in numbers.items()} | {
-        "count": [found.count]
+        "count": [result.count]
     }
 
 
-def _index_of_pandas(column: str) -> dict[str, str]:
-    """What makes pandas, by which LeRobot reads this table, take a column for the index."""
-    return {"pandas": json.dumps({"index_columns": [column], "columns": [], "column_indexes": []})}
+def _metadata_of_pandas(index: str, number: str) -> dict[str, str]:
+    """Metadata by which pandas, with which LeRobot reads this table, takes the column of texts for the index."""
+    columns = [
+        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": stored, "metadata": None}
+        for name, kind, stored in ((number, "int64", "int64"), (index, "unicode", "object"))
+    ]
+    return {"pandas": json.dumps({"index_columns": [index], "column_indexes": [], "columns": columns})}
 
 
 def _made(file: Path) -> Path:

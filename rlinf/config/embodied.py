@@ -289,6 +289,9 @@ class ImitationConfig:
     its share."""
     solved: bool = True
     """Leave out episodes that did not solve their task, where the data says so."""
+    broken: Literal["refuse", "drop"] = "refuse"
+    """Episodes that cannot be read or have numbers that are not finite: end the run with their name, or leave them out
+    with a line (pictures are not looked at before)."""
     held_out: float = number(0.0, low=0, below=1)
     """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
     on it, a warm-up only leaves it out."""

@@ -8,7 +8,11 @@ question that LIBERO asks on the terminal when it is first imported never comes 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.metadata
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -40,6 +44,10 @@ _CAMERAS = ("agentview_image", "robot0_eye_in_hand_image")
 _HORIZON = 1_000_000
 """Steps after which robosuite refuses to go on: never, since episodes are cut off by whoever owns the simulator."""
 
+logger = logging.getLogger(__name__)
+
+_CHANGED = (3, 3, 3)
+"""Version of MuJoCo from which LIBERO-Object is drawn darker; 3.4 breaks a task of libero_spatial (LIBERO#88)."""
 _OWN: list[tempfile.TemporaryDirectory[str]] = []
 """Folders with a configuration for LIBERO, removed when the process ends."""
 
@@ -177,6 +185,22 @@ def _prepare() -> None:
         places |= {"datasets": root.parent / "datasets", "assets": root / "assets"}
         (folder / "config.yaml").write_text(yaml.safe_dump({name: str(place) for name, place in places.items()}))
         os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    for module in ("benchmark", "envs"):
+        try:
+            importlib.import_module(f"libero.libero.{module}")
+        except ImportError as error:
+            raise MissingLibero(f"LIBERO cannot be imported, {error}: run `{INSTALL}`") from error
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        _tell_version(importlib.metadata.version("mujoco"))
+
+
+def _tell_version(mujoco: str) -> None:
+    """Say that a version of MuJoCo draws or simulates LIBERO's tasks in another way than they were published with."""
+    if tuple(int(part) for part in mujoco.split(".")[:3] if part.isdigit()) >= _CHANGED:
+        logger.warning(
+            "LIBERO beside mujoco %s: from 3.3.3 on pictures are darker and tasks differ from the published ones; "
+            "install mujoco==3.3.0", mujoco,
+        )  # fmt: skip
 
 
 def _read(observed: dict[str, Any]) -> dict[str, np.ndarray]:

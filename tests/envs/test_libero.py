@@ -176,3 +176,17 @@ def test_rotations_are_those_of_rodrigues():
         a, b, c = libero._axis_angle(quaternion)
         skew = torch.tensor([[0, -c, b], [c, 0, -a], [-b, a, 0]], dtype=torch.float64)
         assert np.allclose(torch.linalg.matrix_exp(skew).numpy(), expected)
+
+
+def test_a_package_that_libero_lacks_is_named_before_anything_is_simulated(package):
+    envs = package / "libero/libero/envs.py"
+    envs.write_text("import no_such_package\n" + envs.read_text())
+    with pytest.raises(MissingLibero, match=r"no_such_package.*pip install"):
+        Libero(1, suite="libero_spatial")
+
+
+@pytest.mark.parametrize(("version", "told"), [("3.3.0", False), ("3.3.2", False), ("3.3.3", True), ("3.10.1", True)])
+def test_a_version_of_mujoco_that_changes_the_tasks_is_told_of(version, told, monkeypatch, caplog):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    Libero(1, suite="libero_spatial", image_size=4)
+    assert ("mujoco==3.3.0" in caplog.text) == told

@@ -5,17 +5,20 @@ In: a path, and what its features are to be called. Out: `Episodes`, of which no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlinf.config.importing import shipped_file
 from rlinf.data.demonstrations.episode import Demonstration
 from rlinf.data.demonstrations.source import Episodes
 from rlinf.data.demonstrations.stream import Part, bounded
 from rlinf.data.rng import permutation
+
+logger = logging.getLogger(__name__)
 
 FORMATS = {
     "rlinf": "rlinf.data.demonstrations.records.Records",
@@ -37,7 +40,7 @@ def format_of(path: Path) -> str:
     elif (path / "meta" / "info.json").is_file():
         found = "lerobot"
     else:
-        known = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.npz", "rlds"))
+        known = (("episode_*.json", "rlinf"), ("*.h5", "maniskill"), ("*.hdf5", "maniskill"), ("*.npz", "rlds"))
         found = next((name for pattern, name in known if any(path.glob(pattern))), None)
     if found is None:
         raise FileNotFoundError(
@@ -101,6 +104,8 @@ class Shown:
     """By name: `path`, and `weight`, `format`, `names`, `bounds` where they differ from the defaults."""
     solved: bool = True
     """Leave out episodes of which somebody says that they did not solve their task."""
+    broken: Literal["refuse", "drop"] = "refuse"
+    """Episodes that cannot be read, or have numbers that are not finite, end the run or are left out with a line."""
     held_out: float = 0.0
     """Share of the episodes of each data set that is not learned from, but watched."""
     memory: int = 4 << 30
@@ -110,6 +115,34 @@ class Shown:
     def at(cls, path: str | Path) -> Shown:
         """One data set, all of it."""
         return cls(sets={"data": {"path": str(path)}})
+
+
+def _whole(episodes: Episodes, places: Sequence[int]) -> list[int]:
+    """Those of some episodes whose numbers can be read and are finite; the others are told of.
+
+    Raises:
+        ValueError: none is left.
+    """
+    reasons = {place: reason for place in places if (reason := _defect(episodes, place)) is not None}
+    if len(reasons) == len(places):
+        raise ValueError(f"{episodes.path}: not one of {len(places)} episodes is whole: {next(iter(reasons.values()))}")
+    if reasons:
+        logger.warning(
+            "%s: %d of %d episodes are left out (imitation.broken: drop), the first since %s",
+            episodes.path, len(reasons), len(places), next(iter(reasons.values())),
+        )  # fmt: skip
+    return [place for place in places if place not in reasons]
+
+
+def _defect(episodes: Episodes, place: int) -> str | None:
+    """Why an episode cannot be learned from; its pictures are not looked at."""
+    try:
+        shown = episodes.read(place, pictures=False)
+    except ValueError as error:
+        return str(error)
+    arrays = {"actions": shown.actions, "rewards": shown.rewards, **shown.observation}
+    wrong = [name for name, rows in arrays.items() if rows.is_floating_point() and not bool(rows.isfinite().all())]
+    return f"{wrong[0]} of episode {place} has a value that is not finite" if wrong else None
 
 
 def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
@@ -132,6 +165,8 @@ def open_parts(shown: Shown, seed: int = 0) -> tuple[list[Part], list[Part]]:
             raise ValueError(f"{name}: weight={weight} must be above 0")
         episodes = open_episodes(Path(about["path"]), about.get("format"), about.get("names") or None)
         places = episodes.chosen(shown.solved)
+        if shown.broken == "drop":
+            places = _whole(episodes, places)
         order = [places[each] for each in permutation(len(places), seed, number).tolist()]
         left = round(shown.held_out * len(places))
         if shown.held_out and not 0 < left < len(places):

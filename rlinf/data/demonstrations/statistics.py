@@ -157,7 +157,9 @@ def statistics_of(episodes: Episodes, places: Sequence[int], *, keep: int = KEEP
             try:
                 found.setdefault(name, Accumulator(keep)).add(rows)
             except ValueError as error:
-                raise ValueError(f"{episodes.path}: {name} of episode {place}: {error}") from error
+                raise ValueError(
+                    f"{episodes.path}: {name} of episode {place}: {error} (imitation.broken=drop leaves such out)"
+                ) from error
     statistics = {name: each.done() for name, each in found.items()} or {ACTIONS: Accumulator().done()}
     for name, each in statistics.items():
         tell_rare(f"{name} of {episodes.path}", each)

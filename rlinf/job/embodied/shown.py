@@ -32,7 +32,7 @@ def shown_of(settings: ImitationConfig) -> Shown | None:
     if not sets:
         return None
     memory = int(settings.memory_gb * _GB)
-    return Shown(sets=sets, solved=settings.solved, held_out=settings.held_out, memory=memory)
+    return Shown(sets=sets, solved=settings.solved, broken=settings.broken, held_out=settings.held_out, memory=memory)
 
 
 def shapes_of(settings: ImitationConfig) -> dict[str, Any]:

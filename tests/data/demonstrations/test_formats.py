@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.demonstrations import open_episodes, read_demonstrations
+from rlinf.data.demonstrations import Shown, open_episodes, open_parts, read_demonstrations
 from rlinf.data.demonstrations.episode import decisions
 from rlinf.data.demonstrations.lerobot.layout import filled
 from rlinf.data.demonstrations.save import WRITTEN, save_demonstrations
@@ -329,3 +329,49 @@ def test_what_lerobot_reads_by_pandas_and_normalises_by_is_there(tmp_path, form)
 def test_each_decision_has_the_instruction_of_its_row():
     shown = [episode(3, instruction=("open", "close", "close")), episode(2, instruction="push")]
     assert decisions(shown, 2).instructions == ("open", "close", "close", "push", "push")
+
+
+@pytest.mark.parametrize("name", ["demo.hdf5", "low_dim.h5"])
+def test_a_file_of_robomimics_layout_is_named_and_not_taken_for_maniskills(tmp_path, name):
+    with h5py.File(tmp_path / name, "w") as file:
+        file.create_group("data/demo_0/obs")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=r"robomimic.*LeRobot"):
+            open_episodes(path)
+
+
+def shift_times(directory, version, by):
+    """Add seconds to the times of an episode's rows, as clocks of real robots do."""
+    (file,) = (directory / "data").rglob("*.parquet")
+    table = pq.read_table(file)
+    times = table["timestamp"].to_numpy() + np.asarray(by, np.float32)
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", pa.array(times)), file)
+
+
+def test_clocks_of_real_robots_are_taken_as_they_are_where_nothing_goes_by_them(tmp_path, caplog):
+    shown = episode(4, cameras=0)
+    save_demonstrations(tmp_path / "numbers", [shown], "lerobot", videos=False)
+    shift_times(tmp_path / "numbers", 3, [0, 0.01, -0.02, 0.03])
+    assert_same(open_episodes(tmp_path / "numbers").read(0), without_last(shown))
+    assert "row 3" in caplog.text
+    save_demonstrations(tmp_path / "pictures", [episode(4)], "lerobot", videos=True)
+    shift_times(tmp_path / "pictures", 3, [0, 0.01, -0.02, 0.03])
+    with pytest.raises(ValueError, match=r"timestamp.*frame_index / fps"):
+        open_episodes(tmp_path / "pictures").read(0)
+    shift_times(tmp_path / "numbers", 3, [0, 0.5, 0, 0])
+    with pytest.raises(ValueError, match="timestamp"):
+        open_episodes(tmp_path / "numbers").read(0)  # they go back
+
+
+def test_episodes_that_are_not_whole_end_a_run_or_are_left_out_and_told_of(tmp_path, caplog):
+    broken = episode(2, cameras=0, actions=torch.full((2, 1, 2), torch.nan))
+    save_demonstrations(tmp_path, [episode(3, cameras=0), broken, episode(4, cameras=0)], "rlinf")
+    sets = {"data": {"path": str(tmp_path)}}
+    ((part,), _) = open_parts(Shown(sets=sets, broken="drop"))
+    assert part.places == (0, 2)
+    assert "1 of 3 episodes" in caplog.text
+    ((part,), _) = open_parts(Shown(sets=sets))
+    assert part.places == (0, 1, 2)
+    sets = {"data": {"path": str(tmp_path), "bounds": "min_max"}}
+    with pytest.raises(ValueError, match=r"episode 1.*imitation\.broken"):
+        open_parts(Shown(sets=sets))

@@ -6,6 +6,7 @@ In: a directory with `meta/info.json`. Out: `Episodes`. Features become ours by 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from rlinf.data.demonstrations.source import (
     broken,
     needs,
 )
+
+logger = logging.getLogger(__name__)
 
 KEYS = ("timestamp", "frame_index", "episode_index", "index", "task_index", "next.done", "next.success")
 """Columns that every data set has, or that say how an episode ended."""
@@ -58,7 +61,7 @@ class LeRobot(Episodes):
         tasks: dict[int, str] = {}
         if any(len(place.tasks) != 1 for place in self.places):
             tasks = read_tasks(path, self.info)
-        self._tasks = tasks
+        self._tasks, self._told_of_times = tasks, False
         only = next(iter(tasks.values())) or None if len(tasks) == 1 else None
         one = [place.tasks[0] if len(place.tasks) == 1 else None if place.tasks else only for place in self.places]
         self.abouts = [About(place.length, place.success, text) for place, text in zip(self.places, one, strict=True)]
@@ -110,12 +113,28 @@ class LeRobot(Episodes):
                 )
         if "timestamp" in table.column_names:
             with broken(place.file, "timestamp"):
-                apart = np.abs(table["timestamp"].to_numpy() - np.arange(place.length) / self.info.fps)
-                if not bool((apart <= _MOST_APART).all()):
-                    raise ValueError(
-                        f"row {int(apart.argmax())} is {apart.max():.4f} s off {self.info.fps:g} per second"
-                    )
+                self._check_times(
+                    table["timestamp"].to_numpy(), any(self.info.features[name].dtype == "video" for name in used)
+                )
         return table
+
+    def _check_times(self, times: np.ndarray, videos: bool) -> None:
+        """Refuse rows whose times are not those of the data set's rate where frames of a video are found by it.
+
+        Elsewhere nothing goes by time: clocks of real robots are told of once, and taken as they are.
+        """
+        apart = np.abs(times - np.arange(len(times)) / self.info.fps)
+        if bool((apart <= _MOST_APART).all()):
+            return
+        told = f"row {int(apart.argmax())} is {apart.max():.4f} s off {self.info.fps:g} per second"
+        if videos or not bool((np.diff(times) > 0).all()):
+            raise ValueError(
+                f"{told}; frames of videos are found by the rate, so write frame_index / fps there if rows and frames "
+                "belong together one by one"
+            )
+        if not self._told_of_times:
+            self._told_of_times = True
+            logger.warning("%s: %s; rows are taken one after the other, whatever their times", self.path, told)
 
     def _column(self, table: Any, name: str, feature: Feature) -> Tensor:
         if name not in table.column_names:

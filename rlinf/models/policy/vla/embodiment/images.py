@@ -34,13 +34,16 @@ def cameras(rgb: Tensor) -> Tensor:
     return rgb.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2)
 
 
-def resized(pictures: Tensor, size: int | tuple[int, int], filter: Filter = "bicubic") -> Tensor:
+def resized(
+    pictures: Tensor, size: int | tuple[int, int], filter: Filter = "bicubic", *, rounded: bool = True
+) -> Tensor:
     """Pictures of another size, with antialiasing; the same pictures where they have that size already.
 
     Args:
         pictures: uint8 [..., 3, H, W].
         size: height and width, or one number for both.
         filter: of the interpolation.
+        rounded: to the nearest of 256 levels; otherwise fractions are cut off, as some authors do.
 
     Returns:
         uint8 [..., 3, height, width].
@@ -50,7 +53,7 @@ def resized(pictures: Tensor, size: int | tuple[int, int], filter: Filter = "bic
         return pictures
     flat = pictures.reshape(-1, *pictures.shape[-3:]).float()
     found = functional.interpolate(flat, (height, width), mode=filter, antialias=True, align_corners=False)
-    return _bytes(found).view(*pictures.shape[:-2], height, width)
+    return _bytes(found if rounded else found.floor()).view(*pictures.shape[:-2], height, width)
 
 
 def resized_with_padding(pictures: Tensor, size: int) -> Tensor:

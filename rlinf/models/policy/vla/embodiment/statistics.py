@@ -6,12 +6,15 @@ directions. A model that has more places than the robot has numbers pads: what s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Scale = Literal["q01_q99", "mean_std", "min_max"]
 """What becomes -1 and 1: the first and last percentile, or least and greatest; or mean 0 and deviation 1."""
@@ -53,6 +56,7 @@ class Scaling:
             raise ValueError(
                 f"statistics of {len(first)} numbers have {len(second)} {needed[1]} and a mask of {len(mask)}"
             )
+        _check_spread(statistics, scale, first, second, mask)
         if scale == "mean_std":
             centre, half = first, second + epsilon
         else:
@@ -77,6 +81,29 @@ class Scaling:
                 f"there are statistics of {len(self.centre)} numbers, but only {x.shape[-1]} numbers: of another robot?"
             )
         return len(self.centre)
+
+
+def _check_spread(statistics: Mapping[str, Any], scale: Scale, low: Tensor, high: Tensor, mask: Tensor) -> None:
+    """Refuse bounds that leave no number any room though some move; tell of single numbers that have none.
+
+    Raises:
+        ValueError: low equals high in every number, and the standard deviation is above 0 or unknown.
+    """
+    if scale == "mean_std" or not mask.any():
+        return
+    std = statistics.get("std")
+    moves = torch.as_tensor(std, dtype=torch.float64) > 0 if std is not None and len(std) == len(low) else None
+    narrow = (low == high) & mask
+    if bool((narrow == mask).all()) and (moves is None or bool(moves[mask].any())):
+        raise ValueError(
+            f"statistics: {scale} leave no number any room (low equals high in all {len(low)}), though they move"
+        )
+    if moves is not None and (places := (narrow & moves).nonzero().flatten().tolist()):
+        logger.warning(
+            "statistics: number %s moves, but its %s are one value, so that it is scaled by millions; compute them "
+            "anew with `rlinf convert DATA TO --statistics`",
+            ", ".join(map(str, places)), scale.replace("_", " and "),
+        )  # fmt: skip
 
 
 def padded(x: Tensor, size: int) -> Tensor:

@@ -30,19 +30,26 @@ _TIED = (
 )  # copies of the two that some programs write too
 _MAIN = "paligemma_with_expert.paligemma.model."
 _STATS = "norm_stats.json"
+_LEROBOT_SCALES = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "MIN_MAX": "min_max"}
+"""Our names of lerobot's kinds of normalisation; others are none of ours."""
 
 
-def settings_in(directory: Path) -> dict[str, Any]:
+def settings_in(directory: Path, scale: str) -> dict[str, Any]:
     """Keys of `PiConfig` that a directory says: sizes by the shapes of its tensors, and its statistics.
 
+    Args:
+        directory: of the checkpoint.
+        scale: of numbers, as the policy normalises them.
+
     Raises:
-        ValueError: a file is damaged, or the tensors are not those of such a model.
+        ValueError: a file is damaged, the tensors are not those of such a model, or numbers are on another scale.
     """
     try:
         about = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'} is damaged: {error}") from error
     shapes = {ours(name): shape for name, shape in tensor_shapes(tensor_files(directory)).items()}
+    _check_normalisation(directory, about, scale)
     try:
         found: dict[str, Any] = {
             "width": shapes["action_in_proj.weight"][1],
@@ -57,6 +64,18 @@ def settings_in(directory: Path) -> dict[str, Any]:
         if isinstance(about.get(key), int):
             found["horizon"] = about[key]
     return found
+
+
+def _check_normalisation(directory: Path, about: Mapping[str, Any], scale: str) -> None:
+    """Refuse a directory of lerobot that says that its numbers are normalised in another way than ours are."""
+    kinds: Mapping[str, Any] = about.get("normalization_mapping") or {}
+    for feature in ("STATE", "ACTION"):
+        kind = kinds.get(feature)
+        if kind is not None and _LEROBOT_SCALES.get(str(kind)) != scale:
+            raise ValueError(
+                f"{directory / 'config.json'}: normalization_mapping says {feature}: {kind}, and this kind of policy "
+                f"is normalised by {scale}: it was trained on another scale"
+            )
 
 
 def statistics_in(directory: Path) -> dict[str, Any]:

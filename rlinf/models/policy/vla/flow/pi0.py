@@ -155,7 +155,7 @@ class PiPolicy(FlowPolicy):
     @classmethod
     def published_settings(cls, directory: Path) -> dict[str, Any]:
         """See `PublishedForm.published_settings`."""
-        return checkpoint.settings_in(directory)
+        return checkpoint.settings_in(directory, cls.scale)
 
     def open_published(self, directory: Path) -> None:
         """Take the tokenizer, and what stands before the names of tensors.

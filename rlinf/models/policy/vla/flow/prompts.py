@@ -6,11 +6,14 @@ Either `tokenizer.json` (read by the package tokenizers) or the sentencepiece fi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*tokenizer.model")
 """Patterns of the tokenizer's files."""
@@ -39,18 +42,18 @@ class Prompts:
         Args:
             parts: texts of each prompt that are tokenized one by one, N of them.
 
-        Raises:
-            ValueError: a prompt is too long; the text says which.
+        One that is too long loses its end, and is told of.
         """
         return torch.tensor([self._row(each) for each in parts], dtype=torch.int64).view(len(parts), self.length)
 
     def _encoded(self, parts: tuple[str, ...]) -> tuple[int, ...]:
         tokens = [self._bos, *(token for part in parts for token in self._encode(part))]
         if len(tokens) > self.length:
-            raise ValueError(
-                f"policy.settings.prompt_length={self.length} is too short for {''.join(parts)!r}, which is "
-                f"{len(tokens)} tokens"
-            )
+            logger.warning(  # once for each text: rows are kept
+                "policy.settings.prompt_length=%d is too short for %r, which is %d tokens: its end is cut off, as by "
+                "openpi", self.length, "".join(parts), len(tokens),
+            )  # fmt: skip
+            tokens = tokens[: self.length]
         return (*tokens, *[0] * (self.length - len(tokens)))
 
 

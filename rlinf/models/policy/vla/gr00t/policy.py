@@ -226,6 +226,7 @@ class Gr00tPolicy(FlowPolicy):
         found = cameras(rgb)[:, : self.cameras]
         share = math.sqrt(self.config.crop or self.row.crop)
         height, width = (int(side * share) for side in found.shape[-2:])
-        above, left = (found.shape[-2] - height) // 2, (found.shape[-1] - width) // 2
+        # torchvision's CenterCrop rounds, as the authors' transforms do
+        above, left = round((found.shape[-2] - height) / 2), round((found.shape[-1] - width) / 2)
         found = found[..., above : above + height, left : left + width]
-        return normalised(resized(found, self._eagle.side, "bilinear"), _HALF, _HALF)
+        return normalised(resized(found, self._eagle.side, "bilinear", rounded=False), _HALF, _HALF)

@@ -82,3 +82,9 @@ def test_normalising_maps_bytes_as_the_encoders_expect():
     dino = normalised(pictures, IMAGENET_MEAN, IMAGENET_STD, torch.bfloat16)
     assert dino.dtype == torch.bfloat16
     torch.testing.assert_close(dino[0, 0, 0].float(), torch.tensor([-2.119658, 2.256410]), rtol=2**-8, atol=0)
+
+
+def test_fractions_of_a_level_are_rounded_or_cut_off_as_a_model_was_shown():
+    source = torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8).expand(3, 2, 2)  # 0.75 in the middle
+    assert resized(source, 1, "bilinear").flatten().tolist() == [1, 1, 1]
+    assert resized(source, 1, "bilinear", rounded=False).flatten().tolist() == [0, 0, 0]

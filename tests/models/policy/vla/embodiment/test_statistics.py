@@ -74,3 +74,20 @@ def test_padding_adds_zeros_and_refuses_to_cut():
     assert padded(torch.ones(2, 3), 5).tolist() == [[1, 1, 1, 0, 0]] * 2
     with pytest.raises(ValueError, match="3 numbers do not fit into the 2"):
         padded(torch.ones(2, 3), 2)
+
+
+@pytest.mark.parametrize("std", [None, [0.0, 1.0]])
+def test_bounds_that_leave_no_number_any_room_are_refused(std):
+    """What a data set's statistics are whose quantiles were never computed."""
+    given = {"q01": [0.0, 0.0], "q99": [0.0, 0.0]} | ({} if std is None else {"std": std})
+    with pytest.raises(ValueError, match="q01_q99"):
+        Scaling.of(given, "q01_q99", 1e-6)
+
+
+def test_a_number_that_moves_between_equal_bounds_is_told_of(caplog):
+    Scaling.of({"q01": [0.0, 0.0], "q99": [1.0, 0.0], "std": [0.3, 0.1]}, "q01_q99", 1e-6)
+    assert "number 1" in caplog.text
+    caplog.clear()
+    Scaling.of({"q01": [0.0, 0.0], "q99": [1.0, 0.0], "std": [0.3, 0.0]}, "q01_q99", 1e-6)
+    Scaling.of({"q01": [0.0, 0.0], "q99": [1.0, 0.0], "std": [0.3, 0.1], "mask": [True, False]}, "q01_q99", 1e-6)
+    assert caplog.text == ""

@@ -281,7 +281,15 @@ def test_lerobots_names_are_read_and_written_back(directories, read, tmp_path):
     save_file(twice, tmp_path / "lerobot" / "model.safetensors")
     statistics = {"observation.state.mean": torch.zeros(8), "action.mean": torch.zeros(7)}
     save_file(statistics, tmp_path / "lerobot" / "policy_preprocessor_step_5_normalizer_processor.safetensors")
-    (tmp_path / "lerobot" / "config.json").write_text('{"type": "pi0", "chunk_size": 4, "vision_heads": 2}')
+    about = {"type": "pi0", "chunk_size": 4, "vision_heads": 2}
+    (tmp_path / "lerobot" / "config.json").write_text(
+        json.dumps(
+            about | {"normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "MEAN_STD"}}
+        )
+    )
+    with pytest.raises(ValueError, match=r"normalization_mapping.*STATE: QUANTILES"):
+        make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
+    (tmp_path / "lerobot" / "config.json").write_text(json.dumps(about))
     policy = make_policy({"type": "pi0", **RUN}, str(tmp_path / "lerobot"), CPU)
     expected = read("pi0").act(seen(), instructions=WORDS, generator=SEEDS).actions
     assert torch.equal(policy.act(seen(), instructions=WORDS, generator=SEEDS).actions, expected)
@@ -362,7 +370,7 @@ def test_prompts_are_those_of_openpi(read, directories):
     assert written(torch.tensor([-1.5, -1.0, 0.0, 0.9999, 1.5])) == "-1 0 128 255 255"
 
 
-def test_either_file_of_a_tokenizer_is_read_and_what_is_wrong_is_said(monkeypatch):
+def test_either_file_of_a_tokenizer_is_read_and_what_is_wrong_is_said(monkeypatch, caplog):
     import sys
     import types
 
@@ -381,8 +389,9 @@ def test_either_file_of_a_tokenizer_is_read_and_what_is_wrong_is_said(monkeypatc
     monkeypatch.setitem(sys.modules, "sentencepiece", made)
     prompts = Prompts({"paligemma_tokenizer.model": b"pieces"}, 5)
     assert prompts.encode([("go", "\n")]).tolist() == [[2, 103, 111, 10, 0]]
-    with pytest.raises(ValueError, match="prompt_length=5 is too short for 'gone"):
-        Prompts({"paligemma_tokenizer.model": b"pieces"}, 5).encode([("gone", "\n")])
+    too_long = Prompts({"paligemma_tokenizer.model": b"pieces"}, 5).encode([("gone", "\n"), ("gone", "\n")])
+    assert too_long.tolist() == [[2, 103, 111, 110, 101]] * 2
+    assert caplog.text.count("prompt_length=5") == 1
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     for files, said in (
         ({"paligemma_tokenizer.model": b""}, "pip install sentencepiece"),

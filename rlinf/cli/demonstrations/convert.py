@@ -19,7 +19,14 @@ from rlinf.data.demonstrations.load import FORMATS, open_episodes
 from rlinf.data.demonstrations.save import WRITTEN, chosen_of, save_demonstrations
 from rlinf.data.demonstrations.source import ACTIONS, RGB, Episodes
 from rlinf.data.demonstrations.statistics import statistics_of
-from rlinf.data.demonstrations.statistics_files import FILES, as_groot, as_openpi, as_openvla, write_statistics
+from rlinf.data.demonstrations.statistics_files import (
+    FILES,
+    GROOT_TAGS,
+    as_groot,
+    as_openpi,
+    as_openvla,
+    write_statistics,
+)
 from rlinf.runtime.base.progress import counted
 
 UNREADABLE = (ValueError, OSError, ImportError)
@@ -132,7 +139,9 @@ def _statistics(options: argparse.Namespace, episodes: Episodes, places: Sequenc
         content = as_groot(found, options.name, cameras=cameras, fps=rate_of(options, episodes))
     path = Path(options.target).expanduser() / FILES[options.statistics]
     write_statistics(path, content)
-    return f"{path}: of {found[ACTIONS].count} actions in {len(places)} episodes"
+    foreign = options.statistics == "groot" and options.name not in GROOT_TAGS
+    remark = f"; NVIDIA's own loader takes {', '.join(GROOT_TAGS)} alone: --name new_embodiment" if foreign else ""
+    return f"{path}: of {found[ACTIONS].count} actions in {len(places)} episodes{remark}"
 
 
 def rate_of(options: argparse.Namespace, episodes: Episodes) -> float:

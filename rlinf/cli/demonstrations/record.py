@@ -115,8 +115,9 @@ def _run(options: argparse.Namespace, config: EmbodiedConfig, out: Path) -> None
     async def recorded(system: ActorSystem) -> None:
         with work("recording", options.episodes, "episodes") as recording:
             played = await record_episodes(system, config, wanted, lambda kept, _: recording.at(kept))
+        dated = f"; rows dated {wanted.fps:g} per second (--fps)" if options.format.startswith("lerobot") else ""
         sys.stdout.write(
-            f"{options.out}: {options.episodes} episodes as {options.format}, of {played} that were played\n"
+            f"{options.out}: {options.episodes} episodes as {options.format}, of {played} that were played{dated}\n"
         )
 
     run_to_end(recorded, config.system)

@@ -21,6 +21,8 @@ from rlinf.data.demonstrations.statistics import FeatureStatistics
 
 FILES = {"openvla": "dataset_statistics.json", "openpi": "norm_stats.json", "groot": "metadata.json"}
 """By form."""
+GROOT_TAGS = ("new_embodiment", "gr1", "oxe_droid", "agibot_genie1")
+"""Names of robots that GR00T N1.5's authors read; ours may have any."""
 Part = tuple[int, int]
 """From and to which number of a feature."""
 

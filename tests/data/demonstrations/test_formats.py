@@ -351,11 +351,11 @@ def shift_times(directory, version, by):
 def test_clocks_of_real_robots_are_taken_as_they_are_where_nothing_goes_by_them(tmp_path, caplog):
     shown = episode(4, cameras=0)
     save_demonstrations(tmp_path / "numbers", [shown], "lerobot", videos=False)
-    shift_times(tmp_path / "numbers", 3, [0, 0.01, -0.02, 0.03])
+    shift_times(tmp_path / "numbers", 3, [0, 0.01, -0.02, 0.02])
     assert_same(open_episodes(tmp_path / "numbers").read(0), without_last(shown))
     assert "row 3" in caplog.text
     save_demonstrations(tmp_path / "pictures", [episode(4)], "lerobot", videos=True)
-    shift_times(tmp_path / "pictures", 3, [0, 0.01, -0.02, 0.03])
+    shift_times(tmp_path / "pictures", 3, [0, 0.01, -0.02, 0.02])
     with pytest.raises(ValueError, match=r"timestamp.*frame_index / fps"):
         open_episodes(tmp_path / "pictures").read(0)
     shift_times(tmp_path / "numbers", 3, [0, 0.5, 0, 0])

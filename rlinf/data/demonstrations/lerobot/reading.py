@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 KEYS = ("timestamp", "frame_index", "episode_index", "index", "task_index", "next.done", "next.success")
 """Columns that every data set has, or that say how an episode ended."""
 _OWN = "observation."
+_MOST_OFF_RATE = 0.1
+"""Share by which the rows of an episode may be slower or quicker than the data set's rate in the mean."""
 _MOST_APART = 1e-3
 """Seconds by which a row's timestamp may differ from its number divided by the rate; data sets keep them as float32."""
 
@@ -127,7 +129,9 @@ class LeRobot(Episodes):
         if bool((apart <= _MOST_APART).all()):
             return
         told = f"row {int(apart.argmax())} is {apart.max():.4f} s off {self.info.fps:g} per second"
-        if videos or not bool((np.diff(times) > 0).all()):
+        between = np.diff(times) * self.info.fps
+        regular = bool((between > 0).all()) and abs(float(between.mean()) - 1) <= _MOST_OFF_RATE
+        if videos or not regular:
             raise ValueError(
                 f"{told}; frames of videos are found by the rate, so write frame_index / fps there if rows and frames "
                 "belong together one by one"

@@ -89,7 +89,7 @@ def _check_spread(statistics: Mapping[str, Any], scale: Scale, low: Tensor, high
     Raises:
         ValueError: low equals high in every number, and the standard deviation is above 0 or unknown.
     """
-    if scale == "mean_std" or not mask.any():
+    if scale == "mean_std" or low.is_meta or not mask.any():  # on meta a policy is only measured
         return
     std = statistics.get("std")
     moves = torch.as_tensor(std, dtype=torch.float64) > 0 if std is not None and len(std) == len(low) else None

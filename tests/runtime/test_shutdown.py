@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import uvloop
 
-from rlinf.runtime.base.shutdown import Threads
+from rlinf.runtime.base.shutdown import OwnDirectory, Threads
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESUME_ME = 75
@@ -59,3 +61,36 @@ def test_blocking_work_runs_in_few_threads_that_are_used_again():
     assert len(set(names)) == 1
     with pytest.raises(RuntimeError):
         threads.submit(print)
+
+
+def test_the_next_directory_sweeps_away_those_of_the_dead_and_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr("rlinf.runtime.base.shutdown.JUST_MADE", 0.0)
+    mine, place = OwnDirectory("live", str(tmp_path)), str(tmp_path)
+    code = "import sys; from rlinf.runtime.base.shutdown import OwnDirectory as D; D('lane', sys.argv[1]).path / 'x'"
+    kill = f"{code}; import os; os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", kill, place]).returncode == -9
+    (left,) = tmp_path.glob("rlinf-lane-*")
+    (left / "feed").touch()
+    for name in ("rlinf-results", "rlinf-live-backup01", "rlinf-live-17.short"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "rlinf-live-17.abcdefgh").symlink_to(tmp_path / "rlinf-results")
+    other = OwnDirectory("model", place)
+    there = {path.name for path in tmp_path.iterdir()}
+    link = "rlinf-live-17.abcdefgh"
+    assert there == {
+        mine.path.name,
+        other.path.name,
+        link,
+        "rlinf-results",
+        "rlinf-live-backup01",
+        "rlinf-live-17.short",
+    }
+    for directory in (mine, other, other):
+        directory.remove()
+        assert not directory.path.exists()
+
+
+def test_a_directory_that_was_just_made_is_left_to_whoever_is_about_to_take_it(tmp_path):
+    (just := tmp_path / "rlinf-live-17.abcdefgh").mkdir()
+    OwnDirectory("live", str(tmp_path)).remove()
+    assert just.exists()

@@ -7,8 +7,6 @@ Blocking, and all memory is given back: shapes are found without a model.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from rlinf.data.routing.routes import experts_of
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.data.weights import Weights
 from rlinf.engines.make import EngineSetup
+from rlinf.runtime.base.shutdown import OwnDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class ModelFiles:
 
     directory: Path
     """With config.json and safetensors."""
-    temporary: bool
-    """Made for this server; `remove` deletes it."""
+    own: OwnDirectory | None
+    """The same where it was made for this server; `remove` deletes it."""
     shapes: dict[str, tuple[int, ...]]
     """Of each tensor of the model, by the name that trainers publish it under."""
     vocabulary: int
@@ -62,8 +61,8 @@ class ModelFiles:
 
     def remove(self) -> None:
         """Delete what was made for the server."""
-        if self.temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.own is not None:
+            self.own.remove()
 
 
 def model_files(setup: EngineSetup) -> ModelFiles:
@@ -77,8 +76,9 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         with torch.device("meta"):
             empty = without_own_code(auto_class(config), config)
         directory = Path(setup.model).absolute()
-        return ModelFiles(directory, False, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
-    directory = Path(tempfile.mkdtemp(prefix="rlinf-model-"))
+        return ModelFiles(directory, None, _shapes(empty), _vocabulary(config), _names(empty), _experts(config))
+    own = OwnDirectory("model")
+    directory = own.path
     try:
         with setup.build_model() as model:
             model.save_pretrained(directory)
@@ -89,9 +89,9 @@ def model_files(setup: EngineSetup) -> ModelFiles:
         if setup.pictures is not None:
             setup.pictures.save(directory)
     except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+        own.remove()
         raise
-    return ModelFiles(directory, True, shapes, _vocabulary(config), names, _experts(config))
+    return ModelFiles(directory, own, shapes, _vocabulary(config), names, _experts(config))
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,6 @@ import base64
 import io
 import pickle
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +25,7 @@ from rlinf.data.safetensors_io import write_tensors
 from rlinf.data.weights import Weights
 from rlinf.engines.served.http import Http, Refused
 from rlinf.engines.served.shared_memory import SharedMemory
+from rlinf.runtime.base.shutdown import OwnDirectory
 
 _BUCKET = 600.0
 """Seconds for one bucket; the deadline of the whole is the engine's."""
@@ -122,7 +122,8 @@ class DiskRoute:
     sessions = False
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="rlinf-weights-"))
+        self._own = OwnDirectory("weights")
+        self._directory = self._own.path
 
     async def send(self, target: Target, weights: Weights) -> None:
         """See `Route`."""
@@ -139,7 +140,7 @@ class DiskRoute:
 
     def close(self) -> None:
         """Delete the files."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._own.remove()
 
 
 ROUTES: dict[str, Callable[[], Route]] = {

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlinf.runtime.base.shutdown import OwnDirectory
 
 LONGEST = 64 * 1024
 """Bytes of a line that a watcher may send: wishes have a hundred."""
@@ -98,7 +99,7 @@ class Feed:
         self._watchers: set[Watcher] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
-        self._directory: Path | None = None
+        self._directory: OwnDirectory | None = None
         self.watched = asyncio.Event()
         """Somebody is there."""
 
@@ -109,11 +110,11 @@ class Feed:
             OSError: it cannot be made.
         """
         self._directory = directory = private_directory()
-        path = directory / "feed"
+        path = directory.path / "feed"
         try:
             self._server = await asyncio.start_unix_server(self._serve, path, limit=LONGEST)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
             raise
         os.chmod(path, 0o600)
         return path
@@ -139,7 +140,7 @@ class Feed:
         if self._tasks:
             await asyncio.wait([*self._tasks])
         if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(self._directory.remove)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One watcher's lines, until it hangs up or says what is no line of ours."""
@@ -177,9 +178,9 @@ def encoded(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def private_directory() -> Path:
-    """A new directory that this user alone may enter, with a name that is short enough for a socket in it."""
+def private_directory() -> OwnDirectory:
+    """A new directory for this process, with a name that is short enough for a socket in it."""
     for place in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(place)) + 32 <= LONGEST_PATH:
-            return Path(tempfile.mkdtemp(prefix="rlinf-live-", dir=place))
+        if len(os.fsencode(place)) + 40 <= LONGEST_PATH:
+            return OwnDirectory("live", place)
     raise OSError(f"TMPDIR={tempfile.gettempdir()} is too long for a socket's path, and there is no /tmp")

@@ -1,4 +1,5 @@
-"""Threads of the runtime, and the end of their process: none is inside torch when the interpreter finalises.
+"""Threads and temporary directories of the runtime, and the end of their process: no thread is inside torch when the
+interpreter finalises, and no directory outlives the next start by more than a minute.
 
 Flows in: blocking functions; how `run` ended. Flows out: their threads; the process's exit code. Who wakes whom: this
 is the last thing that a process does, and wakes nobody.
@@ -14,17 +15,23 @@ is flushed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +47,10 @@ MOST_THREADS = 32
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that announce an end: of schedulers (Slurm's `--signal=USR1@90`, and most others), and of a terminal that is
 closed."""
+
+JUST_MADE = 60.0
+"""Seconds in which a directory without a lock may belong to a process that is about to take it."""
+_OWN_NAME = re.compile(r"rlinf-[a-z]+-\d+\.\w{8}")
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _codes: list[int | None] = []
@@ -111,6 +122,57 @@ class Threads(Executor):
             work()
             del work  # it holds what it was made from
             work = self._queue.get()
+
+
+class OwnDirectory:
+    """A new directory in the temporary one that this user alone may enter, and that goes with this process.
+
+    A process that is killed cannot remove anything. So the next one that makes such a directory removes what dead
+    processes of the same user have left: the kernel knows who lives by their locks, in containers that share /tmp, too.
+
+    Args:
+        kind: part of its name, for people: `rlinf-<kind>-<pid>.xxxxxxxx`.
+        place: where it is made; the default is the temporary directory.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, kind: str, place: str | None = None) -> None:
+        place = place or tempfile.gettempdir()
+        _sweep(Path(place))
+        self.path = Path(tempfile.mkdtemp(prefix=f"rlinf-{kind}-{os.getpid()}.", dir=place))
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else sweeps there either
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove it, with all that is in it; a second time nothing happens."""
+        if self._descriptor >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _sweep(place: Path) -> None:
+    """Remove directories of this user's dead processes."""
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        for entry in entries:
+            if _OWN_NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(entry)
+
+
+def _remove_if_left(entry: os.DirEntry[str]) -> None:
+    about = entry.stat(follow_symlinks=False)
+    if about.st_uid != os.getuid() or time.time() - about.st_mtime < JUST_MADE:
+        return
+    descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(entry.path)
+    finally:
+        os.close(descriptor)
 
 
 def ends_process(run: Callable[P, R]) -> Callable[P, R]:

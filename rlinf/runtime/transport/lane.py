@@ -20,16 +20,14 @@ import hmac
 import logging
 import os
 import secrets
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.shutdown import OwnDirectory
 from rlinf.runtime.base.tasks import cancel_all
 
 from .alertness import MOMENT, Alertness
@@ -87,7 +85,7 @@ class LaneTransport:
         self._lanes: dict[int, Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
-        self._directory: Path | None = None
+        self._directory: OwnDirectory | None = None
         self._callers: set[int] = set()  # neighbours that have not connected yet, once these are known
         self._late: asyncio.TimerHandle | None = None
         self._closing = False
@@ -119,10 +117,10 @@ class LaneTransport:
         """Have neighbours connect, before any of them can know that this host is there."""
         token = secrets.token_bytes(_TOKEN)
         try:
-            self._directory = Path(tempfile.mkdtemp(prefix="rlinf-", dir=os.environ.get("XDG_RUNTIME_DIR")))
+            self._directory = OwnDirectory("lane", os.environ.get("XDG_RUNTIME_DIR"))
             listening = socket.socket(socket.AF_UNIX)
             listening.setblocking(False)
-            listening.bind(str(self._directory / "lane"))
+            listening.bind(str(self._directory.path / "lane"))
             listening.listen(socket.SOMAXCONN)
         except OSError as error:  # a read-only or full disk, a path that is too long for a socket
             logger.info("no lane for processes of this machine, torch RPC carries all: %s", error)
@@ -184,7 +182,7 @@ class LaneTransport:
             self._server.close()
         self._server = None
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
             self._directory = None
 
     # What comes in -----------------------------------------------------------------------------------------------

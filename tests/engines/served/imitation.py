@@ -130,7 +130,7 @@ class Imitation(SGLangServer):
 
 async def imitated(setup, server, shapes, **settings):
     """An engine around an imitation."""
-    files = ModelFiles(directory=None, temporary=False, shapes=shapes, vocabulary=VOCABULARY)
+    files = ModelFiles(directory=None, own=None, shapes=shapes, vocabulary=VOCABULARY)
     engine = ServedEngine(setup, files, deadline=settings.pop("deadline", 20.0))
     child = ServerChild(server, None, setup.name, engine.prepare, engine.busy, backoff=(0.0, 1.0, 0.0), **settings)
     await engine.start(child)

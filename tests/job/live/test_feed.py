@@ -120,8 +120,9 @@ def test_a_long_name_of_the_temporary_directory_does_not_matter(monkeypatch, tmp
     deep.mkdir()
     monkeypatch.setattr(feeds.tempfile, "gettempdir", lambda: str(deep))
     place = feeds.private_directory()
-    assert len(os.fsencode(place)) < feeds.LONGEST_PATH
-    place.rmdir()
+    assert len(os.fsencode(place.path)) < feeds.LONGEST_PATH
+    place.remove()
+    assert not place.path.exists()
 
 
 def test_an_id_with_half_a_character_in_it_is_sent_back():

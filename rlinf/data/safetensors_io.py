@@ -121,9 +121,24 @@ def explained(path: Path, nbytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         parent = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-        free = shutil.disk_usage(parent).free
+        room = shortage(parent, error) or f"{shutil.disk_usage(parent).free:,} are free there"
         raise OSError(
             error.errno,
-            f"{error.strerror}: cannot write {path}, which needs {nbytes:,} bytes; {free:,} are free there. What is "
-            "there of it is incomplete; earlier checkpoints are as they were",
+            f"{error.strerror}: cannot write {path}, which needs {nbytes:,} bytes; {room}. What is there of it is "
+            "incomplete; earlier checkpoints are as they were",
         ) from error
+
+
+def shortage(directory: Path, error: OSError) -> str | None:
+    """Words for a disk that takes no more though bytes are free: its quota or its inodes are used up; else None.
+
+    Args:
+        directory: on the disk.
+        error: its answer.
+    """
+    if error.errno == errno.EDQUOT:
+        return "the quota of this user is used up there (quota -s)"
+    disk = os.statvfs(directory)
+    if error.errno == errno.ENOSPC and disk.f_files and not disk.f_favail:
+        return "no inodes are left there: the disk has as many files as it can (df -i)"
+    return None

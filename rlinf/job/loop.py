@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from rlinf.config.text import RunConfig
 from rlinf.data.datasets.rows import DataError
 from rlinf.data.in_flight import InFlight
 from rlinf.data.in_flight.kept_files import read_kept, write_kept
+from rlinf.data.safetensors_io import shortage
 from rlinf.data.step import AnyStep
 from rlinf.flows.parts.returned import metrics_of
 from rlinf.job.changes import Changes
+from rlinf.job.ending.going_on import going_on
 from rlinf.job.ending.preemption import Leaving
 from rlinf.job.kind import E, RunKind
 from rlinf.job.live.live import Live
@@ -34,6 +36,7 @@ from rlinf.metrics.best import best_of
 from rlinf.metrics.checkpoints import Checkpoints
 from rlinf.metrics.console.report import report_of, tracking_of
 from rlinf.metrics.explain.explainer import Explainer, in_short
+from rlinf.metrics.files import JsonLines
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
@@ -112,7 +115,9 @@ class TrainingLoop(RunKind[E]):
             if error.errno not in FULL:
                 raise
             which = error.filename or self.directory.path
-            told = f"after step {self.done} {which} cannot be written: {error.strerror}; what is there stays as it is"
+            short = shortage(self.directory.path, error) if self.directory.path.is_dir() else None
+            why = f"{error.strerror}: {short}" if short else error.strerror
+            told = f"after step {self.done} {which} cannot be written: {why}; what is there stays as it is"
             raise RunFailure(f"{told}. Make room, or set output_dir, and go on with --resume auto") from error
         except Exception as error:
             if (words := out_of_memory(error)) is None:
@@ -235,6 +240,7 @@ class TrainingLoop(RunKind[E]):
         self.recorder.write(self.done, metrics)
         self.report.stepped(self.done, metrics, last)
         self.stepped(metrics)
+        await self._check_directory()
         self.checkpoints.check()
         is_best = self.best is not None and self.best.kept == self.done
         if last or due(self.done, config.checkpoint.every) or is_best or self.leaving.asked:
@@ -245,6 +251,28 @@ class TrainingLoop(RunKind[E]):
         elif self.stopped is not None:
             self.report.line(f"stopped after step {self.done}: {self.stopped}")
         return metrics
+
+    def files(self) -> Iterable[JsonLines]:
+        """Files of the run directory to which lines are added."""
+        return self.recorder.files
+
+    async def _check_directory(self) -> None:
+        """See that what the run writes is where its reader looks for it.
+
+        Raises:
+            RunFailure: somebody has moved or removed it; the state is saved, if there is still a place for it.
+        """
+        damage = self.directory.damage(self.files())
+        if damage is None:
+            return
+        if not self.directory.path.is_dir():
+            raise RunFailure(f"after step {self.done}: {damage}; nothing that this run writes would be found")
+        await self.checkpoints.abandon()  # one under way may have been taken away, too
+        self.directory.checkpoints.mkdir(exist_ok=True)
+        await self.save()
+        await self.checkpoints.finish()
+        how = going_on(self.directory, self.config.checkpoint.every)
+        raise RunFailure(f"after step {self.done}: {damage}; the run ends, and its state is saved: {how}")
 
     async def evaluate_and_tell(self) -> dict[str, float]:
         """Evaluate, and tell; the metrics, none if there is nothing to evaluate on or no time for it."""

@@ -7,7 +7,7 @@ problems, the roles and the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import partial
@@ -272,6 +272,9 @@ class TextLoop(TrainingLoop[Evaluation]):
         await self._account_for(self.done + 1)
         self._judged = scored.answers
         return await super().step_ended({**returned, **told})
+
+    def files(self) -> Iterable[JsonLines]:
+        return (*super().files(), self._account)
 
     async def _account_for(self, step: int) -> None:
         """Write the step's line of the ledger."""

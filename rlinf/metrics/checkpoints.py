@@ -77,7 +77,10 @@ class Checkpoints:
         """
         await self.finish()
         content = json.dumps({"step": step, "manifest": MANIFEST, **queue})  # who reads it knows what belongs to it
-        aside = self._directory.begin_checkpoint(step)
+        try:
+            aside = self._directory.begin_checkpoint(step)
+        except OSError as error:
+            raise self._not_written(step, error) from error
         filled = fill(aside)  # called here, so that no later call of the run can come before it
         writing = self._write(step, aside, filled, content, best)
         if self._failed is not None:
@@ -108,8 +111,9 @@ class Checkpoints:
     async def abandon(self) -> None:
         """Give up what is under way; whole checkpoints stay."""
         if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+            writing, self._writing = self._writing, None
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     def _check_lock(self) -> None:
         lock = self._directory.lock
@@ -131,15 +135,22 @@ class Checkpoints:
             await asyncio.to_thread(self._directory.drop_checkpoint, step)
             if not isinstance(error, OSError):
                 raise
-            whole = self._directory.latest
-            kept = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"
-            raise RunFailure(
-                f"the checkpoint of step {step} cannot be written to {aside.parent}: {error}; {kept}. "
-                "Make room, or set output_dir, and go on with --resume auto"
-            ) from error
+            raise self._not_written(step, error) from error
         self.newest, self.seconds = step, time.perf_counter() - began
         if self._written is not None:
             await self._written(step, naming.result())
+
+    def _not_written(self, step: int, error: OSError) -> RunFailure:
+        """What ends a run whose checkpoint cannot be written."""
+        whole, place = self._directory.latest, self._directory.checkpoints
+        if place.is_dir():
+            kept = f"the last whole one is {whole.resolve()}" if whole.exists() else "there is no earlier one"
+            why = f"{error}; {kept}. Make room, or set output_dir"
+        else:  # in place of the error: which of its files was missed first is chance
+            why = "it is gone: moved, removed or unmounted. Bring it back"
+        return RunFailure(
+            f"the checkpoint of step {step} cannot be written to {place}: {why}, and go on with --resume auto"
+        )
 
     def _name(self, step: int, aside: Path, content: str, best: int | None) -> Path:
         self._check_lock()

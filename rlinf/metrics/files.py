@@ -45,13 +45,28 @@ class JsonLines:
     """A file to which lines are added; each is flushed."""
 
     def __init__(self, path: Path) -> None:
-        # half a surrogate pair, which a reward's remark may have, becomes the escape by which JSON writes it
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._path = path
+        self._file = path.open("ab")
+        self._size = os.fstat(self._file.fileno()).st_size
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write one line per row; NaN and infinity become null, because JSON has no word for them."""
-        self._file.writelines(f"{json.dumps(_plain(row), ensure_ascii=False)}\n" for row in rows)
+        text = "".join(f"{json.dumps(_plain(row), ensure_ascii=False)}\n" for row in rows)
+        lines = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        self._file.write(lines)
         self._file.flush()
+        self._size += len(lines)
+
+    def damage(self) -> str | None:
+        """What somebody has done to the file, as its name shows it; None if all lines are there.
+
+        The file that is open goes on without its name, and takes lines that nobody will ever read.
+        """
+        try:
+            size = os.stat(self._path).st_size
+        except FileNotFoundError:
+            return f"{self._path} is gone: it was moved or removed"
+        return None if size >= self._size else f"{self._path} was cut short or replaced"
 
     def sync(self) -> None:
         """Have the lines on disk: they outlive the machine's end."""

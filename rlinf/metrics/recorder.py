@@ -66,6 +66,8 @@ class Recorder:
         self._directory, self._watch, self._tracking, self._ledger = directory, watch, tracking, ledger
         self._began = watch.now() - _elapsed(directory / METRICS)
         self._metrics, self._samples = MetricsFile(directory / METRICS), SamplesFile(directory / SAMPLES)
+        self.files = (self._metrics, self._samples, self._said, self._alarms)
+        """To which lines are added."""
         told = {**environment(hosts), **(about or {})}
         (directory / ENVIRONMENT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
@@ -138,9 +140,9 @@ class Recorder:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._ledger is not None:
+        if self._ledger is not None and self._directory.is_dir():  # else the run has ended for that
             self._ledger.save(self._directory)
-        for file in (self._metrics, self._samples, self._said, self._alarms):
+        for file in self.files:
             file.close()
         await self._tracking.__aexit__(kind, error, trace)
 

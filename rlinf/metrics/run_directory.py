@@ -16,7 +16,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from rlinf.config.reading import parse_json, parse_yaml, read_bytes
 from rlinf.metrics.durable.lock import Lock
 from rlinf.metrics.durable.manifest import MANIFEST, Damaged, sync, verify, write_manifest
-from rlinf.metrics.files import read_lines, replace_text
+from rlinf.metrics.files import JsonLines, read_lines, replace_text
 
 QUEUE = "queue.json"
 """What of a checkpoint is neither model nor optimizer: step, cursors, what was in the queues."""
@@ -122,7 +122,7 @@ class RunDirectory:
         """An empty directory to fill, beside where the checkpoint of `step` will be."""
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir()  # not its parents: a run directory that is gone is not made anew, without metrics
         return aside
 
     def finish_checkpoint(self, step: int, keep: int = 0, best: int | None = None) -> Path:
@@ -160,6 +160,17 @@ class RunDirectory:
         if there := checkpoint.exists():
             self._point(self.best, checkpoint)
         return there
+
+    def damage(self, files: Iterable[JsonLines]) -> str | None:
+        """What somebody has done to the directory, as its name shows it; None if what was written is there.
+
+        Args:
+            files: open ones, to which lines are added.
+        """
+        for path, what in ((self.path, "the directory of this run"), (self.checkpoints, "its checkpoints")):
+            if not path.is_dir():
+                return f"{path}, {what}, is gone: moved, removed or unmounted"
+        return next(filter(None, (file.damage() for file in files)), None)
 
     def drop_checkpoint(self, step: int) -> None:
         """Remove what was begun for `step`."""

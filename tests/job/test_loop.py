@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,3 +383,70 @@ def test_what_is_no_callback_is_said_before_the_run(wrong, said):
     problems: list[Problem] = []
     Callbacks.of([wrong], problems)
     assert said in str(problems[0])
+
+
+# The directory in other hands -----------------------------------------------------------------------------------------
+
+
+def removed(run):
+    shutil.rmtree(run)
+
+
+def moved(run):
+    run.rename(run.with_name("elsewhere"))
+
+
+def unmounted(run):
+    moved(run)
+    run.mkdir()
+
+
+def without_metrics(run):
+    (run / "metrics.jsonl").unlink()
+
+
+def emptied(run):
+    os.truncate(run / "metrics.jsonl", 0)
+
+
+def replaced(run):
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").write_text(text)
+
+
+def without_alarms(run):
+    (run / "alarms.jsonl").unlink()
+
+
+def without_checkpoints(run):
+    shutil.rmtree(run / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("harm", "named", "saved"),
+    [
+        (removed, "toy, the directory of this run, is gone", False),
+        (moved, "toy, the directory of this run, is gone", False),
+        (unmounted, "checkpoints, its checkpoints, is gone", True),
+        (without_metrics, "metrics.jsonl is gone", True),
+        (emptied, "metrics.jsonl was cut short or replaced", True),
+        (replaced, "metrics.jsonl was cut short or replaced", True),
+        (without_alarms, "alarms.jsonl is gone", True),
+        (without_checkpoints, "checkpoints, its checkpoints, is gone", True),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_somebody_does_to_the_directory_of_a_run_ends_it_within_a_step(tmp_path, harm, named, saved):
+    async def in_other_hands(step, policy, trainer):
+        if step.index == 4:
+            harm(tmp_path / "toy")
+        return await toy(step, policy, trainer)
+
+    with pytest.raises(RunFailure, match=f"after step 5: .*{named}"):
+        run(tmp_path / "toy", 40, flow=in_other_hands)
+    assert (tmp_path / "toy").exists() == saved
+    if saved:
+        found = find_checkpoint(tmp_path / "toy")
+        assert found is not None
+        assert found.step == 5, "nothing of the run is lost"

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 
 import pytest
@@ -119,3 +120,21 @@ async def test_a_run_that_is_given_up_leaves_no_half_checkpoint(directory):
     await asyncio.sleep(0)
     await checkpoints.abandon()
     assert list(directory.checkpoints.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["before it is begun", "while it is written"])
+async def test_a_directory_that_is_gone_is_not_made_anew_and_is_named(directory, when):
+    checkpoints, model = Checkpoints(directory, keep=1), Model()
+    model.go.set()
+
+    async def written():
+        if when == "while it is written":
+            await checkpoints.begin(2, model.save, {})
+        shutil.rmtree(directory.path)
+        if when == "before it is begun":
+            await checkpoints.begin(2, model.save, {})
+        await checkpoints.finish()
+
+    with pytest.raises(RunFailure, match=f"step 2 cannot be written to {directory.checkpoints}: it is gone"):
+        await written()
+    assert not directory.path.exists()

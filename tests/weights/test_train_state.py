@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf.actors.base.base_trainer import BaseTrainer
 from rlinf.data import safetensors_io as tensor_files
-from rlinf.data.safetensors_io import DTYPES, WritingStopped, write_tensors
+from rlinf.data.safetensors_io import DTYPES, WritingStopped, explained, write_tensors
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.load import build_model
 from rlinf.models.language.lora import add_adapters, start_adapters
@@ -340,6 +341,18 @@ def test_a_full_disk_says_what_was_needed_where(tmp_path, monkeypatch):
         Learning(0).save(tmp_path / "state")
     with pytest.raises(OSError, match=r"No space left.*hf, which needs [\d,]+ bytes; 1,000 are free there"):
         copy_model(Learning(0).model, None, lead=True).write(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("number", "inodes", "named"),
+    [(errno.ENOSPC, 0, "inodes"), (errno.EDQUOT, 5, "quota"), (errno.ENOSPC, 5, "bytes; [0-9,]+ are free")],
+)
+def test_a_disk_that_is_full_of_something_else_than_bytes_says_so(tmp_path, monkeypatch, number, inodes, named):
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_files=1000, f_favail=inodes))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
+    with pytest.raises(OSError, match=named) as caught, explained(tmp_path, 40):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.errno == number
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):

@@ -43,6 +43,8 @@ class Starting:
     def __exit__(self, *error: object) -> None:
         for number, was in self._before.items():
             signal.signal(number, was)
+        if self._told is not None and not self._begun:
+            raise SystemExit(os.EX_TEMPFAIL)  # whatever was made of the first one: a check may take it for a mistake
 
     def begins(self) -> None:
         """From here on the run does what signals want.

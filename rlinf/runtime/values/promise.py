@@ -207,6 +207,7 @@ class Gathered(asyncio.Future[Any]):
             self.cancel()
         elif (error := promise.exception()) is not None:
             self.set_exception(error)
+            self.exception()  # seen: it began because somebody awaited it, who may have been ended since
             self._cancel_rest()
         elif self._left == 0:
             values = [p.result() for p in self.promises]

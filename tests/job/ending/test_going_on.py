@@ -98,13 +98,25 @@ def test_a_signal_ends_a_run_that_starts_and_is_its_own_once_it_has_begun(monkey
         signal.signal(number, before)
 
 
-def test_a_signal_that_a_finalizer_swallowed_ends_it_before_it_begins():
+def swallowed(starting):
+    with contextlib.suppress(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    starting.begins()
+
+
+def taken_for_a_mistake(_):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except BaseException as error:  # as of a configuration that could not be tried out
+        raise ValueError("a mistake") from error
+
+
+@pytest.mark.parametrize("starts", [swallowed, taken_for_a_mistake])
+def test_a_signal_that_was_lost_on_its_way_ends_it_all_the_same(starts):
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with Starting() as starting:
-            with contextlib.suppress(SystemExit):
-                signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(SystemExit):
-                starting.begins()
+        with pytest.raises(SystemExit) as ended, Starting() as starting:
+            starts(starting)
+        assert ended.value.code == 75
     finally:
         signal.signal(signal.SIGTERM, before)

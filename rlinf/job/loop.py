@@ -262,7 +262,7 @@ class TrainingLoop(RunKind[E]):
         Raises:
             RunFailure: somebody has moved or removed it; the state is saved, if there is still a place for it.
         """
-        damage = self.directory.damage(self.files())
+        damage = self.directory.damage(self.files(), self.checkpoints.newest)
         if damage is None:
             return
         if not self.directory.path.is_dir():

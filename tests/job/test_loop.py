@@ -28,6 +28,7 @@ from rlinf.placement.seats import RoleKind, place
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.system.system import ActorSystem
 from tests.launching import metrics_of
+from tests.runtime.programs.jobs import until
 
 
 class Policy(Actor):
@@ -419,6 +420,11 @@ def without_alarms(run):
     (run / "alarms.jsonl").unlink()
 
 
+def without_the_newest(run):
+    until(lambda: (run / "checkpoints" / "latest").exists(), "a whole one")
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+
+
 def without_checkpoints(run):
     shutil.rmtree(run / "checkpoints")
 
@@ -428,12 +434,13 @@ def without_checkpoints(run):
     [
         (removed, "toy, the directory of this run, is gone", False),
         (moved, "toy, the directory of this run, is gone", False),
-        (unmounted, "checkpoints, its checkpoints, is gone", True),
+        (unmounted, "checkpoints, where its checkpoints are, is gone", True),
         (without_metrics, "metrics.jsonl is gone", True),
         (emptied, "metrics.jsonl was cut short or replaced", True),
         (replaced, "metrics.jsonl was cut short or replaced", True),
         (without_alarms, "alarms.jsonl is gone", True),
-        (without_checkpoints, "checkpoints, its checkpoints, is gone", True),
+        (without_the_newest, "step_000003, its newest checkpoint, is gone", True),
+        (without_checkpoints, "checkpoints, where its checkpoints are, is gone", True),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rlinf.data.datasets.rows import DataError
-from rlinf.data.pictures.images import header, opened
+from rlinf.data.pictures.images import opened
 from rlinf.data.sample import ImageRef
 from rlinf.data.tokenizer import IMAGE_TOKENS, pretrained
 
@@ -98,7 +98,7 @@ class Pictures:
 
     def count(self, image: ImageRef) -> int:
         """Placeholders that stand for a picture. Raises `DataError` if it is none."""
-        width, height = header(image).size
+        width, height = opened(image).size  # decoded, so that a broken one is known where data are read
         try:
             patches = int(self._processor.get_number_of_image_patches(height, width, {}))
         except ValueError as error:  # too narrow

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
+from transformers.image_utils import load_image
 
 from rlinf.data.datasets.load import load_data
 from rlinf.data.datasets.rows import DataError, ListRows, fingerprint
@@ -55,6 +57,87 @@ def test_every_form_of_a_picture_is_the_same_picture(cat, tmp_path):
     (tmp_path / "cat.png").write_bytes(b"other")
     with pytest.raises(DataError, match="has changed"):
         opened(found[3])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["jpeg", "png"])
+def test_photos_are_turned_upright_as_transformers_turns_them(orientation, form, tokenizer, tmp_path):
+    photo = Image.fromarray(np.random.default_rng(1).integers(0, 255, (16, 40, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photo.save(tmp_path / f"photo.{form}", exif=exif)
+    (image,) = image_refs(str(tmp_path / f"photo.{form}"), "here")
+    expected = load_image(str(tmp_path / f"photo.{form}"))
+    assert expected.size == ((16, 40) if orientation > 4 else (40, 16))
+    assert np.array_equal(np.asarray(opened(image)), np.asarray(expected))
+    shows = pictures_of(MODELS["qwen2_5_vl"], tokenizer)
+    assert shows.count(image) == shows.counts(shows.inputs([image]), [image])[0]
+    already = image_refs(Image.open(tmp_path / f"photo.{form}"), "here")[0]  # as a processor takes what was opened
+    assert np.array_equal(np.asarray(opened(already)), np.asarray(Image.open(tmp_path / f"photo.{form}")))
+
+
+def see_through(mode):
+    rng = np.random.default_rng(2)
+    picture = Image.fromarray(rng.integers(0, 255, (8, 8, 4), dtype=np.uint8), "RGBA")
+    if mode == "P":
+        picture = Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).quantize(4)
+        picture.info["transparency"] = 2
+    return picture if mode == "P" else picture.convert(mode)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA", "L", "1", "CMYK"])
+def test_transparency_is_laid_on_white_as_a_processor_lays_it(mode):
+    picture = see_through(mode)
+    expected = np.asarray(convert_to_rgb(picture))
+    (given,) = image_refs(picture, "here")
+    assert np.array_equal(np.asarray(opened(given)), expected)
+    if mode in ("RGBA", "LA", "P"):
+        (read,) = image_refs(png(picture), "here")
+        assert np.array_equal(np.asarray(opened(read)), expected)
+
+
+@pytest.mark.parametrize("form", ["png", "tif", "as it is"])
+def test_grey_of_more_than_8_bits_is_scaled_or_refused_by_its_mode(form, tmp_path):
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8)
+    eight = np.round(ramp / 257).astype(np.uint8)
+
+    def of(numbers):
+        picture = Image.fromarray(numbers)
+        if form != "as it is":
+            picture.save(tmp_path / f"a.{form}")
+        return image_refs(picture if form == "as it is" else str(tmp_path / f"a.{form}"), "row 4")[0]
+
+    grey = np.asarray(opened(of(ramp.astype(np.uint16))))
+    assert np.abs(grey.astype(int) - eight[..., None]).max() <= 1
+    if form == "png":
+        return
+    assert np.abs(np.asarray(opened(of((ramp / 65535).astype(np.float32)))).astype(int) - eight[..., None]).max() <= 1
+    for odd, told in ((ramp.astype(np.float32), "mode F.*65535"), (ramp.astype(np.int32), "mode I")):
+        with pytest.raises(DataError, match=told):
+            opened(of(odd))
+
+
+BROKEN = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "no picture": lambda content: b"junk",
+    "a header alone": lambda content: content[:40],
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("form", ["bytes", "mapping", "file"])
+def test_a_broken_picture_costs_its_row_which_is_named(how, form, cat, tokenizer, tmp_path):
+    broken = BROKEN[how](png(cat))
+    (tmp_path / "broken.png").write_bytes(broken)
+    cell = {"bytes": broken, "mapping": {"bytes": broken, "path": None}, "file": str(tmp_path / "broken.png")}[form]
+    rows = [{"prompt": "a", "images": [cell]}, {"prompt": "b", "images": [cat]}]
+    assert [prompt.text[-1:] for prompt in read(tokenizer, *rows)] == ["b", "b"]
+    with pytest.raises(DataError, match=r"row 1: .*picture") as caught:
+        read(tokenizer, *rows, unusable="error")
+    assert " at 0x" not in str(caught.value)
+    assert "NoneType" not in str(caught.value)
+    assert "Is a directory" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -28,6 +28,7 @@ from rlinf.agents.endpoint.fields import Fields
 from rlinf.agents.llm import ContextFull, Reply
 from rlinf.agents.tools.calls import ToolCall
 from rlinf.agents.trajectories import Key, Turn
+from rlinf.data.conversations.formats import call_arguments
 from rlinf.runtime.base.errors import RemoteError
 from rlinf.runtime.processes.supervisor import ChildDied
 from rlinf.runtime.processes.worker import CallTimeout, Worker
@@ -421,10 +422,7 @@ def arguments_of(given: Any, path: str) -> Any:
         return given
     if not isinstance(given, str):
         raise invalid(path, f"{path} must be a string of JSON")
-    try:
-        return json.loads(given) if given else {}
-    except (ValueError, RecursionError):
-        return given
+    return call_arguments(given)
 
 
 def call_message(name: Any, arguments: Any, id: Any, path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlinf.config.reading import parse_json
-from rlinf.data.datasets.columns import lookup
+from rlinf.data.datasets.columns import as_text, lookup, missing
 from rlinf.data.datasets.rows import DataError, Row, unwritable
 
 Kind = Literal["sft", "pairs"]
@@ -31,6 +31,11 @@ _GUESSES: dict[str, tuple[str, ...]] = {
     "images": ("images", "image"),
 }
 """Columns that mean ours in public data sets, the likeliest first; others are called as ours are."""
+_EXPECTED = {"messages": "not a list of messages", **dict.fromkeys(("text", "instruction", "output"), "not text")}
+_EITHER = "neither text nor a list of messages"
+"""What a value is that none of our columns takes, in words."""
+_ANSWERS = frozenset({"completion", "output", "chosen", "rejected"})
+"""What may be a number, written as text."""
 _FORMATS: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "sft": (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",)),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
@@ -220,12 +225,15 @@ class Format:
 
     def _said(self, row: Row, ours: str) -> list[Message] | str:
         value = self.value(row, ours)
-        return self._text(row, ours) if isinstance(value, str) or value is None else self._chat(row, ours)
+        is_text = isinstance(value, str | int | float) or value is None
+        return self._text(row, ours) if is_text else self._chat(row, ours)
 
     def _text(self, row: Row, ours: str) -> str:
         value = self.value(row, ours)
+        if ours in _ANSWERS and isinstance(value, int | float) and not missing(value):
+            value = as_text(value)
         if not isinstance(value, str):
-            there = "missing" if value is None else f"a {type(value).__name__}, not text"
+            there = "missing" if missing(value) else f"a {type(value).__name__}, {_EXPECTED.get(ours, _EITHER)}"
             raise DataError(f"column {self.columns[ours]!r} is {there}")
         return value
 
@@ -233,9 +241,9 @@ class Format:
         """Messages by `role` and `content`, those of ShareGPT by `from` and `value` too."""
         value = self.value(row, ours)
         if not isinstance(value, list | tuple) or not value:
-            said = "missing" if value is None else "empty" if value == [] else f"a {type(value).__name__}"
-            raise DataError(f"column {self.columns[ours]!r} is {said}, not a list of messages")
-        messages = [_message(each, self.columns[ours]) for each in value]
+            said = "missing" if missing(value) else "empty" if value == [] else f"a {type(value).__name__}"
+            raise DataError(f"column {self.columns[ours]!r} is {said}, {_EXPECTED.get(ours, _EITHER)}")
+        messages = [message_of(each, f"column {self.columns[ours]!r}") for each in value]
         if "from" in value[0] and messages[0]["role"] != "system" and isinstance(row.get("system"), str):
             messages = [_turn("system", row["system"]), *messages] if row["system"] else messages
         return messages
@@ -243,7 +251,7 @@ class Format:
     def _tools(self, row: Row) -> list[Any] | None:
         value = self.value(row, "tools")
         try:
-            found = parse_json(value) if isinstance(value, str) and value else value
+            found = parse_json(value) if isinstance(value, str) and value else without_nulls(value)
         except ValueError as error:
             raise DataError(f"column {self.columns['tools']!r} is no JSON: {error}") from error
         return list(found) if found else None
@@ -253,20 +261,61 @@ def _turn(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _message(value: Any, column: str) -> Message:
-    """One message, without the empty fields that tables fill up."""
+def message_of(value: Any, where: str) -> Message:
+    """One message as chat templates take it, wherever it comes from: `role` and `content`, ShareGPT's `from` and
+    `value` too; without the null fields, however deep, by which tables fill up what other rows have; with the arguments
+    of calls as objects.
+
+    Args:
+        value: a mapping.
+        where: it stands, for errors.
+
+    Raises:
+        DataError: it is no message.
+    """
     if not isinstance(value, Mapping):
-        raise DataError(f"column {column!r} has a {type(value).__name__} where a message is expected")
-    message = {name: part for name, part in value.items() if part is not None}
+        raise DataError(f"{where} has a {type(value).__name__} where a message is expected")
+    message: Message = without_nulls(value)
     if "role" not in message and "from" in message:
         speaker = str(message.pop("from"))
         message = {"role": _SHAREGPT.get(speaker, speaker), "content": message.pop("value", ""), **message}
     if "role" not in message:
-        raise DataError(
-            f'column {column!r} has a message that is neither {{"role", "content"}} nor {{"from", "value"}}'
-        )
+        raise DataError(f'{where} has a message that is neither {{"role", "content"}} nor {{"from", "value"}}')
     message.setdefault("content", "")  # of calls of tools
+    calls = message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        message["tool_calls"] = [_call(call) for call in calls]
     return message
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool with its arguments as an object."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"])}
+    return {**call, "arguments": call_arguments(call.get("arguments"))} if "name" in call else dict(call)
+
+
+def call_arguments(given: Any) -> Any:
+    """Arguments of a call as an object: OpenAI's API and most data sets have the JSON text of one, which templates
+    would write as a text within JSON. What is no text of an object stays."""
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str):
+        return given
+    try:
+        read = parse_json(given)
+    except ValueError:
+        return given
+    return read if isinstance(read, dict) else given
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy of mappings and lists without keys whose value is null, which tables cannot tell from missing ones."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _common(one: Any, other: Any) -> tuple[Any, Any, Any]:
@@ -279,5 +328,7 @@ def _common(one: Any, other: Any) -> tuple[Any, Any, Any]:
     if shared and isinstance(one, str) and one[shared - 1] == " ":
         shared -= 1  # tokens begin with their space
     if shared >= min(len(one), len(other)):
-        raise DataError("one of chosen and rejected is the beginning of the other")
+        if not isinstance(one, str) or not min(len(one), len(other)):
+            raise DataError("one of chosen and rejected is the beginning of the other")
+        shared = min(len(one), len(other)) - 1  # as TRL does: behind it, the end token tells them apart
     return one[:shared], one[shared:], other[shared:]

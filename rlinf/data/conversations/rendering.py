@@ -107,15 +107,18 @@ class Renderer:
         messages = [*dialogue.prompt, *dialogue.completion]  # type: ignore[list-item]  # both are messages
         given = {**self.chat_args, **dialogue.template_args, "tools": dialogue.tools}
         first = len(dialogue.prompt)
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [number for number in spoken if number >= first and (self.learn != "last" or number == spoken[-1])]
+        learned = [number for number in learned if _weight(messages[number]) > 0]
+        if self.learn == "all":
+            learned = []  # no turn is told from the rest
         if isinstance(template, str) and _GENERATION.search(template):
             ids, turns = self._by_blocks(messages, given)
         else:
-            ids, turns = self._by_difference(messages, given)
+            ids, turns = self._by_difference(messages, learned, given)
         weights = np.zeros(len(ids), np.float32)
-        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for number, turn in zip(spoken, turns, strict=True):
-            if number >= first and (self.learn != "last" or number == spoken[-1]):
-                weights[turn] = _weight(messages[number])
+        for number in learned:
+            weights[turns[number]] = _weight(messages[number])
         return ids, weights
 
     def _rendered(self, messages: Sequence[Message], given: Mapping[str, Any], **how: Any) -> Any:
@@ -124,34 +127,34 @@ class Renderer:
         except Exception as error:  # of Jinja, many types: a role that the template does not know, turns out of order
             raise DataError(f"the chat template refuses this conversation: {error}") from error
 
-    def _by_blocks(self, messages: list[Message], given: Mapping[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Ids, and those of each of the assistant's turns, by the template's generation blocks."""
+    def _by_blocks(self, messages: list[Message], given: Mapping[str, Any]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Ids, and places of those of each of the assistant's turns by their messages' numbers, by the template's
+        generation blocks."""
         found = self._rendered(
             messages, given, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )  # fmt: skip
         mask = np.asarray(found["assistant_masks"], dtype=bool)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
         turns = [np.arange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        spoken = sum(message["role"] == "assistant" for message in messages)
-        if len(turns) != spoken:
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(turns) != len(spoken):
             raise DataError(
-                f"the chat template's generation blocks mark {len(turns)} turns, and the assistant has {spoken}: put "
-                "one such block around each"
+                f"the chat template's generation blocks mark {len(turns)} turns, and the assistant has {len(spoken)}: "
+                "put one such block around each"
             )
-        return np.asarray(found["input_ids"], dtype=np.int64), turns
+        return np.asarray(found["input_ids"], dtype=np.int64), dict(zip(spoken, turns, strict=True))
 
-    def _by_difference(self, messages: list[Message], given: Mapping[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Ids, and those of each of the assistant's turns, by what each adds to the rendering."""
+    def _by_difference(
+        self, messages: list[Message], learned: Sequence[int], given: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Ids, and places of those of the messages that are learned, by what each adds to the rendering."""
         whole = str(self._rendered(messages, given))
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans.append(self._span(messages, number, whole, given))
+        spans = {number: self._span(messages, number, whole, given) for number in learned}
         if not self.tokenizer.is_fast:
             raise Mismatch("the tokenizer is a slow one, which does not tell where its tokens begin: take a fast one")
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.asarray([start for start, _ in encoded["offset_mapping"]])
-        turns = [np.flatnonzero((starts >= start) & (starts < end)) for start, end in spans]
+        turns = {number: np.flatnonzero((starts >= start) & (starts < end)) for number, (start, end) in spans.items()}
         return np.asarray(encoded["input_ids"], dtype=np.int64), turns
 
     def _span(self, messages: list[Message], number: int, whole: str, given: Mapping[str, Any]) -> tuple[int, int]:
@@ -159,8 +162,6 @@ class Renderer:
         before = str(self._rendered(messages[:number], given, add_generation_prompt=True)) if number else ""
         after = whole if number + 1 == len(messages) else str(self._rendered(messages[: number + 1], given))
         if not whole.startswith(before) or not whole.startswith(after):
-            if self.learn == "last" and number + 1 < len(messages):
-                return 0, 0  # it is not learned
             raise DataError(
                 f"the chat template renders message {number + 1} otherwise when others follow it, so the assistant's "
                 "tokens cannot be told: put {% generation %} and {% endgeneration %} around them in a template of your "

@@ -34,6 +34,8 @@ _GUESSES = {
 }
 """Columns that mean ours in public data sets (the layouts of verl, Search-R1, Geometry3K and MathVista
 among them), the likeliest first."""
+_EXACT = 2.0**53
+"""Whole numbers of a float are exact below it."""
 _FIELD = re.compile(r"\{\{\{(?P<within>[^{}\n]+)\}\}\}|\{\{(?P<plain>[^{}]*)\}\}|\{(?P<name>[^{}\n]+)\}")
 """In a template: braces that are meant as such, or those around a name."""
 _NAME = re.compile(r"[^\W\d][\w .-]*")
@@ -132,9 +134,10 @@ class Columns:
             if name is None:
                 continue
             value = lookup(row, name)
-            if value is None or (ours == "prompt" and not value):
-                there = sorted(name for name, item in row.items() if item is not None)
-                return f"no {ours}: column {name!r} is {'missing' if value is None else 'empty'}; there are {there}"
+            if missing(value) or (ours == "prompt" and not value):
+                there = sorted(name for name, item in row.items() if not missing(item))
+                said = "missing" if value is None else "not a number (NaN)" if missing(value) else "empty"
+                return f"no {ours}: column {name!r} is {said}; there are {there}"
             if ours == "prompt" and (wrong := _no_prompt(value)):
                 return f"no prompt: column {name!r} {wrong}"
             if (wrong := unwritable(value)) is not None:
@@ -146,7 +149,7 @@ class Columns:
         value = None if self.answer is None else lookup(row, self.answer)
         if isinstance(value, list | tuple | dict):
             return json.dumps(value, default=str)
-        return "" if value is None else str(value)
+        return "" if missing(value) else as_text(value)
 
     def choices_in(self, row: Row, index: int, where: str) -> tuple[str, str] | None:
         """The lettered options and the right letter; None if this is no multiple choice.
@@ -165,6 +168,17 @@ class Columns:
         return {
             name: value for name, value in row.items() if name not in (self.prompt, self.images, "prompt", "answer")
         }
+
+
+def missing(value: Any) -> bool:
+    """There is no value: null, or the NaN by which pandas says so."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def as_text(value: Any) -> str:
+    """A single value as text: whole numbers without the fraction that pandas gives them beside missing ones."""
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+    return str(int(value)) if whole else str(value)
 
 
 def fields(template: str, rows: Sequence[Row] = ()) -> list[str]:
@@ -206,10 +220,15 @@ def fill(template: str, row: Row, where: str, key: str = "data.template") -> str
 
 
 def _check_there(name: Any, why: str, rows: Sequence[Row], names: list[str], where: str) -> None:
-    for missing in _missing(name, rows):
-        near = get_close_matches(missing, names, n=1)
+    for absent in _missing(name, rows):
+        if absent in names:
+            others = [each for each in names if each not in _missing(names, rows)]
+            raise DataError(
+                f"{where}: column {absent!r} ({why}) is empty in all rows; there is something in {others or 'none'}"
+            )
+        near = get_close_matches(absent, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise DataError(f"{where} has no column {missing!r} {why}{hint} There are {names}")
+        raise DataError(f"{where} has no column {absent!r} {why}{hint} There are {names}")
 
 
 def _missing(name: Any, rows: Sequence[Row]) -> list[str]:
@@ -232,6 +251,7 @@ def _no_prompt(value: Any) -> str | None:
     if not isinstance(value, list | tuple):
         return f"is a {type(value).__name__}, neither text nor a list of chat messages"
     for message in value:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        names = message.keys() if isinstance(message, Mapping) else set()
+        if not ({"role", "content"} <= names or {"from", "value"} <= names or {"role", "tool_calls"} <= names):
             return 'has a chat message that is no {"role": …, "content": …}'
     return None

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypeVar
 
+from rlinf.data.conversations.formats import message_of
 from rlinf.data.datasets.columns import Columns, fill, lookup
 from rlinf.data.datasets.rows import DataError, Mismatch, Row, unwritable
 from rlinf.data.pictures.images import image_refs
@@ -257,11 +258,13 @@ class PromptMaker:
             said = fill(self.template, {**row, **prompt, **options}, drawn.where)
         if (wrong := unwritable(said) or unwritable(answer)) is not None:
             raise DataError(f"{drawn.where}: {wrong}")
+        if not isinstance(said, str):
+            said = [message_of(each, f"{drawn.where}: column {self.columns.prompt!r}") for each in said]
         if images and self.pictures is not None:
             said = pictured(said, len(images), self.pictures)
         if isinstance(said, str) and not self.chat and self.system is None:
             return _Text(said, None, answer, images)
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(each) for each in said]
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         return _Text(self._chat(messages, drawn.where), messages, answer, images)

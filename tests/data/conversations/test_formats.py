@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlinf.data.conversations.formats import Format
+from rlinf.data.conversations.formats import Format, message_of
 from rlinf.data.datasets.rows import DataError
 
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -34,6 +34,61 @@ def read(row, *, kind="sft", columns=None, **more):
 )
 def test_a_row_becomes_a_dialogue(row, expected):
     assert read(row) == expected
+
+
+ARGUMENTS = {
+    "text": '{"a": 1, "b": "x"}',
+    "object": {"a": 1, "b": "x"},
+    "filled up by a table": {"a": 1, "b": "x", "c": None},
+}
+
+
+@pytest.mark.parametrize("given", ARGUMENTS)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_arguments_of_calls_are_objects_whatever_a_row_has(given, wrapped):
+    call = {"name": "add", "arguments": ARGUMENTS[given]}
+    asks = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": call} if wrapped else call],
+    }
+    _, (_, message) = read({"messages": [U, asks]})
+    (made,) = message["tool_calls"]
+    assert (made["function"] if wrapped else made)["arguments"] == {"a": 1, "b": "x"}
+    assert message["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", {}),
+        (None, {}),
+        ('{"a": null}', {"a": None}),
+        ("{broken", "{broken"),
+        ("[1]", "[1]"),
+        ("[" * 10**5, "[" * 10**5),
+    ],
+    ids=["empty", "null", "a null that was written", "no JSON", "no object", "deep"],
+)
+def test_arguments_that_are_odd(given, kept):
+    made = message_of({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}, "row 1")
+    assert made["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_numbers_are_answers_and_a_missing_number_is_none():
+    assert read({"prompt": "1+1", "completion": 2}) == ("1+1", "2")
+    assert read({"prompt": "1+1", "completion": 2.0}) == ("1+1", "2")
+    with pytest.raises(DataError, match="'completion' is missing"):
+        read({"prompt": "1+1", "completion": float("nan")})
+    with pytest.raises(DataError, match="'prompt' is a int, neither text nor"):
+        read({"prompt": 1, "completion": "2"})
+
+
+def test_one_answer_may_be_the_beginning_of_the_other():
+    one, other = read({"chosen": "xca", "rejected": "xcab"}, kind="pairs")
+    assert (one, other) == (("xc", "a"), ("xc", "ab")), "as TRL's extract_prompt"
+    with pytest.raises(DataError, match="beginning"):
+        read({"chosen": [U, A], "rejected": [U, A, U, A]}, kind="pairs")
 
 
 def test_plain_texts_become_a_chat_where_that_is_asked_for():
@@ -86,7 +141,7 @@ def test_a_row_becomes_a_pair_with_one_prompt(row, expected):
         ({"messages": [{"speaker": "a"}]}, "sft", 'neither {"role", "content"} nor {"from", "value"}'),
         ({"text": 3}, "sft", "column 'text' is a int, not text"),
         ({"prompt": "x", "completion": ""}, "sft", "column 'completion' is empty"),
-        ({"chosen": "hi", "rejected": "hi there"}, "pairs", "the beginning of the other"),
+        ({"chosen": [U, A], "rejected": [U, A, U]}, "pairs", "the beginning of the other"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "pairs", "are the same"),
         ({"messages": [U, A], "tools": "{"}, "sft", "column 'tools' is no JSON"),
     ],

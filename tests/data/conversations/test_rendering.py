@@ -46,6 +46,18 @@ def learned(renderer, dialogue):
     return decode(found.ids), "".join(decode([token]) for token in found.ids[found.weights > 0])
 
 
+def test_turns_that_are_not_learned_may_be_rendered_otherwise_when_others_follow():
+    given = tokenizer(FORGETFUL)
+    assert learned(Renderer(given), Dialogue(FOUR[:3], FOUR[3:]))[1] == "bye<e>"
+    unlearned = [FOUR[0], {**FOUR[1], "train": False}, *FOUR[2:]]
+    assert learned(Renderer(given), Dialogue([], unlearned))[1] == "bye<e>"
+    assert learned(Renderer(given, "last"), Dialogue([], FOUR))[1] == "bye<e>"
+    text, found = learned(Renderer(given, "all"), Dialogue([], FOUR))
+    assert found == text[len("<s>") :]
+    with pytest.raises(DataError, match="message 2 otherwise"):
+        learned(Renderer(given), Dialogue([], FOUR))
+
+
 @pytest.mark.parametrize("template", [PLAIN, BLOCKS])
 @pytest.mark.parametrize(
     ("learn", "said"), [("assistant", "yo<e>bye<e>"), ("last", "bye<e>"), ("all", None)], ids=lambda value: str(value)

@@ -143,3 +143,16 @@ def test_templates_leave_other_braces_alone():
     assert fill(r"\boxed{{}}", row, "row 1") == r"\boxed{}"  # as Python's own templates have it
     with pytest.raises(DataError, match=r"row 1: data\.template names 'a'.*Write \{\{a\}\} for braces"):
         fill(r"\frac{a}{2}", row, "row 1")
+
+
+def test_a_missing_number_is_no_answer_and_a_whole_one_has_no_fraction():
+    columns = Columns("prompt", "answer", None, None)
+    assert "NaN" in columns.problem_in({"prompt": "a", "answer": float("nan")})
+    assert [columns.answer_in({"prompt": "a", "answer": answer}) for answer in (7.0, 7, 7.5, True, 1e300)] == [
+        "7", "7", "7.5", "True", "1e+300",
+    ]  # fmt: skip
+
+
+def test_a_column_without_a_value_is_said_to_be_empty():
+    with pytest.raises(DataError, match=r"data: column 'question' .*empty in all rows.*\['answer'\]"):
+        Columns.find([{"question": None, "answer": "1"}], {"prompt": "question"}, where="data")

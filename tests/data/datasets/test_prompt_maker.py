@@ -90,6 +90,41 @@ def test_further_arguments_reach_the_chat_template(chatty):
     assert text_of(chatty, {"prompt": "hi"}, chat=True, chat_args={"note": "!"}) == ["<user>hi</user><assistant>!"]
 
 
+CALLS = {
+    "written as JSON": "{{ c.function.arguments | tojson }}",
+    "written as text where it is one": (
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}"
+    ),
+    "written item by item": "{% for name, value in c.function.arguments | items %}<{{ name }}>{{ value }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", CALLS)
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1, "b": None}])
+def test_histories_with_calls_are_read_alike_whatever_their_rows_hold(template, arguments):
+    tokenizer = character_tokenizer(ALPHABET + '{}"')
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        + CALLS[template]
+        + "{% endfor %}{% endfor %}"
+    )
+
+    def row(arguments):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {
+            "prompt": [{"role": "user", "content": "hi", "tool_calls": None}, asks, {"role": "tool", "content": "3"}]
+        }
+
+    assert text_of(tokenizer, row(arguments)) == text_of(tokenizer, row({"a": 1}))
+
+
+def test_chats_may_be_written_as_sharegpt_writes_them(chatty):
+    said = [{"from": "human", "value": "hi"}]
+    assert text_of(chatty, {"prompt": said}) == ["<user>hi</user><assistant>"]
+
+
 def test_a_chat_without_a_chat_template_names_the_keys_to_set(tokenizer):
     told = r"data, row 1 is to be put as a chat.*set data\.chat_template .*data\.template"
     with pytest.raises(DataError, match=told):

@@ -21,8 +21,10 @@ python launch.py --config configs/quickstart.yaml --dry-run
 ```
 
 A key that is not listed here is an error, and so is a value of the wrong type: all mistakes are reported together,
-before anything starts. `${other.key}` takes another key's value. What a run used is saved as `resolved.yaml` in its
-run directory, and that file can be given as `--config` again.
+before anything starts. `${other.key}` takes another key's value. A key whose type is str keeps the characters that are
+written, in the file and on the command line, also where YAML would read `no`, `1e3` or `12:30:45` as something else;
+only `null`, `~` and nothing at all are null, and quotes around a text are taken off. What a run used is saved as
+`resolved.yaml` in its run directory, and that file can be given as `--config` again.
 
 <!-- Written by `python -m rlinf config --markdown`; edit the fields in rlinf/config/text.py instead. -->
 """

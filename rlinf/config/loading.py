@@ -31,6 +31,10 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 _REFERENCE = re.compile(r"(\\*)\$\{([\w.]+\})?")
 """`${`, the backslashes before it (an odd number makes it plain text), and `key}` if that is what follows."""
+_MISSING = "???"
+"""By which OmegaConf says that there is no value yet."""
+_CONVERTED: Any = object()
+"""In place of what stands in YAML, where nobody knows that: a value of Python."""
 _UNREADABLE = (
     yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError, KeyError,
     AssertionError,
@@ -122,6 +126,8 @@ class _Loader:
         self.leaves = {leaf.key: leaf for leaf in leaves(schema)}
         self.sections = dict(sections(schema))
         self.places: dict[str, str] = {}
+        self.verbatim: dict[str, str] = {}
+        """Texts that OmegaConf would take for something else."""
         self.problems: list[Problem] = []
 
     def read_file(self, path: Path) -> None:
@@ -142,9 +148,9 @@ class _Loader:
             return
         if not isinstance(content, dict) or not isinstance(tree, yaml.MappingNode):
             raise InputError(f"{path}: the config file must consist of `key: value` lines")
-        lines = {key: f"{path}:{line}" for key, line in _lines(tree)}
+        lines, written = {key: f"{path}:{line}" for key, line in _lines(tree)}, _written(tree)
         for key, value in content.items():
-            self._take(str(key), value, lambda key: lines.get(key, str(path)))
+            self._take(str(key), value, lambda key: lines.get(key, str(path)), written.get(str(key), _CONVERTED))
 
     def read_override(self, text: str) -> None:
         """Take one `a.b=value` of the command line, or note what is wrong with it."""
@@ -152,12 +158,24 @@ class _Loader:
         if not equals or not key.strip():
             self._note(COMMAND_LINE, text, MISSING, "write overrides as key=value, such as steps=10")
             return
+        key = key.strip()
         try:
-            value = _parsed(f"value: {given}")[1]["value"]
+            tree, content = _parsed(f"value: {given}")
         except _UNREADABLE as error:
+            if self._is_text(key):  # a text may look like anything: `data.template=Question: {question}`
+                self._take(key, given, lambda key: COMMAND_LINE)
+                return
             self._note(COMMAND_LINE, key, given, f"the value is not valid YAML: {_one_line(error)}")
             return
-        self._take(key.strip(), value, lambda key: COMMAND_LINE)
+        assert isinstance(tree, yaml.MappingNode)  # of the one key that was just written
+        ((_, node),) = tree.value
+        plain = not isinstance(node, yaml.ScalarNode) or node.style is None
+        written = given if plain and self._is_text(key) and _written(node) is not None else _written(node)
+        self._take(key, content["value"], lambda key: COMMAND_LINE, written)
+
+    def _is_text(self, key: str) -> bool:
+        leaf = self.leaves.get(key)
+        return leaf is not None and leaf.is_text
 
     def take(self, key: str, value: Any, place: str) -> None:
         """Take one value by its dotted key, or note what is wrong with it."""
@@ -177,13 +195,16 @@ class _Loader:
             raise ConfigError(self.problems)
         return config
 
-    def _take(self, key: str, value: Any, place_of: Callable[[str], str]) -> None:
+    def _take(self, key: str, value: Any, place_of: Callable[[str], str], written: Any = _CONVERTED) -> None:
+        """Take a value, which stands in YAML as `written` says, with every scalar as the text that it is there."""
         if key in self.sections:
+            shorthand = getattr(self.sections[key], "__shorthand__", None)
             if isinstance(value, dict):
+                texts = written if isinstance(written, dict) else {}
                 for name, inner in value.items():
-                    self._take(f"{key}.{name}", inner, place_of)
-            elif isinstance(value, str) and (shorthand := getattr(self.sections[key], "__shorthand__", None)):
-                self._take(f"{key}.{shorthand}", value, lambda _: place_of(key))
+                    self._take(f"{key}.{name}", inner, place_of, texts.get(str(name), _CONVERTED))
+            elif isinstance(value, str) and shorthand:
+                self._take(f"{key}.{shorthand}", value, lambda _: place_of(key), written)
             elif value is not None:  # None: a section whose lines are all commented out
                 names = ", ".join(field.name for field in dataclasses.fields(self.sections[key]))
                 self._note(place_of(key), key, value, f"this is a section; its keys are {names}")
@@ -191,10 +212,11 @@ class _Loader:
         section, _, names = key.rpartition(".")
         if "," in names and getattr(self.sections.get(section), "__together__", False):
             for name in names.split(","):
-                self._take(f"{section}.{name.strip()}", value, lambda _: place_of(key))
+                self._take(f"{section}.{name.strip()}", value, lambda _: place_of(key), written)
             return
         leaf = self._leaf_of(key)
         if leaf is not None:
+            value = value if written is _CONVERTED or key != leaf.key else leaf.chosen(value, written)
             self._set(leaf, key, value, place_of(key))
         elif isinstance(value, dict):
             near = nearest(key, self.sections)
@@ -211,6 +233,10 @@ class _Loader:
     def _set(self, leaf: Leaf, key: str, value: Any, place: str) -> None:
         self.places[leaf.key] = place
         value = leaf.read(value)
+        self.verbatim.pop(leaf.key, None)
+        if value == _MISSING and leaf.is_text:
+            self.verbatim[leaf.key] = value
+            return
         references = (match for text in _texts(value) for match in _REFERENCE.finditer(text))
         if any(match[2] is None and len(match[1]) % 2 == 0 for match in references):
             advice = "only ${key} is followed: the file alone says what runs; write the value (\\${ is plain text)"
@@ -230,6 +256,8 @@ class _Loader:
     def _resolve(self, leaf: Leaf) -> Any:
         """The value with `${key}` replaced; notes a reference to nothing, a wrong type, a broken limit."""
         place = self.places.get(leaf.key, DEFAULT)
+        if leaf.key in self.verbatim:
+            return self.verbatim[leaf.key]
         try:
             value = OmegaConf.select(self.values, leaf.key)
             if OmegaConf.is_config(value):
@@ -302,6 +330,15 @@ def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
         for name, value in node.value:
             yield f"{prefix}{name.value}", name.start_mark.line + 1
             yield from _lines(value, f"{prefix}{name.value}.")
+
+
+def _written(node: yaml.Node) -> Any:
+    """A YAML tree with every scalar as the text that stands there: `no`, `1e3`, `0x10`, `12:30:45`; None for null."""
+    if isinstance(node, yaml.MappingNode):
+        return {str(name.value): _written(value) for name, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_written(value) for value in node.value]
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
 def _texts(value: Any) -> Iterator[str]:

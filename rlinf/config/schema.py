@@ -65,6 +65,25 @@ class Leaf:
         whole = isinstance(value, float) and value.is_integer() and int in takes and float not in takes
         return int(value) if whole else value
 
+    def chosen(self, value: Any, written: Any) -> Any:
+        """What a key takes of a value of YAML: a text is the characters that stand there, whatever YAML makes of such
+        words (`no`, `1e3`, `0x10`, `2024-01-01`, `12:30:45`), and so are those of lists and mappings of texts.
+
+        Args:
+            value: as YAML reads it.
+            written: the same with every scalar as text, None for null.
+        """
+        takes = {self.type, *get_args(self.type)}
+        if self.is_text or takes & {list[str], dict[str, str]}:
+            return written
+        choices = get_args(self.type) if get_origin(self.type) is Literal else ()
+        return written if value not in choices and isinstance(written, str) and written in choices else value
+
+    @property
+    def is_text(self) -> bool:
+        """It takes a text, or null at most."""
+        return self.type is str or {*get_args(self.type)} == {str, type(None)}
+
     @property
     def expectation(self) -> str:
         """What a value must be, in words: `a whole number (int), at least 1`."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -79,6 +79,69 @@ def test_a_file_and_overrides_become_one_typed_configuration(yaml_file):
     placement = config.placement
     assert (placement.rollout, placement.judge, placement.trainer) == ("1-2", "1-2", 3)
     assert config.sft.steps == RunConfig().sft.steps, "what nobody sets keeps its default"
+
+
+WORDS = [
+    "no", "Yes", "off", "true", "1e3", "1e-6", "0x10", "0b11", "010", "1_000", "007", "12:30:45", "2024-01-01",
+    "2024-01-01 10:00:00", ".5", "+1", ".inf", "NaN", "1.10", "a b", "3142>", "~/m",
+]  # fmt: skip
+"""Which YAML, or one of its versions, takes for something else than text."""
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("key", ["text", "maybe"])
+def test_a_text_is_the_characters_that_were_written(yaml_file, word, key):
+    ways = {
+        "a file": load(Outer, yaml_file(f"inner:\n  {key}: {word}\n")),
+        "a flow mapping": load(Outer, yaml_file(f"inner: {{{key}: {word}}}\n")),
+        "quotes": load(Outer, yaml_file(f"inner:\n  {key}: '{word}'\n")),
+        "the command line": load(Outer, None, [f"inner.{key}={word}"]),
+        "a section on the command line": load(Outer, None, [f"inner={{{key}: {word}}}"]),
+        "Python": load(Outer, None, given={f"inner.{key}": word}),
+        "a reference": load(Outer, yaml_file(f"inner: {{text: {word}, maybe: '${{inner.text}}'}}")),
+    }
+    for way, config in ways.items():
+        assert getattr(config.inner, key) == word, way
+        assert load(Outer, yaml_file(dump(config))) == config, way
+
+
+@pytest.mark.parametrize("word", ["null", "~", ""])
+def test_only_a_null_without_quotes_is_no_text(yaml_file, word):
+    assert load(Outer, yaml_file(f"inner:\n  maybe: {word}")).inner.maybe is None
+    assert load(Outer, None, [f"inner.maybe={word}"]).inner.maybe is None
+    for quoted in (f"'{word}'", f'"{word}"'):
+        for config in (
+            load(Outer, yaml_file(f"inner:\n  maybe: {quoted}")),
+            load(Outer, None, [f"inner.maybe={quoted}"]),
+        ):
+            assert config.inner.maybe == word
+            assert load(Outer, yaml_file(dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["???", "Question: {question}", "{question}", "a # b", "[x", "- a", " a ", "a: b: c", "@x", "%", "'a' b"]
+)
+def test_a_text_on_the_command_line_may_look_like_anything(yaml_file, text):
+    config = load(Outer, None, [f"inner.text={text}"])
+    assert config.inner.text == text
+    assert load(Outer, yaml_file(dump(config))) == config
+
+
+def test_lists_and_choices_of_texts_are_the_characters_too(yaml_file):
+    @dataclass
+    class Choosing:
+        choice: Literal["on", "off", 1, True] = "on"
+        """One."""
+        stop: list[str] = field(default_factory=list)
+        """Several."""
+        names: dict[str, str] = field(default_factory=dict)
+        """By name."""
+
+    assert load(Choosing, yaml_file("choice: off\nstop: [no, 1e3, 'x']\nnames: {a: 0x10}")) == Choosing(
+        "off", ["no", "1e3", "x"], {"a": "0x10"}
+    )
+    assert load(Choosing, None, ["choice=1", "stop=no"]) == Choosing(1, ["no"])
+    assert load(Choosing, None, ["choice=true"]).choice is True
 
 
 def test_an_unknown_key_is_an_error_with_the_nearest_name(yaml_file):

@@ -7,15 +7,18 @@ sample's `outcome` and `remark` tell. A reward that cannot work at all ends the 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rlinf.config.schema import settings as settings_of
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
-from rlinf.data.sample import Group, Outcome, Sample
+from rlinf.data.sample import Group, Outcome, Prompt, Sample
 from rlinf.metrics.alarm import MOST_ROWS, Scored
 from rlinf.rewards.base import OFFERED, ON_REQUEST, RESPONSES, Reward, RewardSource
 from rlinf.rewards.pool import RewardPool
@@ -131,6 +134,20 @@ class _Scoring:
             for sample in group.samples
         ]
 
+    async def try_answer(self, prompt: Prompt) -> Verdict:
+        """The verdict on a prompt's own answer."""
+        no_tokens = np.empty(0, np.int64)
+        answer = Sample(prompt, 0, no_tokens, np.empty(0, np.float32), np.empty(0, np.int32), prompt.answer, False)
+        group = Group(prompt, (answer,))
+        offered = self.of_group(group) if self.reward.over_group else self.arguments(group)[0]
+        if self.pool is not None:
+            (verdict,) = await self.pool.score([offered])
+        elif self.reward.is_async:
+            (verdict,) = await self.scorer.together([offered], self.timeout)
+        else:
+            verdict = await asyncio.to_thread(self.scorer.one, offered)
+        return next(iter(verdict.members), verdict)
+
 
 class Judge(Actor):
     """Scores samples with a reward function."""
@@ -212,6 +229,31 @@ class Judge(Actor):
         if scoring.reward.trusted:  # takes microseconds: less than the way to another thread
             return [scoring.scorer.one(offered) for offered in batch]
         return await self.compute(_all, scoring.scorer, batch)
+
+
+async def try_reward(
+    source: RewardSource, settings: RewardConfig, prompts: Sequence[Prompt]
+) -> list[tuple[str, Verdict]]:
+    """What a reward says of the data's own answers, before a run: each as if a model had given it.
+
+    Args:
+        source: the function, or several by name.
+        settings: of the reward.
+        prompts: whose answers are scored; a prompt without one is answered by nothing.
+
+    Returns:
+        The answers, with what became of judging them; all are of one group where the reward scores groups.
+
+    Raises:
+        ValueError: the function takes what is not there, or cannot be sent to a child process.
+        ChildDied: the child in which it runs cannot be started.
+    """
+    scoring = _Scoring(source, replace(settings, workers=1), "the check")
+    await scoring.start()
+    try:
+        return [(prompt.answer, await scoring.try_answer(prompt)) for prompt in prompts]
+    finally:
+        await scoring.stop()
 
 
 def _all(scorer: Scorer, batch: Sequence[Arguments]) -> list[Verdict]:

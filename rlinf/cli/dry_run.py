@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
-from rlinf.job.checks.by_kind import device_kind
+from rlinf.job.checks.by_kind import device_kind, elsewhere
 from rlinf.job.checks.data import look_at_data
 from rlinf.job.checks.embodied import held_by, seconds_of, without_path
 from rlinf.job.checks.modelled.step import modelled, plans
 from rlinf.job.prepare import Prepared, prepare, refuse_idle
+from rlinf.job.start import check_output
 from rlinf.placement.plan import GB
 from rlinf.placement.seats import CONTROL, TEXT, Placed
 
@@ -35,6 +36,8 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     Raises:
         ConfigError: it could not run; the text says what does not fit, and what would.
     """
+    if not (isinstance(config, RunConfig) and elsewhere(config.placement)):
+        check_output(config)
     prepared = prepare(config, hosts)
     refuse_idle(config.placement, prepared)
     placed = prepared.placed

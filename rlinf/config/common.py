@@ -96,6 +96,8 @@ def common_mistakes(config: CommonConfig) -> Iterator[tuple[str, str]]:
             isinstance(each, int) and abs(each) >= 2**63 for each in (value if isinstance(value, list) else [value])
         ):
             yield leaf.key, f"this is too large a number; expected {leaf.expectation}"
+        if isinstance(value, float) and (advice := _out_of_reason(leaf.key.rpartition(".")[2], value)) is not None:
+            yield leaf.key, advice
     if not config.name or config.name.startswith(".") or set(config.name) & set("/\\\0"):
         yield "name", "this names a directory: give it at least one character, no slash and no leading dot"
     if config.flow is not None and (flow := mistake_in(config.flow, must_be_async=True)) is not None:
@@ -103,6 +105,21 @@ def common_mistakes(config: CommonConfig) -> Iterator[tuple[str, str]]:
     for path in config.callbacks:
         if (advice := mistake_in(path)) is not None:
             yield "callbacks", f"{path}: {advice}"
+
+
+_LARGEST_RATE, _LEAST_TEMPERATURE, _YEAR = 10.0, 1e-3, 366 * 86400.0
+_WAITS = ("grace", "timeout", "host_timeout", "stall_after")
+
+
+def _out_of_reason(name: str, value: float) -> str | None:
+    """Advice on a number that no run can mean, such as one with a sign lost in its exponent; None for all others."""
+    if (name == "lr" or name.endswith("_lr")) and value > _LARGEST_RATE:
+        return "one step of this size destroys any weights: learning rates lie between 1e-8 and 0.1"
+    if name == "temperature" and 0 < value < _LEAST_TEMPERATURE:
+        return "logits divided by this overflow: at least 0.001, or 0 for the likeliest token where that is taken"
+    if name in _WAITS and value > _YEAR:
+        return "these are seconds, and more than a year of them"
+    return None
 
 
 def best_mistakes(checkpoint: CheckpointConfig, patience: int, every: int, section: str) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,9 @@ is started, so that help and mistakes are answered at once.
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf.config.common import SystemConfig
 from rlinf.config.embodied import IMITATION, EmbodiedConfig
-from rlinf.config.loading import ConfigError, InputError, RunFailure, dump
+from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
@@ -85,6 +87,24 @@ def train(
                 prepared.placed.memory_of(hosts),
                 config.checkpoint.grace,
             )
+
+
+def check_output(config: RunConfig | EmbodiedConfig) -> None:
+    """See that the run directory can be made, without making it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = Path(config.output_dir).expanduser().absolute() / config.name
+    try:
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        longest = os.pathconf(there, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > longest for part in path.relative_to(there).parts):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=there))
+    except OSError as error:
+        advice = f"the run directory {path} cannot be made: {error.strerror or error}"
+        raise ConfigError([Problem("configuration", "output_dir", config.output_dir, advice)]) from None
 
 
 @contextmanager

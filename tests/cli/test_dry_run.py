@@ -3,13 +3,15 @@ value and the smallest fix."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 
 import pytest
 
 from rlinf.cli.main import main
-from rlinf.config.loading import dump
+from rlinf.config.loading import ConfigError, dump
 from rlinf.job.prepare import prepare
+from rlinf.job.start import check_output
 from rlinf.job.validate import load_config
 from rlinf.metrics.machine import machine
 from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
@@ -152,6 +154,60 @@ def test_what_cannot_be_is_one_message_before_anything_starts(answer, tmp_path, 
     for text in said:
         assert text in told, told
     assert not (tmp_path / "outputs").exists()
+
+
+REWARDS = """
+    def odd(response):
+        return "abc"
+
+    def raises(response):
+        raise KeyError(response)
+
+    def of_a_column(completion):
+        return 1.0
+
+    def half(response, answer):
+        return 0.5 if response == answer else 0.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "tried_rewards.py").write_text(textwrap.dedent(REWARDS))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("odd", "returned 'abc'"), ("raises", "KeyError"), ("of_a_column", "['completion'], which is no column here")],
+)
+def test_a_reward_that_scores_nothing_is_refused_without_a_step(answer, rewards, name, said):
+    code, _, told = answer(f"reward.function=tried_rewards.{name}", "reward.isolate=never", hosts=1)
+    assert (code, told.count("error:")) == (2, 1)
+    assert said in told
+    assert "Traceback" not in told
+
+
+def test_what_a_reward_gives_to_a_right_answer_is_told(answer, rewards):
+    _, out, _ = answer("reward.function=tried_rewards.half", "reward.isolate=never", hosts=1)
+    assert "reward: 0.5 for a row's own answer, '" in out
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "/dev/null", "{}/" + "x" * 300])
+def test_a_run_directory_that_cannot_be_made_is_told(tmp_path, name):
+    config = load_config(QUICKSTART, [*TINY, f"output_dir={name.format(tmp_path)}"])
+    with pytest.raises(ConfigError, match=r"output_dir = .* cannot be made"):
+        check_output(config)
+    check_output(load_config(QUICKSTART, [*TINY, f"output_dir={tmp_path}/a/b"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["optimizer.lr=1e30", "rollout.temperature=1e-30", "checkpoint.grace=1e30", "critic.lr=11"]
+)
+def test_numbers_that_nobody_means_are_refused(key):
+    with pytest.raises(ConfigError, match=key.partition("=")[0]):
+        load_config(QUICKSTART, [*TINY, key])
 
 
 def test_a_policy_that_acts_is_tried_dry(capsys):

@@ -59,8 +59,8 @@ def test_a_file_that_no_memory_holds_is_no_configuration(tmp_path, text):
 
 
 def test_a_whole_number_may_be_written_as_computers_do():
-    config = load_config(None, ["steps=1e3", "optimizer.lr=1e3", "evaluation.k=[1e0]", "rollout.top_k=5.0"])
-    assert (config.steps, config.optimizer.lr, config.evaluation.k, config.rollout.top_k) == (1000, 1e3, [1], 5)
+    config = load_config(None, ["steps=1e3", "optimizer.lr=1e1", "evaluation.k=[1e0]", "rollout.top_k=5.0"])
+    assert (config.steps, config.optimizer.lr, config.evaluation.k, config.rollout.top_k) == (1000, 10.0, [1], 5)
     assert type(config.steps) is int
     assert type(config.optimizer.lr) is float
     assert "expected a whole number" in problem("steps=1.5e0")

@@ -92,7 +92,7 @@ def test_batch_sizes_that_do_not_divide_are_legal(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_batch(tmp_path):
-    done = with_reward(tmp_path, "length", "optimizer.lr=1e30", "optimizer.warmup_steps=0", expect=1)
+    done = with_reward(tmp_path, "length", "algorithm.loss={name: own_rewards.no_number}", expect=1)
     one_message(done, "step 1:", "not both finite", "nan_step")
     assert list((tmp_path / "quickstart").glob("nan_step*.safetensors"))
 
@@ -110,7 +110,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_can_go_on(tmp_path
 
 
 REWARD = """
-import os, time
+import math, os, time
+from rlinf.algos import losses
 
 def hangs(response, answer):
     time.sleep(1000)
@@ -122,6 +123,9 @@ def crashes_at_times(response, answer, prompt):
 
 def length(response):
     return float(len(response) % 3)
+
+def no_number(batch, aggregation, weights):
+    return losses.supervised(batch.logprobs * math.inf, batch.mask)
 
 def raises(response, answer):
     raise RuntimeError("bad luck")

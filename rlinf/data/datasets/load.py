@@ -175,7 +175,7 @@ def load_data(
     shown: Pictures | None = None if pictures is None else pictures(encoder)
     held_out = [] if made is None else prompts(made.held_out, encoder)
     if made is not None:
-        opened = _Opened(rows_of(made), task_maker(encoder), (), ())
+        opened = _Opened(rows_of(made), task_maker(encoder), tuple(sorted(rows_of(made)[0])), ())
     else:
         assert train is not None
         opened = _open(train, split, encoder, how, _Model(shown, rooms.train))

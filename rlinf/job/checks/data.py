@@ -6,20 +6,25 @@ In: a configuration that is prepared. Out: what was found, in lines; or one erro
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+from rlinf.actors.judge import try_reward
+from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.prompt_stream import left_out
 from rlinf.data.sample import Prompt
 from rlinf.job.checks.naming import naming
 from rlinf.job.prepare import Prepared
-from rlinf.job.roles.of_text import check_reward
+from rlinf.job.roles.of_text import check_reward, scores_alone
 from rlinf.job.supervised.loop import conversations_of
 from rlinf.job.text import load_data_of, no_end_token, reward_is_default
 from rlinf.metrics.alarm import DEFAULT_REWARD, right_answers
 
 _LOOKED_AT = 32
 """Prompts that are made: enough to meet each kind of row, soon enough for data of any size."""
+_SCORED = 4
+"""Of those, whose own answers the reward is tried on."""
 _SHOWN = 80
 """Characters of the first prompt."""
 
@@ -45,6 +50,7 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
             data.worked(prompts)
     with naming("reward", config.reward.function):
         check_reward(config, data, prepared.objects.reward)
+    tried = [] if config.agent.function else _try_reward(config, prepared, prompts)
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
     shown = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
     evaluated = f"{len(data.held_out):,} problems" if data.held_out else "nothing"
@@ -57,7 +63,33 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
         *((ends,) if ends else ()),
         f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {shown!r}; evaluated on {evaluated}",
         *(f"of the first {data.train.position:,} rows, {line}" for line in left_out(data.train).values()),
+        *tried,
     ]
+
+
+def _try_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]) -> list[str]:
+    """What the reward says of the first prompts' own answers, in a line.
+
+    Raises:
+        ConfigError: it scores none of them.
+    """
+    passed = prepared.objects.reward
+    if scores_alone(config, passed):
+        return []
+    key, value = ("reward.parts", dict(config.reward.parts)) if config.reward.parts else ("reward.function", None)
+    value = config.reward.function if value is None else value
+    with naming(key, value, "calling it"):
+        verdicts = asyncio.run(try_reward(passed or config.reward.source, config.reward, prompts[:_SCORED]))
+    failed = [verdict.remark for _, verdict in verdicts if verdict.outcome != "ok"]
+    if len(failed) == len(verdicts):
+        advice = f"it scores none of the first {len(failed)} rows' own answers; of the first it is said: {failed[0]}"
+        raise ConfigError([Problem("configuration", key, value, advice)])
+    answer, first = next((answer, verdict) for answer, verdict in verdicts if verdict.outcome == "ok")
+    shown = repr(answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN]}...")
+    lines = [f"reward: {first.value:g} for a row's own answer, {shown}"]
+    if failed:
+        lines.append(f"warning: the reward fails on {len(failed)} of the first {len(verdicts)} answers: {failed[0]}")
+    return lines
 
 
 def _look_at_conversations(config: RunConfig, prepared: Prepared) -> list[str]:

@@ -341,7 +341,7 @@ class Endpoint:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _bound(self) -> socket.socket:
-        host, port = self.config.host, self.config.port
+        host, port = self.config.host.strip("[]"), self.config.port
         made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

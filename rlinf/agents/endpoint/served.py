@@ -179,6 +179,7 @@ def serving_config(config: EndpointConfig, given: Mapping[str, Any]) -> Endpoint
     if unknown := sorted(given.keys() - vars(config).keys()):
         raise UserError(f"session.serve: there is no {', '.join(unknown)}; there is {', '.join(vars(config))}")
     made = replace(config, **given)
+    made = replace(made, host=made.host.strip("[]"))
     if made.token is None and made.host not in ("localhost", "::1") and not made.host.startswith("127."):
         raise UserError(
             f"session.serve: whoever reaches {made.host} could use the model and teach it; set token=…, or "

@@ -322,13 +322,19 @@ def over_stdio(make: Callable[..., Any], token: str) -> None:
     converse(Session(make, token), lambda size: os.read(come, size), write, threading.Lock())
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port", ":port" (this machine) or "[::1]:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 def listen(make: Callable[..., Any], token: str, address: str, most: int, ready: Callable[[str], Any]) -> None:
     """Serve at an address until the process is told to end.
 
     Args:
         make: makes simulators.
         token: what connections must know; "" for nothing.
-        address: "host:port" or "unix:/path".
+        address: "host:port", "[::1]:port" or "unix:/path".
         most: connections at a time; others are told to wait.
         ready: called with a line that says where, once connections are taken.
     """
@@ -336,9 +342,10 @@ def listen(make: Callable[..., Any], token: str, address: str, most: int, ready:
         server, where = socket.socket(socket.AF_UNIX), address
         server.bind(address[5:])
     else:
-        host, _, port = address.rpartition(":")
-        server = socket.create_server((host or "127.0.0.1", int(port)))
-        where = "{}:{}".format(*server.getsockname()[:2])
+        host, port = split_address(address)
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        host, port = server.getsockname()[:2]
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     server.listen()
     ready(f"listening at {where}")
     turn, places = threading.Lock(), threading.BoundedSemaphore(most)

@@ -246,8 +246,7 @@ class Remote(Simulator):
                 found.close()
                 raise
             return found
-        host, _, port = self._address.rpartition(":")
-        found = socket.create_connection((host or "127.0.0.1", int(port)), self._connect_seconds)
+        found = socket.create_connection(serve.split_address(self._address), self._connect_seconds)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return found
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import webbrowser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
@@ -64,6 +64,7 @@ async def serve(named: Sequence[Path], where: Where, say: Callable[[str], None])
     Raises:
         CannotListen: the address is not to be had.
     """
+    where = replace(where, host=where.host.strip("[]"))  # IPv6, as URLs have it
     over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, over.set)

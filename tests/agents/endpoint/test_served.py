@@ -111,6 +111,7 @@ async def test_pages_in_browsers_and_other_machines_are_answered_with_a_token_al
     with pytest.raises(UserError, match=r"whoever reaches 0\.0\.0\.0 could use the model"):
         serving_config(EndpointConfig(), {"host": "0.0.0.0"})
     assert serving_config(EndpointConfig(), {"host": "0.0.0.0", "token": "t"}).token == "t"
+    assert serving_config(EndpointConfig(), {"host": "[::1]"}).host == "::1"
     with pytest.raises(UserError, match="there is no ports; there is host, port"):
         serving_config(EndpointConfig(), {"ports": 1})
 

@@ -73,6 +73,36 @@ def test_what_cannot_be_sent_is_told_to_who_sends_it(value):
         serve.pack(value)
 
 
+@pytest.mark.parametrize(
+    ("address", "split"),
+    [
+        ("robot:7000", ("robot", 7000)),
+        (":7000", ("127.0.0.1", 7000)),
+        ("[::1]:7000", ("::1", 7000)),
+        ("::1:7000", ("::1", 7000)),
+        ("[fe80::1%eth0]:7000", ("fe80::1%eth0", 7000)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port_of_either_internet(address, split):
+    assert serve.split_address(address) == split
+
+
+def test_it_listens_at_addresses_of_version_six():
+    class Ready(Exception):
+        pass
+
+    def ready(line):
+        raise Ready(line)
+
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    with pytest.raises(Ready, match=r"listening at \[::1\]:\d+"):
+        serve.listen(None, "", "[::1]:0", 1, ready)
+
+
 def test_long_frames_are_refused_before_memory_is_taken_for_them():
     huge = serve._PREFIX.pack(b"RLR1", 10, 1 << 40)
     with pytest.raises(serve.Garbled, match="too long"):

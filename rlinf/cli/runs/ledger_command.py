@@ -133,7 +133,7 @@ def account(path: Path) -> Account:
             raise InputError(f"{path}: there is no such directory")
         kind = "the run there began before ledgers, or draws no prompts" if directory.resolved.exists() else "no run"
         raise InputError(f"{path} has no ledger.jsonl ({kind}); name the directory of a run that answers prompts")
-    from rlinf.data.in_flight.balance import balance  # torch comes with it, which takes seconds
+    from rlinf.data.in_flight.balance import balance
 
     lines = list(read_lines(directory.ledger))
     try:

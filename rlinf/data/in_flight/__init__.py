@@ -1,7 +1,29 @@
 """Work in flight between steps: what was begun for steps to come, what is known of it, and what became of it."""
 
-from rlinf.data.in_flight.in_flight import InFlight
-from rlinf.data.in_flight.ledger import Ledger
-from rlinf.data.in_flight.rules import Batch, Kept, Made, Rules
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlinf.data.in_flight.in_flight import InFlight
+    from rlinf.data.in_flight.ledger import Ledger
+    from rlinf.data.in_flight.rules import Batch, Kept, Made, Rules
+
+_HOME = {
+    "Batch": "rules",
+    "InFlight": "in_flight",
+    "Kept": "rules",
+    "Ledger": "ledger",
+    "Made": "rules",
+    "Rules": "rules",
+}
 
 __all__ = ["Batch", "InFlight", "Kept", "Ledger", "Made", "Rules"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names at first use: `rlinf ledger` reads books in seconds, since it needs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -16,7 +16,10 @@ class CheckpointConfig:
     """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""
 
     every: int = number(0, low=0)
-    """Write one after every this many steps; 0 writes only the last one."""
+    """Write one after every this many steps; 0 leaves it to `minutes`, and writes the last one."""
+    minutes: float = number(30.0, low=0)
+    """Write one, too, at the end of a step when so many minutes have gone since the last one, or since the first step
+    began: what a crash can cost then. 0 goes by steps alone."""
     keep: int = number(3, low=0)
     """How many stay; older ones are removed. 0 keeps all."""
     best: str | None = None

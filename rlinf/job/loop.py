@@ -83,6 +83,7 @@ class TrainingLoop(RunKind[E]):
         self._over = False  # it was
         self.saved_at: int | None = None
         """Steps done when a checkpoint was begun last."""
+        self._saved_when: float | None = None  # seconds of the event loop's clock; of the first step where none was
         self.evaluated_at: int | None = None
         """Steps done when it was evaluated last."""
         self.leaving = Leaving(None)
@@ -211,6 +212,8 @@ class TrainingLoop(RunKind[E]):
     def step_begins(self) -> None:
         """What follows, until `step_ended`, is one step."""
         self.live.status("running")
+        if self._saved_when is None:
+            self._saved_when = asyncio.get_running_loop().time()
         self.recorder.step_begins()
 
     async def step_ended(self, returned: Mapping[str, float]) -> Mapping[str, float]:
@@ -243,7 +246,8 @@ class TrainingLoop(RunKind[E]):
         await self._check_directory()
         self.checkpoints.check()
         is_best = self.best is not None and self.best.kept == self.done
-        if last or due(self.done, config.checkpoint.every) or is_best or self.leaving.asked:
+        is_due = due(self.done, config.checkpoint.every) or self._long_unsaved()
+        if last or is_due or is_best or self.leaving.asked:
             await self.save()
         self._over = last
         if not (last or self.leaving.asked):
@@ -274,6 +278,12 @@ class TrainingLoop(RunKind[E]):
         how = going_on(self.directory, self.config.checkpoint.every)
         raise RunFailure(f"after step {self.done}: {damage}; the run ends, and its state is saved: {how}")
 
+    def _long_unsaved(self) -> bool:
+        """`checkpoint.minutes` have gone since the newest checkpoint was begun."""
+        seconds = 60 * self.config.checkpoint.minutes
+        since = self._saved_when
+        return seconds > 0 and since is not None and asyncio.get_running_loop().time() - since >= seconds
+
     async def evaluate_and_tell(self) -> dict[str, float]:
         """Evaluate, and tell; the metrics, none if there is nothing to evaluate on or no time for it."""
         with self.live.doing("evaluating"):
@@ -295,7 +305,7 @@ class TrainingLoop(RunKind[E]):
         Args:
             position: in the data, where that is to be another than now.
         """
-        self.saved_at = self.done
+        self.saved_at, self._saved_when = self.done, asyncio.get_running_loop().time()
         best, kept = (None, None) if self.best is None else (self.best.state_dict(), self.best.kept)
         save = await self.saving()
         begun = await self.in_flight.state()

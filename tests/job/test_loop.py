@@ -178,6 +178,13 @@ def test_it_evaluates_and_saves_with_nothing_in_flight(tmp_path, capsys):
     assert "1.0 -> 6.0" in printed
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(0, ["step_000004"]), (30, ["step_000004"]), (1e-9, [1, 2, 3, 4])])
+def test_it_saves_when_it_has_not_for_a_while(tmp_path, minutes, saved):
+    run(tmp_path / "toy", 4, every=0, keep=0, minutes=minutes)
+    found = sorted(path.name for path in (tmp_path / "toy" / "checkpoints").iterdir() if path.name != "latest")
+    assert found == [f"step_{step:06d}" if isinstance(step, int) else step for step in saved]
+
+
 def test_it_goes_on_from_the_last_checkpoint_as_if_nothing_had_happened(tmp_path):
     BREAKS[3] = FloatingPointError("no number")
     with pytest.raises(RunFailure, match="step 4: no number"):

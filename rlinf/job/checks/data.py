@@ -76,8 +76,8 @@ def _try_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]
     passed = prepared.objects.reward
     if scores_alone(config, passed):
         return []
-    key, value = ("reward.parts", dict(config.reward.parts)) if config.reward.parts else ("reward.function", None)
-    value = config.reward.function if value is None else value
+    key = "reward.parts" if config.reward.parts else "reward.function"
+    value = config.reward.parts or config.reward.function
     with naming(key, value, "calling it"):
         verdicts = asyncio.run(try_reward(passed or config.reward.source, config.reward, prompts[:_SCORED]))
     failed = [verdict.remark for _, verdict in verdicts if verdict.outcome != "ok"]

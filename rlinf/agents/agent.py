@@ -14,15 +14,18 @@ samples of everything that the model said. Who wakes whom: the model's answers w
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlinf.agents.awaited import Awaited
+from rlinf.agents.awaited import Awaited, running_loop
 from rlinf.agents.chat import ChatFormat, Message, copied
 from rlinf.agents.checks import WrongType, number, shown, token_ids
 from rlinf.agents.llm import Reply, Setting
@@ -34,9 +37,11 @@ from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt, Sample
 from rlinf.rewards.score import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import in_thread
 
 Agent = Callable[..., Any]
-"""`async def agent(task, llm) -> float | Score | list[Sample] | {agent's name: float | Score}`."""
+"""`async def agent(task, llm) -> float | Score | list[Sample] | {agent's name: float | Score}`; or a plain `def`, which
+works in a thread of its own and writes `llm.chat(…).result()` for `await llm.chat(…)`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +61,11 @@ class Answer(Reply):
     tools: Tools | None = None
     """The tools that the model was offered, where they can be run."""
 
-    async def results(self) -> list[Message]:
-        """Run the calls, all at the same time.
+    home: asyncio.AbstractEventLoop | None = None
+    """The event loop on which tools run."""
+
+    def results(self) -> Awaited[list[Message]]:
+        """Run the calls, all at the same time; await it.
 
         Returns:
             A message per call, and one that says what was wrong where a call could not be read: to put behind
@@ -68,6 +76,9 @@ class Answer(Reply):
         """
         if self.calls and self.tools is None:
             raise UserError("answer.results: the tools were given as schemas; give functions or tools to llm.chat")
+        return Awaited(self._results(), "answer.results()", self.home)
+
+    async def _results(self) -> list[Message]:
         told = [] if self.tools is None else await self.tools.run(self.calls)
         return [*told, *({"role": "tool", "content": why} for why in self.broken)]
 
@@ -88,6 +99,8 @@ class _Record:
     closed: bool = False
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the episode is over."""
+    home: asyncio.AbstractEventLoop | None = field(default_factory=running_loop)
+    """The event loop of the run: calls from other threads are answered there."""
 
 
 class AgentLLM:
@@ -177,7 +190,7 @@ class AgentLLM:
         if not are_messages(messages, "llm.chat"):
             raise WrongType(f"llm.chat: {shown(messages)} is no list of messages such as {{'role': 'user', …}}")
         asking = self._chatted([copied(message) for message in messages], tools, chat_template_kwargs or {}, sampling)
-        return Awaited(asking, "llm.chat(…)")
+        return Awaited(asking, "llm.chat(…)", self._record.home)
 
     async def _chatted(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any], sampling: Mapping[str, Any]
@@ -197,7 +210,7 @@ class AgentLLM:
         reply, turn, (whole, (parsed, calls)) = await self._answered("llm.chat", parent, read, sampling, said, chat)
         return Answer(
             reply.text, reply.ids, reply.logprobs, reply.versions, reply.finish,
-            parsed.content, calls, parsed.broken, whole[-1], turn, runnable,
+            parsed.content, calls, parsed.broken, whole[-1], turn, runnable, self._record.home,
         )  # fmt: skip
 
     def generate(self, prompt: Any, **sampling: Any) -> Awaited[Reply]:
@@ -211,7 +224,7 @@ class AgentLLM:
         Raises:
             UserError: as `chat`; `ContextFull`: not one token fits.
         """
-        return Awaited(self._generated(prompt, sampling), "llm.generate(…)")
+        return Awaited(self._generated(prompt, sampling), "llm.generate(…)", self._record.home)
 
     async def _generated(self, prompt: Any, sampling: Mapping[str, Any]) -> Reply:
         given = self._chat.ids(prompt, first=True) if isinstance(prompt, str) else prompt
@@ -289,8 +302,19 @@ class AgentLLM:
         if self._address is None:
             if self._record.open is None:
                 raise UserError("llm.base_url: this model has no endpoint; take the `llm` that a session gives agents")
-            self._address = self._record.open(self)
+            self._address = self._at_home(functools.partial(self._record.open, self))
         return self._address
+
+    def _at_home(self, call: Callable[[], Any]) -> Any:
+        """What a function returns on the run's event loop, from whatever thread."""
+        home = self._record.home
+        if home is None or running_loop() is home:
+            return call()
+
+        async def called() -> Any:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(called(), home).result()
 
     # What came of it --------------------------------------------------------------------------------------------
 
@@ -368,6 +392,15 @@ def is_agent(function: Any) -> bool:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = [each for each in parameters if each.kind in positional and each.default is each.empty]
     return len(wanted) >= 2 or "llm" in {each.name for each in parameters}
+
+
+async def worked_on(agent: Agent, task: Any, llm: AgentLLM) -> Any:
+    """What an agent returns for a task. A plain function works in a thread of its own, so that it may block."""
+    call = functools.partial(agent, task, llm)
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+        return await call()
+    returned = await in_thread(functools.partial(contextvars.copy_context().run, call))
+    return await returned if isinstance(returned, Awaitable) else returned
 
 
 def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:

@@ -229,6 +229,7 @@ class TextLoop(TrainingLoop[Evaluation]):
             self.prepared.objects.agent,
             compares=algorithm.name if self._compares else None,
             judges=judges,
+            reward_chosen=not reward_is_default(self.config, self.prepared.objects),
             counters=self.counters,
             critic_only=lambda: self._critic_only(self.done),
             moving_reference=self.moving_reference,

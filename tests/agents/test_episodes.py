@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
+import json
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 import weakref
 
@@ -15,7 +21,7 @@ import pytest
 from rlinf import ActorSystem
 from rlinf.agents.agent import AgentLLM, samples_of
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.episodes import Episode, Episodes, Tally, here
+from rlinf.agents.episodes import Episode, Episodes, LoopWatch, Tally, here, outcome
 from rlinf.agents.episodes.outcome import remark_on
 from rlinf.agents.llm import Setting
 from rlinf.agents.tools.calls import call_format
@@ -23,9 +29,11 @@ from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import ActorDied, UserError
+from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.observe.stalls import open_work, render
 from rlinf.runtime.system.introspection import report_host
 from rlinf.training.text.batch_metrics import rewards_by_agent
+from tests.agents.acting import begun
 from tests.agents.speaking import STYLES, tokenizer_of
 from tests.session.small import small
 
@@ -117,8 +125,12 @@ def test_nonsense_is_an_outcome(returned, remark):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("door"), RuntimeError(), TimeoutError("the tool"), asyncio.CancelledError()]
-)
+    "error",
+    [
+        KeyError("door"), RuntimeError(), TimeoutError("the tool"), asyncio.CancelledError(),
+        SystemExit(2), SystemExit(), GeneratorExit("enough"),
+    ],
+)  # fmt: skip
 def test_what_raises_is_an_outcome(error):
     async def raising(task, llm):
         await llm.generate("Hi")
@@ -128,6 +140,132 @@ def test_what_raises_is_an_outcome(error):
     assert len(groups) == 1
     assert len(tally.failed) == 2
     assert type(error).__name__ in tally.remark
+
+
+async def _leaves(code):
+    await asyncio.sleep(0)
+    sys.exit(code)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda: asyncio.gather(_leaves(2), asyncio.sleep(1)),
+        lambda: asyncio.create_task(_leaves(2)),
+        lambda: asyncio.to_thread(sys.exit, 2),
+        lambda: in_thread(lambda: sys.exit(2)),
+    ],
+    ids=["gather", "task", "executor", "thread"],
+)
+async def test_leaving_in_a_task_or_thread_of_an_agents_own_ends_that_attempt(where):
+    async def leaving(task):
+        await where()
+
+    tally = await _played(leaving)
+    assert (tally.played, tally.failures) == (2, 2)
+    assert "SystemExit: 2" in tally.remark
+
+
+async def _played(program, *, timeout=20.0, watch=None):
+    """What became of two attempts of a program in real time, of which none goes well."""
+    tally = Tally()
+    episodes = Episodes(
+        program, 2, lambda task, index: Episode(task, index, (0,), None, {}), (tally,), timeout=timeout, at_once=2,
+        judge=None, watch=watch,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="not one of 2 episodes went well"):
+        async with ActorSystem.local():
+            _ = [group async for group in episodes.groups([1])]
+    return tally
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """A socket that answers nobody, and a watch that takes it for the endpoint."""
+    monkeypatch.setattr("rlinf.agents.episodes.playing._BLOCKED", 0.1)
+    monkeypatch.setattr("rlinf.agents.episodes.playing._LOOK", 0.05)
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        lines = []
+        yield door.getsockname(), LoopWatch(lines.append, door.getsockname), lines
+
+
+async def test_a_client_that_blocks_while_only_the_loop_could_answer_is_told_and_fails(listening):
+    address, watch, lines = listening
+    before = signal.getsignal(signal.SIGURG)
+
+    async def blocks(task):
+        with contextlib.suppress(Exception), socket.create_connection(address) as client:  # as clients do
+            client.makefile("rb").readline()
+
+    tally = await _played(blocks, watch=watch)
+    assert "llm.base_url" in tally.remark
+    assert "(test_episodes.py:" in tally.remark
+    (line,) = lines
+    assert re.search(r"test_episodes\.py:\d+ .*asyncio\.to_thread", line)
+    assert tally.timeouts == 0
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+def _spins():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("block", [lambda: time.sleep(60), _spins, lambda: subprocess.run(["sleep", "60"])])
+async def test_the_time_of_an_episode_ends_code_that_blocks(listening, block):
+    _, watch, lines = listening
+
+    async def blocks(task):
+        await asyncio.gather(asyncio.to_thread(int), _blocked())
+
+    async def _blocked():
+        block()
+
+    tally = await _played(blocks, timeout=0.3, watch=watch)
+    assert tally.timeouts == 2
+    assert "timeout=0.3 s, and blocked the event loop at test_episodes.py:" in tally.remark
+    assert len(lines) == 1
+
+
+async def test_no_word_of_an_agent_that_awaits(listening):
+    _, watch, lines = listening
+
+    async def waits(task):
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(time.sleep, 0.3)
+
+    await _played(waits, watch=watch)
+    assert lines == []
+
+
+async def test_the_line_that_is_named_is_the_agents_own_also_in_groups():
+    async def fails():
+        json.loads("{")
+
+    async def grouped(task):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            group.create_task(fails())
+
+    tally = await _played(grouped)
+    assert re.search(r"^JSONDecodeError: .*\(test_episodes\.py:\d+\), and 1 more$", tally.remark)
+
+    async def one(task):
+        json.loads("{")
+
+    assert "(test_episodes.py:" in (await _played(one)).remark
+
+
+def test_an_agent_that_forgets_to_return_is_told_where_nobody_chose_a_reward():
+    llm, _ = begun("Hi", "Ho")
+    episode = Episode(0, 0, (0,), None, {}, llm=llm)
+    asyncio.run(llm.agent("planner").generate("a")), asyncio.run(llm.agent("worker").generate("a"))
+    for returned, whose in ((None, "for 'planner', 'worker'"), ({"worker": 1.0}, "for 'planner'")):
+        with pytest.raises(UserError, match=rf"no reward {whose}, .*`return` missing.*reward\.function"):
+            outcome.samples_of(samples_of(returned, llm), episode, judged=False)
+    assert len(outcome.samples_of(samples_of(None, llm), episode, judged=True)) == 2
 
 
 def test_a_lost_actor_is_not_the_episodes_own_failure():

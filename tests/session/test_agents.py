@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -27,11 +28,28 @@ async def fails(task, llm):
 
 
 def plain(task, llm):
-    """No coroutine function."""
+    """Works in a thread, where nothing can be awaited."""
+    asked = [{"role": "user", "content": task.text}]
+    answer = llm.chat(asked, max_new_tokens=4).result()
+    return float(asyncio.run(again(llm, asked, answer)).text == task.answer)
+
+
+async def again(llm, asked, first):
+    """Asks from an event loop of one's own."""
+    return await llm.chat([*asked, first.message, {"role": "user", "content": ">"}], max_new_tokens=4)
 
 
 def trained(directory, agent, **more):
     return rlinf.train(small.MODEL, agent=agent, steps=2, run_dir=directory / "run", **{**SMALL, **more})
+
+
+def test_a_plain_function_works_in_a_thread_and_is_trained_as_a_coroutine_is(tmp_path):
+    results = [trained(tmp_path / name, agent) for name, agent in (("plain", plain), ("guess", guess))]
+    for result in results:
+        assert all(row["episodes/calls"] == 2 for row in result.metrics if "episodes/calls" in row)
+        assert not any(row.get("episodes/failed") for row in result.metrics)
+    rewards = [[row["reward/mean"] for row in result.metrics if "reward/mean" in row] for result in results]
+    assert rewards[0] == rewards[1]
 
 
 def test_an_agent_is_trained_named_and_evaluated(tmp_path, capsys):
@@ -63,8 +81,8 @@ def test_an_agent_is_trained_named_and_evaluated(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("agent", "more", "said"),
     [
-        (plain, {}, "agent = <function plain"),
-        (f"{__name__}.plain", {}, "this is no `async def agent(task, llm)`"),
+        (f"{__name__}.SMALL", {}, "this is no `async def agent(task, llm)`"),
+        (lambda task: 1.0, {}, "it is called as agent(task, llm, **agent.args)"),
         (f"{__name__}.nobody", {}, "agent.function = tests.session.test_agents.nobody: importing it failed"),
         (guess, {"agent.args": {"malus": 1}}, "it is called as agent(task, llm, **agent.args)"),
         (guess, {"agent.call_format": "morse"}, "agent.call_format = morse: take one of deepseek"),

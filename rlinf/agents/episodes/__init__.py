@@ -2,7 +2,7 @@
 
 from rlinf.agents.episodes.episode import Episode, here
 from rlinf.agents.episodes.open_task import OpenTask
-from rlinf.agents.episodes.playing import Episodes, Outcome, Play
+from rlinf.agents.episodes.playing import Episodes, LoopWatch, Outcome, Play
 from rlinf.agents.episodes.tally import Gathered, Tally
 
-__all__ = ["Episode", "Episodes", "Gathered", "OpenTask", "Outcome", "Play", "Tally", "here"]
+__all__ = ["Episode", "Episodes", "Gathered", "LoopWatch", "OpenTask", "Outcome", "Play", "Tally", "here"]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from rlinf.agents.checks import WrongType, number, shown
@@ -45,10 +45,7 @@ def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
     samples = [returned] if isinstance(returned, Sample) else returned
     if isinstance(samples, (list, tuple)) and samples and all(isinstance(each, Sample) for each in samples):
         if not judged and any(unjudged(sample) for sample in samples):
-            raise UserError(
-                "episode: its trajectory has no reward; give one by c.trajectory(reward=…) or c.reward(…), or give the "
-                "session a reward function: rewards=…"
-            )
+            raise UserError(_no_reward(samples, by_agent=episode.llm is not None))
         count = Counter(sample.agent for sample in samples)
         return [replace(sample, weight=sample.weight / count[sample.agent]) for sample in samples]
     if isinstance(returned, Conversation) or returned is None or isinstance(returned, (str, list, tuple, dict)):
@@ -62,6 +59,21 @@ def samples_of(returned: Any, episode: Episode, judged: bool) -> list[Sample]:
             "reward of exactly one: return c.trajectory(reward=…), or a list of those"
         )
     return [episode.conversations[0].trajectory(reward)]
+
+
+def _no_reward(samples: Sequence[Sample], *, by_agent: bool) -> str:
+    """What is said where nobody says how good an episode was."""
+    if not by_agent:
+        return (
+            "episode: its trajectory has no reward; give one by c.trajectory(reward=…) or c.reward(…), or give the "
+            "session a reward function: rewards=…"
+        )
+    names = sorted({sample.agent for sample in samples if unjudged(sample)})
+    whose = f" for {', '.join(map(repr, names))}" if any(names) else ""
+    return (
+        f"agent: it returned no reward{whose}, and nobody chose a reward function: is a `return` missing? Return a "
+        "number (or {agent's name: number}), call llm.reward(value), or choose a function: reward.function, rewards=…"
+    )
 
 
 def groups_of(found: Mapping[int, Sequence[Sample]]) -> list[Group]:
@@ -113,14 +125,53 @@ def out_of_time(playing: Any, timeout: float) -> OutOfTime:
     return OutOfTime(f"it took longer than timeout={timeout:g} s{at}")
 
 
+class Stopped(BaseException):
+    """Thrown into code that keeps the event loop from going on; no `except Exception` of a library takes it.
+
+    Args:
+        why: what the episode fails with.
+    """
+
+    def __init__(self, why: UserError | OutOfTime) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+def blocking_line(frame: FrameType | None) -> str:
+    """File and line of the user's own code that called what a thread does now; "" where it is not called by such code,
+    or by way of ours.
+
+    Args:
+        frame: the innermost of the thread's.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(_INSTALLED):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 def remark_on(error: BaseException) -> str:
     """Why an episode failed, and where in the user's own code."""
     if isinstance(error, OutOfTime):
         return str(error)
+    error, others = _leaf(error)
     said = " ".join(str(error).split())
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    way = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in way if not frame.filename.startswith(_INSTALLED)] or [
+        frame for frame in way if not frame.filename.startswith(_OURS)
+    ]
     if isinstance(error, AttributeError) and isinstance(error.obj, Prompt):
         columns = [f"task.row[{str(name)!r}]" for name in error.obj.row]
         said += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
     where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    where += f", and {others} more" if others else ""
     return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+
+
+def _leaf(error: BaseException) -> tuple[BaseException, int]:
+    """The first exception of a group, and how many others there are in it; any other error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error, 0
+    leaves = [_leaf(each) for each in error.exceptions]
+    return leaves[0][0], len(leaves) - 1 + sum(others for _, others in leaves)

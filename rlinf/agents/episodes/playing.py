@@ -10,24 +10,50 @@ the next one, in the order of tasks; the end of a task's last one wakes whoever 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import signal
+import socket
+import sys
+import threading
 import time
 import types
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from rlinf.agents.checks import WrongType
 from rlinf.agents.episodes.episode import Episode, here
 from rlinf.agents.episodes.open_task import OpenTask
-from rlinf.agents.episodes.outcome import groups_of, out_of_time, remark_on, samples_of, unjudged
+from rlinf.agents.episodes.outcome import (
+    OutOfTime,
+    Stopped,
+    blocking_line,
+    groups_of,
+    out_of_time,
+    remark_on,
+    samples_of,
+    unjudged,
+)
 from rlinf.agents.episodes.record import Call, Record
 from rlinf.agents.episodes.tally import Tally
 from rlinf.agents.prompts import handed_out
 from rlinf.data.sample import Group, Sample
 from rlinf.engines.base import PartialAnswer
 from rlinf.runtime.base.errors import RuntimeFault, UserError
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import cancel_all, start_thread
 from rlinf.runtime.observe.stalls import Work
 from rlinf.runtime.streams.stream import each
 
@@ -35,6 +61,14 @@ _GRACE = 5.0
 """Seconds that an episode has to end once it is cancelled."""
 _BLOCKING = 1.0
 """Seconds without an `await` that are told: meanwhile no other episode went on, and no answer came."""
+_BLOCKED = 3.0
+"""Seconds after which a line of code that blocks is told while it still does, and interrupted if it waits for us."""
+_LOOK, _LOOK_AGAIN = 1.0, 0.2
+"""Seconds between two looks at the event loop; the second once an agent was found to wait for what only it can give."""
+_CURE = (
+    "Take a client that does not block (AsyncOpenAI, AsyncAnthropic, httpx.AsyncClient), or `await "
+    "asyncio.to_thread(function)`, or write the agent as a plain `def agent(task, llm)`, which works in a thread"
+)
 Play = Callable[[Any], Awaitable[Any]]
 """`async def episode(task)`: a `Sample`, a number, or several samples."""
 
@@ -83,6 +117,109 @@ class _Played:
         return OpenTask(self.first.prompt, dict(self.done), dict(self.failed), dict(sorted(left.items())))
 
 
+class LoopWatch:
+    """A thread that sees when code of an episode keeps the event loop from going on, says where, and ends it.
+
+    Consumes nothing; produces a line for people, and `Stopped` in the code that blocks: at once where it waits for an
+    answer of our own endpoint, which the loop would have to give; after an episode's time elsewhere. It is told by the
+    loop, which it asks to answer. Code in another thread than the main one cannot be ended, only told of.
+
+    Args:
+        say: prints a line for people.
+        address: where the endpoint listens; None: it does not.
+    """
+
+    def __init__(self, say: Callable[[str], None], address: Callable[[], tuple[str, int] | None]) -> None:
+        self._say, self._address = say, address
+        self._playing: list[float | None] = []  # seconds of an episode, of all that are played
+        self._told: set[str] = set()
+        self._hopeless = False  # an agent was found that waits for what only the loop can give
+        self._asked: tuple[threading.Event, float] = (threading.Event(), 0.0)  # of the loop, and since when
+        self._over = threading.Event()
+        self._before: Any = None
+
+    @contextlib.contextmanager
+    def over(self, timeout: float | None) -> Iterator[None]:
+        """Watch while episodes are played that have so many seconds each."""
+        self._playing.append(timeout)
+        if len(self._playing) == 1:
+            self._begin()
+        try:
+            yield
+        finally:
+            self._playing.remove(timeout)
+            if not self._playing:
+                self._over.set()
+                if self._before is not None:
+                    signal.signal(signal.SIGURG, self._before)
+
+    def _begin(self) -> None:
+        loop, thread, self._over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+        main = threading.current_thread() is threading.main_thread()
+        self._before = signal.signal(signal.SIGURG, self._interrupted) if main else None
+        over = self._over
+
+        def watch() -> None:
+            while not over.wait(_LOOK):
+                asked = threading.Event()
+                self._asked = asked, time.monotonic()
+                try:
+                    loop.call_soon_threadsafe(asked.set)
+                except RuntimeError:  # it is closed
+                    return
+                while not asked.wait(_LOOK_AGAIN if self._hopeless else _LOOK) and not over.is_set():
+                    self._look(thread, main)
+
+        start_thread(watch, "watches the event loop")
+
+    def _stands(self) -> float | None:
+        """Seconds for which the loop has not answered; None: it has."""
+        asked, since = self._asked
+        return None if asked.is_set() else time.monotonic() - since
+
+    def _look(self, thread: int, main: bool) -> None:
+        """The loop stands still: say where, once for each line, and interrupt what it waits for."""
+        seconds, where = self._stands(), blocking_line(sys._current_frames().get(thread))
+        if seconds is None or not where:
+            return
+        if seconds > _BLOCKED and where not in self._told:
+            self._told.add(where)
+            self._say(
+                f"warning: {where} keeps the event loop from going on, for {seconds:.0f} s now: no other episode "
+                f"works, and what waits there for an answer of the model waits for ever. {_CURE}"
+            )
+        if main and (self._hopeless or seconds > _BLOCKED):
+            signal.pthread_kill(thread, signal.SIGURG)
+
+    def _interrupted(self, _: int, frame: FrameType | None) -> None:
+        """Runs in the loop's thread, inside of what blocks."""
+        seconds, where = self._stands(), blocking_line(frame)
+        if seconds is None or not where or here.get() is None:
+            return
+        if self._waits_for_us(frame):
+            self._hopeless = True
+            raise Stopped(UserError(f"it waits for llm.base_url by a client that blocks the event loop. {_CURE}"))
+        timeout = min((each for each in self._playing if each is not None), default=None)
+        if timeout is not None and seconds > timeout:
+            raise Stopped(
+                OutOfTime(f"it took longer than timeout={timeout:g} s, and blocked the event loop at {where}")
+            )
+
+    def _waits_for_us(self, frame: FrameType | None) -> bool:
+        """Some function of a stack has a connection to our endpoint."""
+        if (address := self._address()) is None:
+            return False
+        while frame is not None and not frame.f_code.co_filename.startswith(__file__):
+            for value in frame.f_locals.values():
+                held = getattr(value, "_sock", value)
+                if isinstance(held, socket.socket):
+                    with contextlib.suppress(OSError):
+                        if held.getpeername()[1] == address[1]:
+                            return True
+            frame = frame.f_back
+        return False
+
+
 class Episodes:
     """Plays tasks.
 
@@ -94,6 +231,7 @@ class Episodes:
         timeout: seconds of one episode; None for no limit.
         at_once: how many are played at the same time.
         judge: gives rewards to a group whose samples have none; None where they must have one.
+        watch: sees when one blocks the event loop.
     """
 
     def __init__(
@@ -106,7 +244,9 @@ class Episodes:
         timeout: float | None,
         at_once: int,
         judge: Callable[[Group], Awaitable[Group]] | None,
+        watch: LoopWatch | None = None,
     ) -> None:
+        self._watch = watch
         self._play, self._n, self._begin, self._timeout, self._judge = play, n, begin, timeout, judge
         self._own = Tally()
         self._tallies = (self._own, *tallies)
@@ -142,14 +282,19 @@ class Episodes:
         Args:
             tasks: a list or a stream of them; an `OpenTask` among them goes on.
         """
+        watching = contextlib.nullcontext() if self._watch is None else self._watch.over(self._timeout)
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop.get_task_factory(), _Tasks):
+            loop.set_task_factory(_Tasks(loop.get_task_factory()))
         self._start(self._read(tasks))
         try:
-            while self._tasks or not self._news.empty():
-                news = await self._news.get()
-                if isinstance(news, BaseException):
-                    raise news
-                if news is not None:
-                    yield news
+            with watching:
+                while self._tasks or not self._news.empty():
+                    news = await self._news.get()
+                    if isinstance(news, BaseException):
+                        raise news
+                    if news is not None:
+                        yield news
         finally:
             await cancel_all(self._tasks)
             await cancel_all(self._left_behind, _GRACE)
@@ -313,6 +458,10 @@ def _timed(playing: Awaitable[Any], blocked: Callable[[float], None]) -> Generat
             waits_for = steps.send(None) if thrown is None else steps.throw(thrown)
         except StopIteration as end:
             return end.value
+        except (SystemExit, GeneratorExit, Stopped) as error:
+            if error is thrown and isinstance(error, GeneratorExit):
+                raise
+            raise _ended_by(error).with_traceback(error.__traceback__) from None
         finally:
             if (seconds := time.monotonic() - began) > _BLOCKING:
                 blocked(seconds)
@@ -321,3 +470,50 @@ def _timed(playing: Awaitable[Any], blocked: Callable[[float], None]) -> Generat
             yield waits_for
         except BaseException as error:  # of whoever waits, such as a cancellation: it is the play's
             thrown = error
+
+
+class _Surviving(Coroutine[Any, Any, Any]):
+    """A coroutine of an episode's own task, in which `sys.exit` ends the task: asyncio lets it end the event loop."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._work = work
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._work.send(value)
+        except SystemExit as error:
+            raise _ended_by(error).with_traceback(error.__traceback__) from None
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._work.throw(*error)
+        except SystemExit as caught:
+            raise _ended_by(caught).with_traceback(caught.__traceback__) from None
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from self._work.__await__())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """Makes the tasks of an event loop as before, and those of episodes so that they survive."""
+
+    before: Any
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> Any:
+        if here.get() is not None:
+            work = _Surviving(work)
+        return asyncio.Task(work, loop=loop, **more) if self.before is None else self.before(loop, work, **more)
+
+
+def _ended_by(error: SystemExit | GeneratorExit | Stopped) -> Exception:
+    """What an episode fails with that raised what ends programs, event loops and generators."""
+    if isinstance(error, Stopped):
+        return error.why
+    return UserError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -61,6 +61,8 @@ class Running:
     """The judge has a reward function that was asked for."""
     counters: dict[str, int]
     """How many tasks and single answers were asked for: what seeds depend on, kept by checkpoints."""
+    reward_chosen: bool = True
+    """Somebody chose that function: no other says how good an episode was."""
     chat_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)

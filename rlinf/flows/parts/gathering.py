@@ -7,14 +7,14 @@ open. Who wakes whom: the rollout's answers wake episodes; their ends wake whoev
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from rlinf.agents.agent import Agent, is_agent, samples_of
+from rlinf.agents.agent import Agent, is_agent, samples_of, worked_on
 from rlinf.agents.awaited import Awaited, plainly
 from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_function, shown
-from rlinf.agents.episodes import Episode, Episodes, Gathered, OpenTask, Play, Tally, here
+from rlinf.agents.episodes import Episode, Episodes, Gathered, LoopWatch, OpenTask, Play, Tally, here
 from rlinf.data.in_flight import Made
 from rlinf.data.sample import Group, Prompt, Sample
 from rlinf.flows.parts.answering import TASKS, Answering, Running
@@ -32,6 +32,8 @@ class Gathering(Answering):
     def _begin_with(self, running: Running) -> None:
         super()._begin_with(running)
         self._playing: list[Episodes] = []  # of `gather_tasks`
+        endpoint = running.endpoint
+        self._watch = LoopWatch(running.say, lambda: None if endpoint is None else endpoint.address)
         self._over = Tally()  # of their tasks that are over, until a step has told of them
 
     def gather(
@@ -231,7 +233,7 @@ class Gathering(Answering):
             self._by_agent(play) if is_agent(play) else play, n, begin, tallies,
             timeout=running.timeout if timeout is None else timeout,
             at_once=at_least_one(running.at_once if at_once is None else at_once, "at_once", f"session.{call}"),
-            judge=judge if running.judges else None,
+            judge=judge if running.judges and running.reward_chosen else None, watch=self._watch,
         )  # fmt: skip
 
     def _by_agent(self, agent: Agent) -> Play:
@@ -241,9 +243,6 @@ class Gathering(Answering):
             llm = self.llm()
             if (episode := here.get()) is not None:
                 episode.llm = llm
-            working = agent(task, llm)
-            if not isinstance(working, Awaitable):
-                raise WrongType("agent: it is no `async def` function; it returned without being awaited")
-            return samples_of(await working, llm)
+            return samples_of(await worked_on(agent, task, llm), llm)
 
         return play

@@ -66,8 +66,11 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         except RAISED as error:
             advice = f"importing it failed: {type(error).__name__}: {error}"
             return None, [*mistakes, (key, shown, advice)]
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
-        return None, [*mistakes, (key, shown, "this is no `async def agent(task, llm)`")]
+    if not callable(function):
+        return None, [
+            *mistakes,
+            (key, shown, "this is no `async def agent(task, llm)`, and no plain function of these"),
+        ]
     try:
         inspect.signature(function).bind(None, None, **wanted.args)
     except TypeError as error:

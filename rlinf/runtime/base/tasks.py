@@ -115,7 +115,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result: Any = function()
             error = None
-        except Exception as caught:
+        except BaseException as caught:  # SystemExit, too, would end the thread and leave who waits waiting
             result, error = None, caught
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, future, result, error)

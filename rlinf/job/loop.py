@@ -266,7 +266,7 @@ class TrainingLoop(RunKind[E]):
         Raises:
             RunFailure: somebody has moved or removed it; the state is saved, if there is still a place for it.
         """
-        damage = self.directory.damage(self.files(), self.checkpoints.newest)
+        damage = self.directory.damage(self.files(), saved=self.checkpoints.newest is not None)
         if damage is None:
             return
         if not self.directory.path.is_dir():

@@ -161,16 +161,16 @@ class RunDirectory:
             self._point(self.best, checkpoint)
         return there
 
-    def damage(self, files: Iterable[JsonLines], newest: int | None = None) -> str | None:
+    def damage(self, files: Iterable[JsonLines], *, saved: bool = False) -> str | None:
         """What somebody has done to the directory, as its name shows it; None if what was written is there.
 
         Args:
             files: open ones, to which lines are added.
-            newest: step of the newest checkpoint that was written; None for none.
+            saved: a checkpoint was written.
         """
         expected = {self.path: "the directory of this run", self.checkpoints: "where its checkpoints are"}
-        if newest is not None:  # one that was being written may have made the directory anew
-            expected[self.checkpoints / f"step_{newest:06d}"] = "its newest checkpoint"
+        if saved:  # one that is being written may have made the directory anew, without those that were there
+            expected[self.latest] = "its newest checkpoint"
         for path, what in expected.items():
             if not path.is_dir():
                 return f"{path}, {what}, is gone: moved, removed or unmounted"

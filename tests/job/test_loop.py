@@ -446,7 +446,7 @@ def without_checkpoints(run):
         (emptied, "metrics.jsonl was cut short or replaced", True),
         (replaced, "metrics.jsonl was cut short or replaced", True),
         (without_alarms, "alarms.jsonl is gone", True),
-        (without_the_newest, "step_000003, its newest checkpoint, is gone", True),
+        (without_the_newest, "latest, its newest checkpoint, is gone", True),
         (without_checkpoints, "checkpoints, where its checkpoints are, is gone", True),
     ],
     ids=lambda each: getattr(each, "__name__", ""),

@@ -337,13 +337,23 @@ def custom_schema(name: Any, description: Any, path: str) -> Schema:
     return function_schema(name, description, text, path)
 
 
-def tool_choice(body: Fields, *, single: bool) -> ToolChoice:
-    """Which tools shall be called, by a request's `tool_choice` in any protocol.
+def tool_choice(body: Fields, tools: Sequence[Schema], *, single: bool) -> ToolChoice:
+    """Which tools shall be called, by a request's `tool_choice` in any protocol; a wish for what is not there is noted.
 
     Args:
         body: the request.
+        tools: that the model is shown.
         single: not more than one at a time.
     """
+    wished = _wished(body, single)
+    names = {tool["function"]["name"] for tool in tools}
+    if wished.must and not (names if wished.name is None else wished.name in names):
+        body.note("tool_choice")
+        return ToolChoice(single=single)
+    return wished
+
+
+def _wished(body: Fields, single: bool) -> ToolChoice:
     given = body.any("tool_choice")
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind in (None, "auto", "none"):

@@ -168,6 +168,17 @@ async def test_wishes_for_tools_are_understood_in_every_protocol():
             assert [item["name"] for item in parts if item["type"] in ("tool_use", "function_call")] == ["add"]
 
 
+@pytest.mark.parametrize(
+    ("tools", "choice"), [([], "required"), ([ADD], NAMED), ([{"type": "web_search"}], "required")]
+)
+async def test_a_wish_for_a_tool_that_is_not_there_is_noted_and_costs_no_second_try(tools, choice):
+    async with stand("ab", CALL) as here:
+        body = {"model": "policy", "messages": HI, "tools": tools, "tool_choice": choice}
+        await post(here, "/chat/completions", body)
+        assert len(here.model.calls) == 1
+        assert here.llm.trajectories.ignored[-1] == "tool_choice"
+
+
 async def test_a_second_try_that_does_not_fit_leaves_the_first_answer():
     async with stand("ab", CALL, longest=175) as here:
         body = {"model": "policy", "messages": HI, "tools": [ADD], "tool_choice": "required"}

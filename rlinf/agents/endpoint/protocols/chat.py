@@ -81,7 +81,7 @@ def _asked(body: Fields) -> Asked:
     body.wanted("messages", body.any("messages"))
     messages = [_message(each) for each in body.objects("messages")]
     tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None]
-    choice = tool_choice(body, single=not body.flag("parallel_tool_calls", True))
+    choice = tool_choice(body, tools, single=not body.flag("parallel_tool_calls", True))
     sampling = sampling_of(body, "max_tokens", "stop")
     if (longest := body.whole("max_completion_tokens", 1)) is not None:
         sampling["max_new_tokens"] = longest

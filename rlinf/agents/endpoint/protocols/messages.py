@@ -94,7 +94,7 @@ def _asked(body: Fields) -> Asked:
     single = choice is not None and choice.flag("disable_parallel_tool_use")
     body.ignored(*_IGNORED)
     return Asked(
-        messages, tools=tools or None, choice=tool_choice(body, single=single), template=template_arguments(body)
+        messages, tools=tools or None, choice=tool_choice(body, tools, single=single), template=template_arguments(body)
     )
 
 

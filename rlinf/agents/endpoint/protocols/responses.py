@@ -65,13 +65,14 @@ async def answered(call: Call) -> web.StreamResponse:
         if each not in _INCLUDED:
             body.note("include", each)
     instructions, tools = body.text("instructions"), _tools(body)
+    schemas = [tool.schema for tool in tools.values()]
     parallel = body.flag("parallel_tool_calls", True)
     messages = _said_before(call, body)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]  # of this response alone
     asked = Asked(
         [*system, *messages],
-        tools=[tool.schema for tool in tools.values()] or None,
-        choice=tool_choice(body, single=not parallel),
+        tools=schemas or None,
+        choice=tool_choice(body, schemas, single=not parallel),
         template=template_arguments(body),
         stop_shown=body.flag("include_stop_str_in_output"),
         sampling=sampling_of(body, "max_output_tokens", "stop"),

@@ -256,7 +256,7 @@ class Session(RunningSession):
         """Serve answers and learn from what people say of them, however late: `async with s.online() as service:`.
 
         Args:
-            batch: answers of a step.
+            batch: answers of a step, at least; up to four times as many where more wait to be learned from.
             max_age: answers are learned from if the policy has taken at most so many steps since; others are counted.
             keep: answers that wait for feedback; the oldest is forgotten for one more.
 

@@ -76,6 +76,15 @@ def test_answers_that_are_too_old_are_dropped_and_counted():
     assert feedback.counts.stale == 1
 
 
+@pytest.mark.parametrize(("told", "together"), [(9, 9), (40, 40), (50, 40)])
+def test_what_came_while_a_step_learned_is_learned_in_the_next_one_and_not_left_to_become_stale(told, together):
+    feedback = Feedback(10 if told > 9 else 9, max_age=0)
+    for number in range(told):
+        feedback.told(feedback.served([sample(number)], 0), 1.0)
+    assert len(batch_of(feedback)) == together
+    assert feedback.ready == told - together
+
+
 def test_the_oldest_answer_without_a_reward_is_forgotten_for_one_more():
     feedback = Feedback(1, keep=2)
     names = [feedback.served([sample(number)], 0) for number in range(3)]

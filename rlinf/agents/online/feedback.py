@@ -26,6 +26,9 @@ from rlinf.agents.checks import WrongType, WrongValue, at_least_one, number, sho
 from rlinf.config.reading import parse_json
 from rlinf.data.sample import Group, Prompt, Sample
 
+TOGETHER = 4
+"""Batches that one step learns from at most: what a step costs besides its answers is small by then, and so is what
+larger ones bring."""
 _ARRAYS = {"response_ids": np.int64, "logprobs": np.float32, "versions": np.int32, "loss_mask": np.bool_}
 
 
@@ -67,7 +70,8 @@ class Feedback:
     """Answers that were served and not learned from yet.
 
     Args:
-        batch: rewarded answers that are learned from together.
+        batch: rewarded answers that are learned from together, at least; where more have come meanwhile, as people
+            answer faster than the model learns, up to `TOGETHER` times as many, so that they are learned and not stale.
         max_age: an answer is learned from if the policy has taken at most so many steps since it was given.
         keep: answers that wait for a reward; the oldest is forgotten for one more.
         journal: the file in which all of it is kept; None keeps nothing.
@@ -163,7 +167,7 @@ class Feedback:
                 break
             self._enough.clear()
             await self._enough.wait()
-        names = [*self._ready][: self.batch_size]
+        names = [*self._ready][: TOGETHER * self.batch_size]
         groups = {name: self._group(self._ready.pop(name)) for name in names}
         self.counts.trained += len(names)
         self._note(trained=names, step=step + 1)  # before it is: a checkpoint of that step must not come first

@@ -6,9 +6,9 @@ const ofMetric = (run, name) => run.curves.metrics[name]?.some((value) => value 
 /** Each: id, title, what it is about, of which news it is drawn anew, whether a run has anything for it, what draws it. */
 const SECTIONS = [
   ["beside", "Side by side", "", ["facts", "shown"], () => board.drawn.length > 1, besideSection],
-  ["why", "Why steps take this long", "What the newest step waited for, and what all of them lost most to.", ["explained"], (run) => has(run.state.sentences), whySection],
-  ["alarms", "Alarms", "", ["alarms"], (run) => has(run.state.alarms), alarmsSection],
   ["facts", "At a glance", "", ["facts"], (run) => has(run.state.facts), factsSection],
+  ["alarms", "Alarms", "", ["alarms"], (run) => has(run.state.alarms), alarmsSection],
+  ["why", "Why steps take this long", "What the newest step waited for, and what all of them lost most to.", ["explained"], (run) => has(run.state.sentences), whySection],
   ["roles", "Roles", "", ["roles", "moment"], (run) => run.live ? has(run.moment?.actors) || has(run.roles?.roles) : has(run.state.roles), rolesSection],
   ["minute", "The last minute", "", ["lanes"], (run) => run.live && run.lanes.size > 0, minuteSection],
   ["queues", "Queues", "", ["moment"], (run) => run.live && has(run.moment?.queues), queuesSection],

@@ -113,7 +113,24 @@ def _model(model: Any) -> str:
     return str(model.get("path") or (f"a new {made.get('model_type')}" if isinstance(made, Mapping) else ""))
 
 
+def _tried(run: RunData) -> Iterator[Fact]:
+    """How well a policy acts in its trials, before and after: solved ones, or else the return, which any simulator
+    tells."""
+    for metric, label, style in (
+        ("evaluation/success_once", "Solved in trials", ".1%"),
+        ("evaluation/reward/mean", "Return in trials", ".2f"),
+    ):
+        if told := run.told(metric):
+            (_, before), (step, after) = told[0], told[-1]
+            episodes = run.told("evaluation/episodes")
+            note = f"of {episodes[-1][1]:,.0f} episodes, after step {step}" if episodes else f"after step {step}"
+            yield _fact(label, f"{after:{style}}", note) | ({"before": f"{before:{style}}"} if len(told) > 1 else {})
+            return
+
+
 def _learned(run: RunData) -> Iterator[Fact]:
+    if not run.accuracies:
+        yield from _tried(run)
     if run.accuracies:
         (_, before), (step, after) = run.accuracies[0], run.accuracies[-1]
         label, style = ("Held-out reward", ".3f") if run.graded else ("Accuracy", ".1%")
@@ -126,9 +143,10 @@ def _learned(run: RunData) -> Iterator[Fact]:
         metric, step, value = run.best
         yield _fact("Best", f"{value:.4g}", f"{metric}, after step {step}; in checkpoints/best")
     if rewards := run.values("reward/mean"):
-        edge = min(EDGE, len(rewards))
+        edge = max(1, min(EDGE, len(rewards) // 2))  # both ends have steps of their own
         first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
-        yield {**_fact("Mean reward", f"{last:.3f}", f"of the first and last {edge} steps"), "before": f"{first:.3f}"}
+        note = f"of the first and last {edge} steps" if edge > 1 else "of the first and the last step"
+        yield {**_fact("Mean reward", f"{last:.3f}", note), "before": f"{first:.3f}"}
 
 
 def _spoilt(run: RunData) -> Iterator[Fact]:

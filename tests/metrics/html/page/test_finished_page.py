@@ -43,7 +43,7 @@ async def opened(browser, url, **size):
 async def test_it_draws_what_a_run_has_and_runs_no_script_of_a_model(browser, report):
     page = await opened(browser, report)
     assert await page.eval(SHOWN) == [
-        "why", "alarms", "facts", "curves", "answers", "held-out", "episodes", "staleness", "time", "possible", "lanes",
+        "facts", "alarms", "why", "curves", "answers", "held-out", "episodes", "staleness", "time", "possible", "lanes",
         "setup",
     ]  # fmt: skip
     assert await page.eval("document.title") == "sorting: training report"

@@ -37,6 +37,23 @@ def test_it_tells_all_that_is_in_the_directory_and_is_json(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("trials", "label", "before", "after"),
+    [
+        (({"success_once": 0.1}, {}, {"success_once": 0.75}), "Solved in trials", "10.0%", "75.0%"),
+        (({"reward/mean": -317.8}, {}, {"reward/mean": 177.0}), "Return in trials", "-317.80", "177.00"),
+    ],
+)
+def test_of_a_policy_that_acts_the_trials_come_first(tmp_path, trials, label, before, after):
+    rows = [
+        {"step": step, **{f"evaluation/{name}": value for name, value in {"episodes": 20.0, **found}.items() if found}}
+        for step, found in enumerate(trials)
+    ]
+    lines(tmp_path / "metrics.jsonl", rows)
+    first = run_state(tmp_path)["facts"][0]
+    assert first == {"label": label, "before": before, "value": after, "note": "of 20 episodes, after step 2"}
+
+
 def test_a_run_that_has_just_begun_or_broke_off_has_a_state(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     assert run_state(tmp_path)["curves"]["steps"] == []

@@ -33,6 +33,7 @@ from rlinf.cli.unread import quiet_when_unread
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.loading import InputError, RunFailure
+from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
@@ -123,7 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="Hugging Face directory (or hub name), or a policy",
     )
-    evaluate.add_argument("--config", metavar="FILE", help="problems, reward and sampling, as in training")
+    evaluate.add_argument(
+        "--config",
+        metavar="FILE",
+        help="problems, reward and sampling, as in training; default: the resolved.yaml of the run that made the model",
+    )
     evaluate.add_argument(
         "--named",
         metavar="LIST",
@@ -148,8 +153,12 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    resolved = _resolved_of(options.model)
     if options.config is None and options.named is None:
-        raise InputError("evaluate: name a --config whose problems are answered, or benchmarks by --named")
+        if resolved is None:
+            raise InputError("evaluate: name a --config whose problems are answered, or benchmarks by --named")
+        options.config = str(resolved)
+        print(f"by the configuration of the run that made the model: {resolved}")
     options.config = None if options.config is None else shipped(options.config)
     look_in_working_directory()
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
@@ -157,6 +166,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         _evaluate_embodied(options, hosts)
         return
     config = load_config(options.config, [*_asked(options, hosts), f"model.path={options.model}"], hosts)
+    if resolved is not None and not options.named and config.evaluation.data is None:
+        seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
+        if seed != config.seed:
+            print(f"seed={config.seed} draws other problems than the run had, seed={seed}: --config {resolved} has its")
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.absolute().parent}")
@@ -170,6 +183,13 @@ def _evaluate(options: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it would be trained
         refuse_idle(config.placement, prepare(config, hosts))
     run_to_end(main, config.system)
+
+
+def _resolved_of(model: str) -> Path | None:
+    """The configuration of the run that a model is of, where it lies in a run's directory."""
+    place = Path(model).expanduser().absolute()
+    found = [each / "resolved.yaml" for each in place.parents[:3] if (each / "checkpoints").is_dir()]
+    return next((path for path in found if path.is_file()), None)
 
 
 def _asked(options: argparse.Namespace, hosts: int) -> list[str]:

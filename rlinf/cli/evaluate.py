@@ -132,6 +132,7 @@ def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None
             f"{found['truncated']:.1%}",
             f"{found['response_length/mean']:.0f}",
         )
+    console.width = max(console.width, 80 + 11 * len(at_k))  # else each column is cut where there are many
     console.print(table)
 
 

@@ -368,7 +368,9 @@ class TrainingLoop(RunKind[E]):
                 self.report.line(f"nothing is left to do: {why}")
         for each in begun.passed_over:
             self.report.line(f"passed over, as it is damaged: {each}")
-        self.report.resumed(self.done, begun.path)
+        known = self.before if self.after is None else self.after
+        numbers = {} if known is None else self.numbers(known)
+        self.report.resumed(self.done, begun.path, {f"evaluation/{name}": value for name, value in numbers.items()})
         for change in self.directory.changed:
             self.report.line(f"changed since then: {change}")
 

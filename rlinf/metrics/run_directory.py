@@ -73,7 +73,7 @@ class RunDirectory:
             if previous and _came_to_nothing(path):
                 removed = [path]
             else:
-                earlier = _previous(path)
+                earlier = previous_runs(path)
                 number = int(earlier[-1].name.rpartition("-")[2]) + 1 if earlier else 1
                 moved = path.with_name(f"{path.name}.previous-{number}")
                 path.rename(moved)
@@ -378,11 +378,20 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _previous(path: Path) -> list[Path]:
+def previous_runs(path: Path) -> list[Path]:
     """Earlier runs of a name, the oldest first."""
     name = re.compile(re.escape(path.name) + r"\.previous-(\d+)")
     found = ((match, entry) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name)))
     return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found)]
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files below a directory; links are not followed."""
+    return sum(
+        entry.stat(follow_symlinks=False).st_size
+        for entry in directory.rglob("*")
+        if entry.is_file() and not entry.is_symlink()
+    )
 
 
 def _came_to_nothing(path: Path) -> bool:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlinf.cli.commands import _parsed, main
+from rlinf.cli.commands import _parsed, _resolved_of, main
 from tests.launching import QUICKSTART, ROOT
 
 
@@ -76,3 +76,11 @@ def test_an_option_that_there_is_not_is_refused(capsys):
 def test_data_beside_named_benchmarks_are_refused_and_not_left_out(capsys):
     assert main(["evaluate", "--model", "tests", "--named", "aime24", "evaluation.data=x.jsonl"]) == 2
     assert "evaluation.named.NAME=FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inside", ["checkpoints/step_000004/hf", "checkpoints/best/policy", "elsewhere/hf", "hf"])
+def test_the_configuration_of_a_model_is_found_where_it_lies_in_a_runs_directory(tmp_path, inside):
+    (tmp_path / "run" / inside).mkdir(parents=True)
+    (tmp_path / "run" / "resolved.yaml").write_text("seed: 7")
+    found = tmp_path / "run" / "resolved.yaml" if inside.startswith("checkpoints") else None
+    assert _resolved_of(str(tmp_path / "run" / inside)) == found

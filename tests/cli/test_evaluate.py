@@ -23,9 +23,8 @@ def test_a_saved_model_scores_what_it_scored_at_the_end_of_training(tmp_path):
     launch(*tiny, f"output_dir={tmp_path}")
     run = tmp_path / "quickstart"
     model, answers = run / "checkpoints" / "latest" / "hf", tmp_path / "answers.jsonl"
-    done = rlinf(
-        "evaluate", "--model", str(model), "--config", QUICKSTART, "evaluation.problems=20", "--output", str(answers)
-    )
+    done = rlinf("evaluate", "--model", str(model), "--output", str(answers))
+    assert f"by the configuration of the run that made the model: {run / 'resolved.yaml'}" in done.stdout
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     accuracy = sum(row["reward"] for row in rows) / len(rows)
     assert accuracy == pytest.approx(metrics_of(run)[-1]["evaluation/accuracy"])

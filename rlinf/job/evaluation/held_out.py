@@ -65,6 +65,7 @@ def answers_of(evaluation: Evaluation | None) -> dict[str, Any] | None:
             "reward": sample.reward,
             "outcome": sample.outcome,
             "truncated": sample.truncated,
+            **({} if sample.extracted is None else {"extracted": sample.extracted}),
             **({"remark": sample.remark} if sample.remark else {}),
         }
         for group in evaluation.groups
@@ -84,7 +85,14 @@ def evaluation_of(saved: dict[str, Any] | None) -> Evaluation | None:
         prompt = Prompt(answer["id"], none, answer["prompt"], answer["answer"])
         its_group = groups.setdefault(prompt.id, [])
         read = (none, nothing, none.astype(np.int32), answer["text"], answer["truncated"])
-        sample = Sample(prompt, len(its_group), *read, reward=answer["reward"], outcome=answer["outcome"])
+        sample = Sample(
+            prompt,
+            len(its_group),
+            *read,
+            reward=answer["reward"],
+            outcome=answer["outcome"],
+            extracted=answer.get("extracted"),
+        )
         its_group.append(sample)
     judged = tuple(Group(samples[0].prompt, tuple(samples)) for samples in groups.values())
     named = {name: Evaluation(each["accuracy"], (), each) for name, each in saved.get("named", {}).items()}

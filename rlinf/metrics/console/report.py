@@ -19,7 +19,7 @@ from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.metrics.console.live import LiveView
 from rlinf.metrics.console.table import ProgressTable
-from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.metrics.run_directory import Checkpoint, RunDirectory, previous_runs, size_of
 from rlinf.metrics.timing import sentence
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
 from rlinf.metrics.verdict import tells, typical, verdict
@@ -99,7 +99,12 @@ class Report:
         if self._directory.lock is not None and (dead := self._directory.lock.taken_from) is not None:
             self.line(f"the lock of the run directory is taken over from {dead}, which ended without giving it back")
         if self._directory.moved is not None:
-            self.line(f"an earlier run of this name is now {_shown(self._directory.moved)}")
+            moved = self._directory.moved
+            all_of_them = [moved, *(run for run in previous_runs(self._directory.path) if run != moved)]
+            sizes = [size_of(run) for run in all_of_them]
+            others = f"; with {len(sizes) - 1} more, {in_bytes(sum(sizes))}" if len(sizes) > 1 else ""
+            kept = f"({in_bytes(sizes[0])}{others}; keep_previous says how many stay)"
+            self.line(f"an earlier run of this name is now {_shown(moved)} {kept}")
         for gone in self._directory.removed:
             if gone == self._directory.path:
                 self.line("an earlier run of this name, which had not done a step, is removed")
@@ -107,8 +112,9 @@ class Report:
                 self.line(f"the oldest run of this name, {_shown(gone)}, is removed; see keep_previous")
         self._since = time.perf_counter()
 
-    def resumed(self, step: int, checkpoint: Path) -> None:
-        """The run goes on from a checkpoint, written after `step`."""
+    def resumed(self, step: int, checkpoint: Path, metrics: Mapping[str, float] | None = None) -> None:
+        """The run goes on from a checkpoint, written after `step`; its newest evaluation is known, as metrics."""
+        self._table.announce(metrics or {})
         self.line(f"going on after step {step}, from {_shown(checkpoint)}")
         self.line("")
 
@@ -244,6 +250,11 @@ async def _follow(watch: Watch, view: LiveView) -> None:
             await asyncio.sleep(LOOK_SECONDS)
     except ActorDied:
         pass  # a host is lost: the run itself fails by that, with its cause
+
+
+def in_bytes(count: int) -> str:
+    """Bytes for people: `2.1 GB`, `340 MB`, `0 MB`."""
+    return f"{count / GB:.1f} GB" if count >= GB else f"{count / 1e6:.0f} MB"
 
 
 def _listed(hosts: Sequence[int]) -> str:

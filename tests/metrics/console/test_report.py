@@ -137,6 +137,28 @@ async def test_the_table_has_a_column_for_a_mean_reward_if_that_is_known_before(
     assert last.split()[:3] == ["2", "0.500", "-1.363"]
 
 
+async def test_after_a_resume_the_column_is_named_as_before(directory):
+    out = io.StringIO()
+    report = Report("run", directory, 1, steps=6, log_every=1, announced=["evaluation/accuracy"], out=out)
+    report.resumed(3, directory.path, {"evaluation/accuracy": 3.55, "evaluation/graded": 1.0})
+    report.stepped(4, STEP)
+    assert "held-out" in out.getvalue()
+    assert "accuracy" not in out.getvalue()
+
+
+def test_an_earlier_run_is_told_with_its_place_and_its_size(tmp_path):
+    path, out = tmp_path / "run", io.StringIO()
+    for number in range(3):
+        if number:
+            made = RunDirectory(path)
+            made.metrics.write_text('{"step": 1}')
+            made.resolved.write_text("name: run")
+            (made.checkpoints / "weights").write_bytes(b"x" * 30_000_000 * number)
+        directory = RunDirectory.create(path)
+    Report("run", directory, 1, steps=1, log_every=1, out=out).begins({"trainer": [0]})
+    assert "run.previous-2 (60 MB; with 1 more, 90 MB; keep_previous" in out.getvalue()
+
+
 async def tell(report: Report) -> None:
     before, after = evaluation("1", "1234"), evaluation("1234", "1234")
     async with report:

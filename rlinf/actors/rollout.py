@@ -30,7 +30,6 @@ from rlinf.engines.make import EngineSetup, make
 from rlinf.models.language.generation import limits
 from rlinf.models.language.load import ONE_AT_A_TIME, ModelSource, build_model, pictures_of
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.gpu.own_device import own_device
 from rlinf.weights.receive import Receiver
 
@@ -122,7 +121,7 @@ class Rollout(Receiver, TailMigration):
             routes=routes is not False,
             directory=directory,
             compute=self.compute,
-            on_device=_on_device,
+            on_device=self.working,
         )
         self._engine = await make(engine, setup, engine_args)
         if (lacking := _lacking(self._engine, engine, rescale=rescale, routes=routes is True)) is not None:
@@ -377,9 +376,3 @@ def _model(
     with ONE_AT_A_TIME:
         built: Any = build_model(source, tokenizer, seed=seed, dtype=dtype)
         yield built.to(own_device())
-
-
-def _on_device() -> contextlib.AbstractAsyncContextManager[Any]:
-    """Holds this rank's devices for the running call, if it takes a lease on them."""
-    lease = lease_here()
-    return contextlib.nullcontext() if lease is None else lease.computing()

@@ -64,7 +64,7 @@ class EngineSetup:
     """Runs blocking work; an actor's own `compute` holds its devices meanwhile, and wakes an engine that sleeps."""
     on_device: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
     """`async with on_device():` holds the actor's devices for work that `compute` does not run, such as a request to a
-    child process."""
+    child process, and has its time counted as the rollout's."""
 
 
 def lacking(engine: str, args: Mapping[str, Any] | None = None) -> str | None:

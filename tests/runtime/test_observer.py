@@ -166,6 +166,32 @@ class Engine(Actor):
         self.loop.cancel()
 
 
+class Serves(Actor):
+    """Has a server answer, and computes a little itself."""
+
+    @endpoint
+    async def answer(self, seconds: float) -> None:
+        await self.compute(int)
+        async with self.working():
+            await asyncio.sleep(seconds)
+        await asyncio.sleep(1.0)
+
+
+def test_work_of_a_server_counts_as_that_of_the_endpoint_that_asks_it():
+    async def main():
+        async with ActorSystem.local() as system:
+            serves = await system.spawn(Serves, name="serves")
+            watch = await Watch.start(system)
+            watch.begins()
+            await asyncio.gather(*(serves.answer(seconds) for seconds in (2.0, 5.0)))
+            return await watch.ends("step")
+
+    lap, _ = run_virtual(main())
+    (part,) = [part for part in lap.busy if part.endpoint == "answer"]
+    assert sum(end - start for start, end in part.intervals) == pytest.approx(5.0, abs=0.01)
+    assert lap.end - lap.start == pytest.approx(6.0, abs=0.01)
+
+
 async def test_a_loop_that_outlives_its_call_computes_for_the_call_that_runs():
     async with ActorSystem.local(1) as system:
         group = await system.spawn(Engine, name="engine")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
@@ -31,6 +31,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
+ELSEWHERE = "elsewhere"
+"""Names work of servers and child processes in traces."""
 COMPUTING = "computing"
 """What a call does, by the first word of `Call.doing`, while a function of it runs in its actor's thread."""
 
@@ -172,6 +174,11 @@ class Actor:
         """
         return await self._cell.compute(True, fn, *args, **kwargs)
 
+    def working(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """In it others work for the running call: a server, a child process. `async with self.working():` holds the
+        actor's devices as `compute` does, and the time counts as the endpoint's own; times that overlap count once."""
+        return self._cell.working()
+
     def note(self, what: str, seconds: float = 0.0, bytes: int = 0) -> None:
         """Tell the trace of a part of what this actor has just done; a step's metrics have its sum.
 
@@ -235,6 +242,17 @@ class Cell:
                 if call is not None:
                     call.doing = None
                 self.host.tracer.span("compute", self.name, endpoint, name, start, self.host.now())
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        lease, endpoint = lease_here(), self._endpoint_of(current_call.get())
+        async with lease.computing() if lease is not None else contextlib.nullcontext():
+            self.under_way[begun := object()] = ("compute", endpoint, ELSEWHERE, self.host.now())
+            try:
+                yield
+            finally:
+                *_, start = self.under_way.pop(begun)
+                self.host.tracer.span("compute", self.name, endpoint, ELSEWHERE, start, self.host.now())
 
     def _endpoint_of(self, call: Call | None) -> str:
         """The endpoint that a computation is for: that of the running call which it is a part of. A task that outlives

@@ -177,6 +177,10 @@ class Trajectories:
                     found = turn
         return found, ids if found is None else ids[found.length :]
 
+    def goes_on_from(self, key: Key) -> bool:
+        """A call goes on, or has gone on, from the history of this key."""
+        return self._by_key[key].claimed if key in self._by_key else False
+
     def histories(self, messages: Sequence[Message], chat: ChatFormat) -> Iterator[tuple[int, Key]]:
         """(how many messages, key) of every history that the messages begin with and that ends with an answer."""
         state = _start(chat)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +34,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _BACKLOG = 4096
 """Connections that wait to be accepted: as many agents as begin at once."""
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+"""Variables by which HTTP clients are told of proxies."""
 _KEPT_RATES = 10_000
 """Keys whose rate is remembered."""
 _SHOWN = 80
 """Characters of what a client sends that are shown to people."""
 _MOST_IGNORED = 64
 """Fields that are noted in one session, and told to people in a run."""
+
+
+def past_proxies(host: str) -> None:
+    """Have clients of this process, and of those that it starts, ask the endpoint itself where a proxy is set for all
+    else: a proxy cannot reach what listens on this machine alone.
+
+    Args:
+        host: where it listens.
+    """
+    if not any(os.environ.get(name) for proxy in _PROXIES for name in (proxy, proxy.upper())):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [each for each in re.split(r"[\s,]+", os.environ.get(name, "")) if each]
+        if "*" not in hosts:
+            os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost", host]))
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +149,7 @@ class Endpoint:
         self.applying = Applying()
         """Applies JSON schemas of clients."""
         self._opens, self._posts, self._said = opens, posts or {}, answered
-        self._by_history: dict[Key, EndpointSession] = {}
+        self._by_history: dict[Key, list[EndpointSession]] = {}  # in which it was said, oldest first
         self._by_response: dict[str, EndpointSession] = {}
         self._rates: dict[str, _Rate] = {}
         self._ignored: set[str] = set()  # of which people were told
@@ -171,8 +190,11 @@ class Endpoint:
         for response, said in session.answers.items():
             self._by_response.pop(response, None)
             for each in said:
-                if self._by_history.get(each.key) is session:
-                    del self._by_history[each.key]
+                known = self._by_history.get(each.key, [])
+                if session in known:
+                    known.remove(session)
+                if not known:
+                    self._by_history.pop(each.key, None)
         self._rates.pop(session.name, None)
 
     @property
@@ -255,6 +277,9 @@ class Endpoint:
     def conversation(self, messages: Sequence[Message], chat: ChatFormat | None) -> EndpointSession:
         """The session of a client that names none: the one in which these messages were said, or a new one.
 
+        Where several clients have said the same and were answered the same, each goes on in a session of its own, in
+        which nobody has gone on yet.
+
         Args:
             messages: all that was said; none for token ids.
             chat: how they become tokens.
@@ -263,8 +288,9 @@ class Endpoint:
         known = next(iter(self.sessions.values()), None)  # all have the same template
         if messages and chat is not None and known is not None:
             for _, key in reversed([*known.llm.trajectories.histories(messages, chat)]):
-                if (found := self._by_history.get(key)) is not None:
-                    return found
+                if sessions := self._by_history.get(key):
+                    free = [each for each in sessions if not each.llm.trajectories.goes_on_from(key)]
+                    return (free or sessions)[0]
         return self._add(f"conversation-{secrets.token_hex(8)}", self._opens())
 
     def noted(self, session: EndpointSession, response: str, said: Sequence[Said], whole: Sequence[Message]) -> None:
@@ -282,7 +308,10 @@ class Endpoint:
             session.whole[response] = whole
         self._by_response[response] = session
         if self._opens is not None:
-            self._by_history.update((each.key, session) for each in said if each.key)
+            for key in dict.fromkeys(each.key for each in said if each.key):
+                known = self._by_history.setdefault(key, [])
+                if session not in known:
+                    known.append(session)
             self.sessions[session.name] = self.sessions.pop(session.name)
         if self._said is not None:
             self._said()
@@ -336,6 +365,7 @@ class Endpoint:
             except ModuleNotFoundError as error:
                 raise UserError(f"an endpoint needs {error.name}: pip install 'rlinf[endpoint]'") from None
             self._socket = self._bound()
+            past_proxies((self.address or ("", 0))[0])
             self._serving = asyncio.create_task(self._serve(app.application(self, self._posts)), name="endpoint")
         host, port = self.address or ("", 0)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"

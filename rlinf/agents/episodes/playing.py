@@ -53,7 +53,8 @@ from rlinf.agents.prompts import handed_out
 from rlinf.data.sample import Group, Sample
 from rlinf.engines.base import PartialAnswer
 from rlinf.runtime.base.errors import RuntimeFault, UserError
-from rlinf.runtime.base.tasks import cancel_all, start_thread
+from rlinf.runtime.base.shutdown import start_thread
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
 from rlinf.runtime.streams.stream import each
 

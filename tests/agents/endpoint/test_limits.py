@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import string
 
 import pytest
@@ -90,6 +91,27 @@ async def test_what_cannot_be_is_said_in_the_api_s_own_form_and_touches_nothing(
         assert said in told["error"]["message"]
         assert here.model.calls == []
         assert here.llm.counts().calls == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "127.0.0.1,localhost"), ("a.b", "a.b,127.0.0.1,localhost"), ("*", "*")]
+)
+async def test_a_proxy_is_for_all_but_the_endpoint(monkeypatch, before, after):
+    for name in ("http_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # so that it is put back, whatever the endpoint does
+        monkeypatch.delenv(name)
+    if before is not None:
+        monkeypatch.setenv("no_proxy", before)
+        monkeypatch.setenv("NO_PROXY", before)
+    async with stand():
+        assert os.environ.get("no_proxy") == before
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with stand("ab") as here:
+        assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == (after, after)
+        openai = pytest.importorskip("openai")
+        async with openai.AsyncOpenAI(base_url=here.url, api_key=here.key, max_retries=0) as client:
+            said = await client.chat.completions.create(model="policy", messages=HI["messages"])
+        assert said.choices[0].message.content == "ab"
 
 
 async def test_a_base_url_without_its_end_is_told_of():

@@ -58,6 +58,24 @@ async def test_an_answer_at_the_second_try_and_without_its_reasoning_is_gone_on_
         ]
 
 
+async def test_clients_that_say_the_same_and_are_answered_the_same_go_on_in_sessions_of_their_own():
+    async with stand("ab", "ab", "a", "b") as here, Served(EndpointConfig(), here.make) as served:
+        firsts = [(await post(here, CHAT, url=served.url))[1] for _ in range(2)]
+        seconds = [(await post(here, CHAT, going_on(first), url=served.url))[1] for first in firsts]
+        assert [each.llm.counts().calls for each in served.sessions.values()] == [2, 2]
+        for told in seconds:
+            assert served.feedback(1.0, response=told["id"])
+        assert served.judged == 2
+        assert served.sessions == {}
+
+
+async def test_a_branch_that_nobody_judged_is_not_learned_where_a_session_is_ended():
+    async with stand("ab", "a", "b") as here, Served(EndpointConfig(), here.make) as served:
+        _, told, _ = await post(here, CHAT, {**HI, "n": 2}, url=served.url)
+        assert served.feedback(1.0, response=told["id"], choice=1, end=True)
+        assert [sample.reward for sample in (await anext(served)).samples] == [1.0]
+
+
 async def test_names_tie_calls_to_a_session_and_its_reward_ends_it():
     async with stand("ab", "a") as here, Served(EndpointConfig(), here.make) as served:
         root = served.url.removesuffix("/v1")

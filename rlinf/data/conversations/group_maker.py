@@ -128,10 +128,9 @@ class GroupMaker:
                 "leave them out by data.columns: {images: null}"
             )
         if isinstance(dialogue.prompt, str):
-            both = zip(("user", "assistant"), (dialogue.prompt, dialogue.completion), strict=True)
-            texts = list(pictured([{"role": role, "content": text} for role, text in both], images, self.pictures))
-            prompt, completion = (str(text["content"]) for text in texts)
-            return replace(dialogue, prompt=prompt, completion=completion)
+            if not dialogue.prompt:  # one whole text
+                return replace(dialogue, completion=pictured(str(dialogue.completion), images, self.pictures))
+            return replace(dialogue, prompt=pictured(dialogue.prompt, images, self.pictures))
         said = list(pictured([*dialogue.prompt, *dialogue.completion], images, self.pictures))
         return replace(dialogue, prompt=said[: len(dialogue.prompt)], completion=said[len(dialogue.prompt) :])
 

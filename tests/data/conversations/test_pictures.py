@@ -47,6 +47,12 @@ def test_a_worked_answer_about_a_picture(tokenizer):
     assert said(tokenizer, whole.samples[0].response_ids) == "<|vision_end|>bc<eos>"
 
 
+def test_an_answer_that_speaks_of_a_picture_has_none(tokenizer):
+    (group,) = groups(tokenizer, {"prompt": "a<image>b", "completion": "<image>", "images": [CAT]})
+    assert said(tokenizer, group.prompt.token_ids) == "a#b"
+    assert said(tokenizer, group.samples[0].response_ids) == "<image><eos>"
+
+
 def test_a_chat_about_pictures(tokenizer):
     tokenizer.chat_template = CHAT
     parts = [{"type": "image"}, {"type": "text", "text": "a?"}]

@@ -193,6 +193,24 @@ def test_messages_say_where_pictures_stand(cat, tokenizer):
     assert second.text == f"s:cu:{shows.text}aba:"
 
 
+def test_a_text_that_speaks_of_pictures_stands_for_none(cat, tokenizer):
+    tokenizer.chat_template = CHAT
+
+    def shown(*messages, **more):
+        rows = [{"prompt": [{"role": role, "content": said} for role, said in messages], **more}]
+        (prompt,) = read(tokenizer, *rows, unusable="error")
+        assert (prompt.token_ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum() == 6 * len(prompt.images)
+        return prompt.text.replace("<|vision_start|><|image_pad|><|vision_end|>", "#")
+
+    part = [{"type": "image"}, {"type": "text", "text": "<image>?"}]
+    assert shown(("user", part), images=cat) == "u:#<image>?a:", "the part says where"
+    told = (("user", "a"), ("tool", "<image>"), ("assistant", "<image>"), ("user", "b"))
+    assert shown(*told, images=cat) == "u:#at:<image>a:<image>u:ba:"
+    assert shown(*told) == "u:at:<image>a:<image>u:ba:"
+    with pytest.raises(DataError, match=r"row 1.*1 places for pictures and 0 pictures"):
+        shown(("tool", "<|image_pad|>"), ("user", "b"))
+
+
 def test_what_does_not_fit_together_is_refused(cat, tokenizer):
     row = {"images": [cat], "problem": "<image><image>?"}
     with pytest.raises(DataError, match=r"row 1: the prompt has 2 places for pictures and 1 pictures"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from rlinf.config.schema import number
+from rlinf.config.schema import number, place
 
 RECIPES = (
     *("grpo", "deepseek_grpo", "dr_grpo", "dapo", "grpo_clip_higher", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"),
@@ -81,7 +81,7 @@ class AlgorithmConfig:
 class CriticConfig:
     """The critic, where the algorithm trains one (ppo): it predicts the reward to come before each token."""
 
-    model: str | None = None
+    model: str | None = place(None)
     """Hugging Face directory (or hub name) of its model; null starts from the policy's own weights."""
     lr: float = number(1e-5, above=0)
     """Learning rate after warm-up."""
@@ -103,9 +103,9 @@ class ReferenceConfig:
     """`frozen`: the policy as it was before learning. `ema`: a running mean of it. `adapters_off`: the model under its
     own LoRA adapters, which needs no second copy in memory. `precomputed`: for dpo, the data's columns
     ref_chosen_logps and ref_rejected_logps."""
-    model: str | None = None
+    model: str | None = place(None)
     """Hugging Face directory (or hub name) of another policy to hold on to; null takes the policy itself."""
-    adapter: str | None = None
+    adapter: str | None = place(None)
     """Directory of saved adapters of the policy's own base model to hold on to: the trainer computes with them in place
     of its own, so that they need no second model in memory."""
     decay: float = number(0.99, above=0, below=1)
@@ -123,9 +123,9 @@ class ReferenceConfig:
 class TeacherConfig:
     """The model whose judgement of every token is learned from, where the algorithm distils (opd)."""
 
-    model: str | None = None
+    model: str | None = place(None)
     """Hugging Face directory (or hub name); its tokens must be those of the policy."""
-    adapter: str | None = None
+    adapter: str | None = place(None)
     """Instead: directory of saved adapters of the policy's own base model, with which the trainer computes, too."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which it computes; `auto` is bfloat16 on GPUs and float32 on CPUs."""
@@ -152,12 +152,12 @@ class NamedTeacher:
 class RewardModelConfig:
     """A model that scores answers, instead of the reward function or beside it: docs/roles.md."""
 
-    path: str | None = None
+    path: str | None = place(None)
     """Hugging Face directory (or hub name) of a model that scores answers; null: none does."""
     kind: Literal["classifier", "generative"] = "classifier"
     """`classifier`: a sequence-classification model. `generative`: a language model that is asked by `template`, and
     replies with one of `choices` or a text that has a number."""
-    tokenizer: str | None = None
+    tokenizer: str | None = place(None)
     """Hugging Face directory (or hub name) of its tokenizer; null takes the one in `path`."""
     template: str | None = None
     """What it reads, such as "Question: {prompt}\\nAnswer: {response}\\nRight: {answer}\\nGrade:", with columns of

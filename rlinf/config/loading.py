@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -271,6 +272,8 @@ class _Loader:
         if not _finite(value):
             self._note(place, leaf.key, value, f"this is not a finite number; expected {leaf.expectation}")
             return leaf.default
+        if leaf.is_place and isinstance(value, str):
+            value = os.path.expanduser(value)
         if leaf.allows(value):
             return value
         self._note(place, leaf.key, value, f"expected {leaf.expectation}")

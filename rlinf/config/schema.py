@@ -53,6 +53,8 @@ class Leaf:
     """The text under the field."""
     limits: Mapping[str, float]
     """What `number(...)` was given: any of `low`, `above`, `high`, `below`."""
+    is_place: bool = False
+    """It names a file or directory, where `~` is the user's own."""
 
     def read(self, value: Any) -> Any:
         """A value as this key takes it: `1e3`, a float to YAML, is a whole number where one is asked for, and one text
@@ -129,6 +131,12 @@ def number(default: Any, **limits: float) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def place(default: Any) -> Any:
+    """A field that names a file or directory, or something on a hub: `~` at its beginning becomes the home directory
+    when the configuration is read, so that whatever opens it need not know of it."""
+    return dataclasses.field(default=default, metadata={"place": True})
+
+
 def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
     """A section from keyword arguments; what is not given has its default.
 
@@ -189,7 +197,8 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             yield from leaves(annotation, f"{key}.")
         else:
-            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), field.metadata.get("limits", {}))
+            limits, is_place = field.metadata.get("limits", {}), field.metadata.get("place", False)
+            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), limits, is_place)
 
 
 def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:

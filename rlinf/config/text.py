@@ -5,6 +5,7 @@ The text under a field is what `--help` and docs/config.md print. A key stands h
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from rlinf.config.learning import (
     TrainerConfig,
 )
 from rlinf.config.placement import PlacementConfig
-from rlinf.config.schema import number
+from rlinf.config.schema import number, place
 from rlinf.config.supervised import SupervisedConfig
 
 
@@ -36,7 +37,7 @@ class LoraConfig:
     """Linear layers that get one: `auto` (those of attention, whatever the architecture calls them), `all-linear` (all
     but the output embedding and the routers of experts), names such as q_proj or the ends of dotted names, or regular
     expressions of whole ones."""
-    path: str | None = None
+    path: str | None = place(None)
     """Directory of saved adapters, in peft's format, to start from; they say their rank and layers themselves."""
 
     @property
@@ -54,12 +55,12 @@ class LoraConfig:
 class ModelConfig:
     """The policy: a saved Hugging Face model, or a small one made from nothing."""
 
-    path: str | None = None
+    path: str | None = place(None)
     """Hugging Face directory (or hub name) to start from; null makes a new model from `model.config`."""
     config: dict[str, Any] = field(default_factory=lambda: {"model_type": "qwen2"})
     """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
     tokenizer."""
-    tokenizer: str | None = None
+    tokenizer: str | None = place(None)
     """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each
     (`characters+pictures:` for a new model that reads pictures); null takes the one in `model.path`, or a token per
     character of a generated task."""
@@ -368,4 +369,7 @@ class RunConfig(CommonConfig):
     @property
     def named_teachers(self) -> dict[str, NamedTeacher]:
         """Several teachers by the names of their roles: `teacher_math` of `math`."""
-        return {f"teacher_{name}": NamedTeacher(**entry) for name, entry in self.teachers.items()}
+        return {
+            f"teacher_{name}": NamedTeacher(**{**entry, "model": os.path.expanduser(entry["model"])})
+            for name, entry in self.teachers.items()
+        }

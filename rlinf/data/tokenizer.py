@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def pretrained(loader: Any, source: str | Path, **how: Any) -> Any:
         OSError: as the loader raises it.
     """
     try:
-        return loader.from_pretrained(str(source), trust_remote_code=False, **how)
+        return loader.from_pretrained(os.path.expanduser(source), trust_remote_code=False, **how)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -105,7 +106,7 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     if isinstance(source, str) and source.startswith(PICTURED):
         return character_tokenizer(source.removeprefix(PICTURED), pictures=True)
     if isinstance(source, str):
-        if looks_local(source) and not Path(source).is_dir():
+        if looks_local(source) and not Path(source).expanduser().is_dir():
             raise ValueError(f"tokenizer: there is no directory {source}, looked for from {Path.cwd()}")
         try:
             tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, source)

@@ -127,6 +127,22 @@ def test_a_text_on_the_command_line_may_look_like_anything(yaml_file, text):
     assert load(Outer, yaml_file(dump(config))) == config
 
 
+def test_the_home_directory_is_found_in_every_place_of_a_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    places = [leaf.key for leaf in leaves(RunConfig) if leaf.is_place]
+    assert {"model.path", "model.tokenizer", "critic.model", "reference.model", "reward_model.path"} <= {*places}
+    config = load(RunConfig, None, [f"{key}=~/m" for key in places])
+    for key in places:
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == str(tmp_path / "m"), key
+    assert load(RunConfig, None, ["data.system=~/m"]).data.system == "~/m", "a text is a text"
+    teachers = load(RunConfig, None, ["teachers={math: {model: ~/m}}"]).named_teachers
+    assert teachers["teacher_math"].model == str(tmp_path / "m")
+
+
 def test_lists_and_choices_of_texts_are_the_characters_too(yaml_file):
     @dataclass
     class Choosing:

@@ -23,7 +23,7 @@ from rlinf.actors.base.single_answers import SingleAnswers
 from rlinf.actors.base.tail_migration import TailMigration
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt
-from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
+from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Engine, Kv, PartialAnswer, Request, Sampling
 from rlinf.engines.make import EngineSetup, make
@@ -117,6 +117,7 @@ class Rollout(Receiver, TailMigration):
             max_tokens=max_tokens,
             max_length=said.length,
             vocabulary=said.vocabulary,
+            padding=tuple(id for id in padding_ids(self._tokenizer, said.vocabulary) if id not in ends),
             kv=kv,
             routes=routes is not False,
             directory=directory,

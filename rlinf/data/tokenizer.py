@@ -119,6 +119,19 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     return character_tokenizer(str(source["characters"]))
 
 
+def padding_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> tuple[int, ...]:
+    """Token ids of a model that its tokenizer has not, in order: heads are padded to round numbers of rows.
+
+    Args:
+        tokenizer: the model's.
+        vocabulary: the model has ids below it; None: exactly those of the tokenizer.
+    """
+    if vocabulary is None:
+        return ()
+    known = set(tokenizer.get_vocab().values())
+    return tuple(id for id in range(vocabulary) if id not in known)
+
+
 def shown_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The text that a model read, for a row of samples.jsonl: `prompt`, and beside it the `task` where that is another.
 

@@ -54,6 +54,9 @@ class EngineSetup:
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
     vocabulary: int | None = None
     """The model has token ids below it; None: those of its tokenizer."""
+    padding: tuple[int, ...] = ()
+    """Ids of the model's head that its tokenizer has not, as vocabularies are padded to round numbers; no answer has
+    them."""
     kv: Kv | None = None
     """What becomes of keys and values when weights change in the middle of answers; None: the engine's own choice."""
     routes: bool = False

@@ -334,3 +334,14 @@ async def test_texts_beyond_the_models_positions_are_refused_plainly(system, cha
     long = dataclasses.replace(prompt, token_ids=np.full(15, 4))
     with pytest.raises(ValueError, match=r"65 tokens, a prompt of 15 .* takes 64: lower rollout\.max_new_tokens"):
         await collected(rollout.generate([prompt, long]))
+
+
+async def test_ids_of_a_padded_vocabulary_are_never_answered(system):
+    """A head with four times as many ids as the tokenizer: three of four draws would be of the others."""
+    padded = {**MODEL, "vocab_size": 4 * len(TOKENIZER)}
+    rollout = await system.spawn(Rollout, model=padded, tokenizer=TASK.tokenizer, max_new_tokens=8)
+    for temperature in (1.0, 0.0):
+        async for group in rollout.generate(asked(), n=4, temperature=temperature):
+            for sample in group.samples:
+                assert sample.response_ids.max() < len(TOKENIZER)
+                assert np.isfinite(sample.logprobs).all()

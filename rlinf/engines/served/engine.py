@@ -65,6 +65,7 @@ class ServedEngine(Engine):
         self.stats = StepStats()
         self._name, self._on_device = setup.name, setup.on_device
         self._banned = () if setup.pictures is None else setup.pictures.banned
+        self._padding = frozenset(setup.padding)
         self._decode = None if setup.tokenizer is None else setup.tokenizer.decode
         self._files, self._deadline = files, deadline
         self._admission = Admission(setup.max_rows, setup.max_tokens)
@@ -159,7 +160,7 @@ class ServedEngine(Engine):
         return row.completion
 
     def _enter(self, request: Request) -> Row:
-        row = self._rows[request] = Row(request, self._decode, self._banned)
+        row = self._rows[request] = Row(request, self._decode, self._banned, self._padding)
         return row
 
     def _leave(self, row: Row) -> None:

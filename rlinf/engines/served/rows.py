@@ -30,11 +30,17 @@ class Row:
     Args:
         request: what is asked.
         decode: text of token ids, for stop texts.
-        banned: tokens that no answer has.
+        banned: tokens that a server is asked never to draw.
+        padding: ids that the model has and its tokenizer has not. An answer is cut before one: servers would need a
+            bias for hundreds of ids with every request, against what a trained model all but never draws.
     """
 
     def __init__(
-        self, request: Request, decode: Callable[[list[int]], Any] | None, banned: tuple[int, ...] = ()
+        self,
+        request: Request,
+        decode: Callable[[list[int]], Any] | None,
+        banned: tuple[int, ...] = (),
+        padding: frozenset[int] = frozenset(),
     ) -> None:
         self.request = request
         self.finish: Finish | None = None
@@ -51,7 +57,7 @@ class Row:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self._routes: list[np.ndarray | None] = []  # as far as each ask told, from the beginning of the text
-        self._decode, self._banned = decode, banned
+        self._decode, self._banned, self._padding = decode, banned, padding
         if (partial := request.partial) is not None:
             self.tokens, self.logprobs = partial.response_ids.tolist(), partial.logprobs.tolist()
             self.versions, self._routes = partial.versions.tolist(), [partial.routes]
@@ -92,11 +98,23 @@ class Row:
         for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
             if self.over:
                 break
+            if int(token) in self._padding:
+                self._cut(int(token))
+                break
             self.tokens.append(int(token))
             self.logprobs.append(float(logprob))
             self.versions.append(version)
             self.finish = self._ended()
         return len(self.tokens) - before
+
+    def _cut(self, token: int) -> None:
+        """End before a token that the tokenizer has not."""
+        if not self.tokens:
+            raise FloatingPointError(
+                f"request {self.request.id}: the answer begins with the token id {token}, which the tokenizer has not: "
+                "the weights are broken, or another model's"
+            )
+        self.finish = "length"
 
     def _ended(self) -> Finish | None:
         sampling = self.request.sampling

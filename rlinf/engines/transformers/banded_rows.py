@@ -105,7 +105,9 @@ class BandedRows:
             records.routed_step(view.slots, routes)
         for band in self.bands:
             band.advance()
-        tokens, logprobs = choose(self._forward.allowed(logits), view.rules, view.answered)
+        tokens, logprobs = choose(
+            self._forward.allowed(logits), view.rules, view.answered, padding=self._forward.padding
+        )
         view.ids = tokens
         view.positions += 1
         view.answered += 1

@@ -274,7 +274,8 @@ class Batch:
                     some, logits = some[new], logits[torch.from_numpy(new).to(logits.device)]
                 rules = Rules.of(self._slots.draws[some], self.forward.device)
                 logits = self.forward.allowed(logits)
-                drawn = choose(logits, rules, torch.zeros(len(some), dtype=torch.int64, device=logits.device))
+                first = torch.zeros(len(some), dtype=torch.int64, device=logits.device)
+                drawn = choose(logits, rules, first, padding=self.forward.padding)
                 self._extend(Drawn(some, *to_host(*drawn), self.forward.version))
         self._rows.joined()
 

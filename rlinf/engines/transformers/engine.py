@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.pictures.processor import Pictures
@@ -56,6 +57,7 @@ async def build(setup: EngineSetup, *, keep_tokens: int | None = None, graphs: G
                 graphs=graphs,
                 pictures=setup.pictures,
                 routes=setup.routes,
+                padding=setup.padding,
             )
 
     engine: TransformersEngine = await setup.compute(made)
@@ -84,6 +86,7 @@ class TransformersEngine(Engine):
         routes: tell to which experts of a mixture tokens go.
         version: of the weights the model has now.
         pictures: reads those of prompts; None if the model reads text alone.
+        padding: ids of the model's head that its tokenizer has not; no answer has them.
 
     Raises:
         ValueError: the model's attention is not of the plain kind that this engine decodes, or a setting is out of
@@ -108,6 +111,7 @@ class TransformersEngine(Engine):
         routes: bool = False,
         version: int = 0,
         pictures: Pictures | None = None,
+        padding: tuple[int, ...] = (),
     ):
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
@@ -120,6 +124,8 @@ class TransformersEngine(Engine):
         self._reread = reread
         self._forward = fastest(model.eval(), version, pictures)
         self.vocabulary = self._forward.vocabulary
+        if padding:
+            self._forward.padding = torch.tensor(padding, device=self._forward.device)
         self.routes = routes and self._forward.watch()
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None

@@ -63,6 +63,8 @@ class ModelForward:
         self.version = version
         self.reads_images = pictures is not None
         """It takes the images of a prompt."""
+        self.padding: Tensor | None = None
+        """Ids that no answer has, see `choose`, int64 [ids]."""
         self._pictures = pictures
         self._model = model
         self._parking = Parking(self._held)  # kept, with its host memory

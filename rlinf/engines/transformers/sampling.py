@@ -65,7 +65,9 @@ _BLOCK = 128
 """Tokens of a block whose weights are added up as one: vocabularies are usually multiples of it."""
 
 
-def choose(logits: Tensor, rules: Rules, positions: Tensor, *, blocks: bool | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, rules: Rules, positions: Tensor, *, blocks: bool | None = None, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row from softmax(logits / temperature), or take the likeliest where temperature is 0.
 
     Where `top_k`, `top_p` or `min_p` leave tokens out, the draw is among the others in proportion to their
@@ -77,6 +79,8 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, *, blocks: bool | No
         positions: which token of its answer each row draws, from 0, int64 [rows].
         blocks: look for the token among blocks of the vocabulary first, then in its block, which spares a GPU a running
             sum over everything, and gives the same token up to rounding in float64. Default: on GPUs.
+        padding: ids that are left out of every draw, as by `top_k`, int64 [ids]: the model's head has them, and its
+            tokenizer has no text for them.
 
     Returns:
         Tokens, int64 [rows], and their log-probs, nats, float32 [rows]: under softmax(logits / temperature), at
@@ -89,10 +93,14 @@ def choose(logits: Tensor, rules: Rules, positions: Tensor, *, blocks: bool | No
     weights = scaled.exp()
     drawn = _Blocks if (logits.is_cuda if blocks is None else blocks) else _Running
     whole = drawn(weights)
-    chosen = whole if rules.top_k is None else drawn(_limited(weights, rules))
+    real = weights if padding is None else weights.index_fill(1, padding, 0.0)
+    if rules.top_k is not None:
+        real = _limited(real, rules)
+    chosen = whole if real is weights else drawn(real)
     tokens = chosen.draw(uniforms(rules.seeds, positions)[:, None])
     if rules.greedy is not None:
-        tokens = torch.where(rules.greedy, scaled.argmax(dim=-1), tokens)
+        likely = scaled if padding is None else scaled.index_fill(1, padding, -torch.inf)
+        tokens = torch.where(rules.greedy, likely.argmax(dim=-1), tokens)
     return tokens, (scaled.gather(1, tokens[:, None]) - whole.total.log().float()).squeeze(1)
 
 

@@ -18,6 +18,8 @@ from rlinf.engines.make import EngineSetup
 from rlinf.engines.served import http
 from rlinf.engines.served.child import environment_of
 from rlinf.engines.served.model_files import Experts
+from rlinf.engines.served.rows import Row
+from rlinf.engines.served.server import Chunk
 from rlinf.runtime.processes.supervisor import ChildDied
 from tests.engines.scripted import answers, request
 from tests.engines.served.imitation import EXPERTS, Imitation, answer, imitated, routes, some_tokens
@@ -262,3 +264,12 @@ async def test_requests_are_read_when_there_is_a_row_for_them(started):
     assert taken == [0, 1, 2]
     server.hold.set()
     right(await call, [request(number, [number], Sampling(4)) for number in range(8)])
+
+
+def test_an_answer_is_cut_before_an_id_that_the_tokenizer_has_not():
+    row = Row(request(3, [1], Sampling(9)), None, padding=frozenset({7, 8}))
+    assert row.take(Chunk([1, 2], [-0.5, -0.5]), version=4) == 2
+    assert row.take(Chunk([3, 8, 1], [-0.5, -9.0, -0.5]), version=4) == 1
+    assert (row.finish, row.completion.response_ids.tolist()) == ("length", [1, 2, 3])
+    with pytest.raises(FloatingPointError, match=r"request 3: .*token id 7"):
+        Row(request(3, [1], Sampling(9)), None, padding=frozenset({7, 8})).take(Chunk([7], [-9.0]), version=4)

@@ -169,3 +169,26 @@ def test_tokens_drawn_from_what_is_not_finite_are_tokens():
     )  # fmt: skip
     assert ((tokens >= 0) & (tokens < 300)).all()
     assert torch.isnan(logprobs).all()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.01}]
+)
+def test_ids_that_the_tokenizer_has_not_are_never_drawn_and_the_others_as_often_as_among_themselves(how, blocks):
+    vocabulary, rows = 12, 4000
+    padding = torch.tensor([3, 10, 11])
+    logits = torch.linspace(-1, 3, vocabulary).expand(rows, -1).clone()  # the padding is among the likeliest
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **how}
+    draws = np.zeros(rows, DRAWS)
+    draws["seed"] = np.arange(rows)
+    for name, value in settings.items():
+        draws[name] = value
+    rules, first = Rules.of(draws, logits.device), torch.zeros(rows, dtype=torch.int64)
+    tokens, logprobs = choose(logits, rules, first, blocks=blocks, padding=padding)
+    assert not set(tokens.tolist()) & {3, 10, 11}
+    whole = torch.log_softmax(logits / (settings["temperature"] or 1.0), -1)
+    torch.testing.assert_close(logprobs, whole.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
+    masked = logits.index_fill(1, padding, -100.0)  # what transformers would be given
+    expected, _ = choose(masked, rules, first, blocks=blocks)
+    assert torch.equal(tokens, expected)

@@ -127,7 +127,8 @@ class Step:
             top_p=some(own.top_p, kind.top_p),
             min_p=some(own.min_p, kind.min_p),
         )
-        tokens, logprobs = choose(logits, rules, self._answered[:rows], blocks=True)
+        padding = self._forward.padding
+        tokens, logprobs = choose(logits, rules, self._answered[:rows], blocks=True, padding=padding)
         alive = self.alive[:rows]
         self._ids[:rows].copy_(tokens)
         self._positions[:rows].add_(alive)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algos import advantages, losses
+from rlinf.algos.filters import uneven
 from rlinf.algos.losses import importance
 from rlinf.algos.losses.aggregate import HOWS, How
 from rlinf.algos.losses.base import check_clip
@@ -41,9 +42,13 @@ class GroupRelative:
         one_of("advantage.group_relative", "scale", self.scale, ("std", "none"))
 
     def __call__(self, answers: Answers, penalty: Tensor | None, reduce: advantages.Reduce | None) -> Tensor:
-        return advantages.group_relative(
+        found = advantages.group_relative(
             _totals(answers, penalty), answers.groups, scale=self.scale, weights=answers.weights
         )
+        if penalty is None or self.scale == "none":
+            return found
+        # where rewards are equal the penalty alone is left, and the division would make it as large as any difference
+        return torch.where(uneven(answers.rewards, answers.groups), found, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

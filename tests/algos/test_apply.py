@@ -112,6 +112,15 @@ def test_a_penalty_in_the_reward_of_an_answer_is_that_of_all_its_tokens():
     )
 
 
+@pytest.mark.parametrize("kl", [1e-7, 0.1])
+def test_a_penalty_in_the_reward_is_not_blown_up_in_a_group_of_equal_rewards(kl):
+    given = answers(rewards=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]))
+    given = answers(rewards=given.rewards, ref_logprobs=given.logprobs + kl * given.ref_logprobs)
+    found = advantages_of(recipes.get("grpo", {"kl": {"place": "reward", "kind": "k1", "beta": 0.5}}), given)
+    assert found.values[:3].tolist() == [0.0] * 3
+    assert (found.values[3:].abs() > 0.1).any()
+
+
 def test_overlong_shaping_really_shapes():
     given = answers()
     found = advantages_of(recipes.get("dapo", {"shaping": {"longest": 4, "cache": 2, "penalty": 1.0}}), given)

@@ -50,6 +50,16 @@ def test_attempts_of_agents_that_fail_are_dropped(tmp_path, flow):
     assert found.dropped["failed"] > 0
 
 
+def test_tasks_of_agents_that_teach_nothing_are_replaced_too(tmp_path):
+    agents = ("flow=rlinf.flows.agentic.agentic", "agent.function=tests.runs.programs.ledgers.coarse", REWARD)
+    found = whole(tmp_path, *agents, "algorithm=dapo", "algorithm.sampling={max_rounds: 4}")
+    assert found.balances, found.problems
+    assert found.dropped["equal rewards"] > 0
+    metrics = metrics_of(tmp_path / "quickstart")
+    assert found.prompts == sum(line["sampling/drawn"] for line in metrics) > 3 * 4
+    assert any(line["sampling/kept"] for line in metrics)
+
+
 def test_answers_that_cannot_be_scored_are_dropped(tmp_path):
     found = whole(tmp_path, "reward.function=tests.runs.programs.ledgers.picky", "rollout.max_new_tokens=4")
     assert found.balances, found.problems

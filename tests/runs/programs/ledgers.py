@@ -31,6 +31,12 @@ async def failing(task, llm):
     return float(len(reply.text))
 
 
+async def coarse(task, llm):
+    """Most attempts are worth the same."""
+    reply = await llm.generate(task.text, max_new_tokens=4)
+    return float(len(reply.text) % 5 == 0)
+
+
 def picky(response, answer):
     """Likes answers of an odd length, and those of evaluations, which an untrained model makes as long as it may."""
     if len(response) % 2 == 0 and len(response) < 4:

@@ -118,7 +118,7 @@ class ToolChoice:
     """Not more than one may be called."""
 
     def unmet(self, calls: Sequence[ToolCall], broken: Sequence[str]) -> str | None:
-        """What the model is told of calls that are not as wished; None: they are."""
+        """A line for the model about calls that are not as wished; None: they are."""
         if not self.may:
             return None
         if self.must and not any(self.name in (None, call.name) for call in calls):
@@ -177,9 +177,9 @@ class Said:
     reply: Reply
     """What the model generated."""
     text: str
-    """What it says, without its reasoning, its calls and the text that stopped it."""
+    """Its words, without its reasoning, its calls and the text that stopped it."""
     reasoning: str | None
-    """What it thought before; None: nothing, or nobody knows how it marks that."""
+    """Its thoughts before the text; None: there are none, or nobody knows how it marks them."""
     calls: tuple[ToolCall, ...]
     """Tools that it calls."""
     stop: str | None
@@ -279,18 +279,18 @@ _TAIL = 8
 
 
 def template_thinks(chat: ChatFormat) -> bool:
-    """Whether a chat template shows that its model marks what it thinks by `<think>`."""
+    """See in a chat template whether its model marks what it thinks by `<think>`."""
     template = chat.tokenizer.chat_template or ""
     return _THOUGHT in (" ".join(template.values()) if isinstance(template, dict) else str(template))
 
 
 def _thought_is_begun(llm: AgentLLM, turn: Turn) -> bool:
-    """Whether the prompt has begun the model's thought, as templates of models that always think do."""
+    """See whether the prompt has begun the model's thought, as templates of models that always think do."""
     return str(llm.trajectories.chat.tokenizer.decode(turn.read[-_TAIL:])).rstrip().endswith(_THINK)
 
 
 def apart(text: str, *, begun: bool = False) -> tuple[str | None, str]:
-    """What was thought in a text, and what is said in it.
+    """Take a text apart into what was thought in it and what is said.
 
     Args:
         text: an answer.

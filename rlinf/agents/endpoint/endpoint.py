@@ -332,7 +332,7 @@ class Endpoint:
                 chat.warn(f"ignored {name}", f"the endpoint ignores {name!r} in its clients' requests")
 
     def thinks(self, llm: AgentLLM) -> bool:
-        """Whether the model writes what it thinks in marks; see `agent.endpoint.reasoning`."""
+        """Tell whether the model writes what it thinks in marks; see `agent.endpoint.reasoning`."""
         told = self.config.reasoning
         return told == "think" or (told == "auto" and template_thinks(llm.trajectories.chat))
 

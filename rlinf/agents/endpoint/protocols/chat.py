@@ -199,7 +199,7 @@ def call_text(call: ToolCall) -> str:
 
 
 def custom_text(call: ToolCall) -> str:
-    """What a tool that takes a text of any form is given."""
+    """The text that a custom tool is given."""
     given = call.arguments.get("input")
     return given if isinstance(given, str) else call_text(call)
 

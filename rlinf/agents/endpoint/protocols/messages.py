@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo", "thinking")
 """Fields that say nothing about what the answer means; whether the model thinks, its chat template says."""
 _THOUGHT = {"type": "thinking", "signature": "unsigned"}
-"""What a block of thinking has besides its text; clients send signatures back, and nobody checks ours."""
+"""A block of thinking without its text; clients send signatures back, and nobody checks ours."""
 
 _SERVERS = (
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",

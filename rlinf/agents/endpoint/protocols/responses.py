@@ -45,7 +45,7 @@ _FILLED = {
 }
 """Kinds of items: the field that a stream fills, and the events that do it."""
 _SEAL = "rlinf."
-"""What our `encrypted_content` begins with; the text of the reasoning follows, in letters that nobody changes."""
+"""Begins our `encrypted_content`; the text of the reasoning follows, in letters that nobody changes."""
 
 
 async def answered(call: Call) -> web.StreamResponse:

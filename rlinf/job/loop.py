@@ -449,10 +449,11 @@ _FULL_MEMORY = (
 )
 """Beginnings of what torch says where there is no memory left; the CPU's allocator has no exception of its own."""
 _SMALLER = {
-    "trainer": "trainer.micro_batch_tokens (activations), trainer.gradient_checkpointing=true, trainer.sharding=shard",
-    "rollout": "rollout.max_rows or rollout.max_tokens (keys and values)",
+    "trainer": "lower trainer.micro_batch_tokens (activations), set trainer.gradient_checkpointing=true or "
+    "trainer.sharding=shard",
+    "rollout": "lower rollout.max_rows or rollout.max_tokens (keys and values)",
 }
-"""Keys that make a role smaller, by its name."""
+"""What makes a role smaller, by its name."""
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -470,6 +471,6 @@ def out_of_memory(error: BaseException) -> str | None:
     where = next((note for note in getattr(error, "__notes__", ()) if note.startswith("in ")), "")
     role = where.removeprefix("in ").partition("[")[0].partition(".")[0]
     first = text.strip().partition("\n")[0]
-    lower = _SMALLER.get(role, "; ".join(_SMALLER.values()))
+    smaller = _SMALLER.get(role, "; ".join(_SMALLER.values()))
     said = f"out of memory{f' {where}' if where else ''}{f': {first}' if first else ''}"
-    return f"{said}. Lower {lower}; `--dry-run` adds up what each role holds"
+    return f"{said}. What helps: {smaller}; `--dry-run` adds up what each role holds"

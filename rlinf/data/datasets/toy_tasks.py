@@ -72,7 +72,7 @@ def make_task(name: str, *, digits: int = 4, held_out: int = 500, seed: int = 0)
         name: "sort" (`3142>` gives `1234`) or "copy" (`3142>` gives `3142`).
         digits: digits per problem, from 1.
         held_out: problems to hold out, at most a fifth of all there are; with fewer than 100 in all none is held out
-            and evaluation uses the training problems.
+            and evaluation uses the training problems. 0: there is nothing to evaluate on.
         seed: draws which problems are held out.
 
     Raises:
@@ -92,7 +92,7 @@ def make_task(name: str, *, digits: int = 4, held_out: int = 500, seed: int = 0)
     answer = KINDS[name]
     problems = [Problem(f"{text}>", answer(text)) for text in (f"{number:0{digits}d}" for number in drawn.tolist())]
     train = tuple(problems[held:])
-    return Task(name, "0123456789>", train, tuple(problems[:held]) or train)
+    return Task(name, "0123456789>", train, (tuple(problems[:held]) or train) if held_out else ())
 
 
 def rows_of(task: Task) -> ListRows:

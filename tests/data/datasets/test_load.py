@@ -99,6 +99,7 @@ def test_problems_to_evaluate_on_from_a_file_and_from_an_iterator(tmp_path, toke
     path = jsonl(tmp_path / "aime.jsonl", [{"problem": "1+1?", "answer": 2}, {"problem": "2+2?", "answer": 4}])
     found = load_data(tokenizer, train=path, evaluation=path)
     assert seen(found.held_out) == [(0, "1+1?", "2"), (1, "2+2?", "4")]
+    assert load_data(tokenizer, train=path, evaluation=path, problems=0).held_out == []
     again = load_data(tokenizer, train=ROWS, columns={"prompt": "question"}, evaluation=iter(ROWS), problems=2)
     assert seen(again.held_out)[1][1] == "1+1?"
 

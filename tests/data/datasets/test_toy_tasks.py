@@ -45,6 +45,12 @@ def test_a_task_too_small_to_spare_any_is_evaluated_on_itself():
     assert task.held_out == task.train
 
 
+@pytest.mark.parametrize("digits", [1, 4])
+def test_none_are_held_out_and_none_evaluated_on_where_none_are_asked(digits):
+    task = make_task("copy", digits=digits, held_out=0)
+    assert (len(task.train), task.held_out) == (10**digits, ())
+
+
 def test_small_tasks_hold_out_a_fifth_at_most():
     task = make_task("sort", digits=2)
     assert (len(task.train), len(task.held_out)) == (80, 20)

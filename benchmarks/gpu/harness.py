@@ -47,6 +47,9 @@ TAIL = 3000
 """Characters of a failed check's output that are kept."""
 PACKAGES = ("torch", "transformers", "triton", "numpy", "flash-attn")
 PASSED = ("passed", "measured")
+INTERRUPTED = "interrupted"
+"""State of the check that was being made when the command was told to end: its figures so far are in the file, and the
+next call makes it anew."""
 ANSWERED = (*PASSED, "failed", "not run")
 NEEDED = ("torch", "transformers")
 """Packages without which no check is begun."""
@@ -127,6 +130,8 @@ def main(
                 found = {"state": "not reached", "seconds": found["seconds"], "why": "the time for all ran out"}
             record["outcomes"][check.name] = {"criterion": check.criterion, **found}
             _write(out, record)
+            if found["state"] == INTERRUPTED:
+                raise SystemExit(130)  # whose line was printed; what was known is written
             print(f"{found['state']}, {found['seconds']:.1f} s", flush=True)
     status = _told(checks, asked, record["outcomes"])
     if ends is not None:
@@ -264,10 +269,13 @@ def _child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, A
                 [*command, *(["--rehearse"] if rehearse else [])],
                 cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+            interrupted = False
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
                 pass
+            except SystemExit:
+                interrupted = True
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it started too
@@ -275,7 +283,7 @@ def _child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, A
                 _end_all(f"{MARK}={folder}")
         seconds = time.monotonic() - began
         tail = log.read_text(errors="replace")[-TAIL:]
-        if result.exists():
+        if result.exists() and not interrupted:
             found = json.loads(result.read_text())
             return {**found, "seconds": seconds, **({} if found["state"] in PASSED else {"output": tail})}
         known = {
@@ -283,6 +291,8 @@ def _child(target: str, rehearse: bool, work: Path, limit: float) -> dict[str, A
             "figures": json.loads(so_far.read_text()) if so_far.exists() else {},
             "output": tail,
         }
+        if interrupted:
+            return {"state": INTERRUPTED, "why": f"told to end after {seconds:.0f} s", **known}
         if process.returncode == -signal.SIGKILL and seconds >= limit:
             return {"state": "timed out", "why": f"longer than {limit:.0f} s", **known}
         return {"state": "crashed", "why": f"exit status {process.returncode}", **known}

@@ -178,7 +178,8 @@ class RolloutConfig:
     and more than max_new_tokens counts as that many. null takes 0.53 of max_new_tokens, which is known of one published
     run."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, besides the end token."""
+    """Texts that end an answer, besides the end token. A special token counts with its whole text, such as
+    <|im_end|>, and never with a part of it."""
     stop_token_ids: list[int] = number([], low=0)
     """Tokens that end an answer, besides those of the tokenizer and of the model's config.json and
     generation_config.json."""

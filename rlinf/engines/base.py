@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,45 @@ Finish = Literal["stop", "text", "length", "abort"]
 Kv = Literal["keep", "reread"]
 """What becomes of the keys and values of answers in flight when weights change: those of the old weights stay, or all
 is read again by the new ones before the next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopTexts:
+    """Reads answers for the texts that end them.
+
+    The text of a special token counts as a whole: a stop text is found in it where it has all of it, such as
+    `<|im_end|>`, and never in a part, so `a` does not end an answer at `<pad>`.
+    """
+
+    decode: Callable[[list[int]], str]
+    """Text of token ids."""
+    specials: Mapping[int, str]
+    """The special tokens, with their texts."""
+
+    @staticmethod
+    def of(tokenizer: Any) -> StopTexts | None:
+        """For a tokenizer; None without one."""
+        if tokenizer is None:
+            return None
+        ids = [*getattr(tokenizer, "all_special_ids", ())]
+        return StopTexts(tokenizer.decode, {id: str(tokenizer.convert_ids_to_tokens(id)) for id in ids})
+
+    def complete(self, tokens: list[int], stops: Iterable[str]) -> bool:
+        """Whether the newest token completed a stop text.
+
+        Args:
+            tokens: of the answer, or as many of its last ones as a stop text may have.
+            stops: the texts.
+        """
+        found = {*tokens} & self.specials.keys()
+        for stop in stops:
+            hidden = {special for special in found if self.specials[special] not in stop}
+            shown = [token for token in tokens if token not in hidden] if hidden else tokens
+            if not shown or tokens[-1] in hidden or stop not in (now := self.decode(shown)):
+                continue
+            if now.count(stop) > self.decode(shown[:-1]).count(stop):
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)

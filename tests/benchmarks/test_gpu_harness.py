@@ -32,6 +32,7 @@ def hangs(scale):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session="of" in name)
         (scale.work / name).write_text(str(child.pid))
     scale.keep({"first_s": 0.5})
+    (scale.work / "kept").touch()
     time.sleep(600)
 
 def breaks(scale):
@@ -142,8 +143,7 @@ def test_a_command_that_is_told_to_end_leaves_nothing_and_is_gone_on_with(tmp_pa
     for line in running.stdout:
         if "good" in line:
             break
-    last = work / "child-of-another-session"
-    while not (last.exists() and last.read_text()):  # the check has begun
+    while not (work / "kept").exists():  # the check has begun
         time.sleep(0.05)
     running.terminate()
     assert "interrupted" in running.stdout.read()
@@ -151,6 +151,7 @@ def test_a_command_that_is_told_to_end_leaves_nothing_and_is_gone_on_with(tmp_pa
     for name in ("child", "child-of-another-session"):
         pid = (work / name).read_text()
         assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
-    assert states(out) == {"good": "passed"}
+    assert states(out) == {"good": "passed", "hangs": "interrupted"}
+    assert json.loads(out.read_text())["outcomes"]["hangs"]["figures"] == {"first_s": 0.5}, "what was known is written"
     assert main("checks", "made", checks[:1], common) == 0
     assert (work / "good").read_text() == "x"

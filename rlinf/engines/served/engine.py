@@ -22,7 +22,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 
 from rlinf.data.weights import Weights, misfits
-from rlinf.engines.base import Completion, Engine, Request, StepStats, named
+from rlinf.engines.base import Completion, Engine, Request, StepStats, StopTexts, named
 from rlinf.engines.make import EngineSetup
 from rlinf.engines.served.admission import Admission
 from rlinf.engines.served.child import ServerChild
@@ -66,7 +66,7 @@ class ServedEngine(Engine):
         self._name, self._on_device = setup.name, setup.on_device
         self._banned = () if setup.pictures is None else setup.pictures.banned
         self._padding = frozenset(setup.padding)
-        self._decode = None if setup.tokenizer is None else setup.tokenizer.decode
+        self._reader = StopTexts.of(setup.tokenizer)
         self._files, self._deadline = files, deadline
         self._admission = Admission(setup.max_rows, setup.max_tokens)
         self._rows: dict[Request, Row] = {}
@@ -160,7 +160,7 @@ class ServedEngine(Engine):
         return row.completion
 
     def _enter(self, request: Request) -> Row:
-        row = self._rows[request] = Row(request, self._decode, self._banned, self._padding)
+        row = self._rows[request] = Row(request, self._reader, self._banned, self._padding)
         return row
 
     def _leave(self, row: Row) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from rlinf.data.routing.routes import joined
-from rlinf.engines.base import Completion, Finish, PartialAnswer, Request
+from rlinf.engines.base import Completion, Finish, PartialAnswer, Request, StopTexts
 from rlinf.engines.served.server import Ask, Chunk
 
 _SEEDS = (1 << 31) - 1
@@ -29,7 +27,7 @@ class Row:
 
     Args:
         request: what is asked.
-        decode: text of token ids, for stop texts.
+        reader: finds stop texts; None where there are none.
         banned: tokens that a server is asked never to draw.
         padding: ids that the model has and its tokenizer has not. An answer is cut before one: servers would need a
             bias for hundreds of ids with every request, against what a trained model all but never draws.
@@ -38,7 +36,7 @@ class Row:
     def __init__(
         self,
         request: Request,
-        decode: Callable[[list[int]], Any] | None,
+        reader: StopTexts | None,
         banned: tuple[int, ...] = (),
         padding: frozenset[int] = frozenset(),
     ) -> None:
@@ -57,7 +55,7 @@ class Row:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self._routes: list[np.ndarray | None] = []  # as far as each ask told, from the beginning of the text
-        self._decode, self._banned, self._padding = decode, banned, padding
+        self._reader, self._banned, self._padding = reader, banned, padding
         if (partial := request.partial) is not None:
             self.tokens, self.logprobs = partial.response_ids.tolist(), partial.logprobs.tolist()
             self.versions, self._routes = partial.versions.tolist(), [partial.routes]
@@ -121,10 +119,8 @@ class Row:
         if len(self.tokens) >= sampling.min_new_tokens:
             if self.tokens[-1] in sampling.stop_ids:
                 return "stop"
-            if sampling.stop_texts and self._decode is not None:
-                text, before = self._decode(self.tokens), self._decode(self.tokens[:-1])
-                if any(text.count(stop) > before.count(stop) for stop in sampling.stop_texts):
-                    return "text"
+            if self._reader is not None and self._reader.complete(self.tokens, sampling.stop_texts):
+                return "text"
         return "length" if len(self.tokens) >= sampling.max_new_tokens else None
 
     @property

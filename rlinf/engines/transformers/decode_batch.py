@@ -22,11 +22,11 @@ from torch import Tensor
 
 from rlinf.data.sample import PrefixKey
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Finish, Request, StepStats
+from rlinf.engines.base import Completion, Finish, Request, StepStats, StopTexts
 from rlinf.engines.transformers.conversations import Conversations, Kept, Reader
 from rlinf.engines.transformers.model_forward import ModelForward
 from rlinf.engines.transformers.sampling import Rules, choose, to_host
-from rlinf.engines.transformers.slots import Decode, Drawn, Slots
+from rlinf.engines.transformers.slots import Drawn, Slots
 
 _QUIET = 0.002
 """Seconds for which finished answers may wait in the thread. Handing over to the event loop costs about 0.1 ms."""
@@ -93,7 +93,7 @@ class Batch:
         forward: the model; weights may change between steps.
         rows: decodes it.
         max_rows: answers in flight at a time.
-        decode: turns tokens into text, for stop texts.
+        reader: finds stop texts; None where there will be none.
         max_tokens: of KV cache for answers in flight and for conversations between turns, together; None for no bound.
         keep_tokens: of KV cache for conversations between turns; None for what answers in flight leave, or as much as
             `max_rows` of the longest answers may come to where there is no bound.
@@ -104,7 +104,7 @@ class Batch:
         forward: ModelForward,
         rows: Rows,
         max_rows: int,
-        decode: Decode | None = None,
+        reader: StopTexts | None = None,
         max_tokens: int | None = None,
         keep_tokens: int | None = None,
     ):
@@ -128,8 +128,8 @@ class Batch:
         """Of KV cache that the answers in flight may come to."""
         self.stats = StepStats()
         """How long steps and reading took; replaced as a whole, so that the event loop may read it at any moment."""
-        self._decode = decode
-        self._slots = Slots(max_rows, decode)
+        self._reader = reader
+        self._slots = Slots(max_rows, reader)
         self._rows = rows
         self._unread = False  # the keys and values of what is in flight were given back
         self._conversations = Conversations()
@@ -221,7 +221,7 @@ class Batch:
         self.newcomers.clear()
         self._conversations.forget(None)
         self._forget()
-        self._slots = Slots(self.max_rows, self._decode)
+        self._slots = Slots(self.max_rows, self._reader)
         self.tokens = 0
         return lost
 

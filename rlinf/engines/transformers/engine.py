@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.data.pictures.processor import Pictures
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Completion, Engine, Request, StepStats, named
+from rlinf.engines.base import Completion, Engine, Request, StepStats, StopTexts, named
 from rlinf.engines.make import Compute, EngineSetup
 from rlinf.engines.transformers.admission import Admission, Call
 from rlinf.engines.transformers.decode_batch import Batch
@@ -130,10 +130,9 @@ class TransformersEngine(Engine):
         self.reads_images = self._forward.reads_images
         self.reads_text = tokenizer is not None
         self.keeps_conversations = self._forward.continues and keep_tokens != 0
-        decode = None if tokenizer is None else tokenizer.decode
         rows, self.decoding = rows_for(self._forward, max_rows, graphs, max_tokens)
         kept = keep_tokens if self._forward.continues else 0
-        self._batch = Batch(self._forward, rows, max_rows, decode, max_tokens, kept)
+        self._batch = Batch(self._forward, rows, max_rows, StopTexts.of(tokenizer), max_tokens, kept)
         self._admission = Admission(max_rows, max_tokens, self.check_request)
         self._driving = False
         self._lost: deque[tuple[Request, Exception]] = deque()  # put there by the thread

@@ -6,18 +6,15 @@ waits here. Arrays by slot, so that a step costs a few numpy operations however 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rlinf.data.routing.routes import fitted
-from rlinf.engines.base import Completion, Finish, PartialAnswer, Request
+from rlinf.engines.base import Completion, Finish, PartialAnswer, Request, StopTexts
 from rlinf.engines.transformers.sampling import DRAWS
-
-Decode = Callable[[list[int]], Any]
-"""The text of some tokens."""
 
 
 class Drawn(NamedTuple):
@@ -38,10 +35,10 @@ class Slots:
 
     Args:
         slots: how many there may be.
-        decode: turns tokens into text, for stop texts; None if there will be none.
+        reader: finds stop texts; None if there will be none.
     """
 
-    def __init__(self, slots: int, decode: Decode | None):
+    def __init__(self, slots: int, reader: StopTexts | None):
         self.requests: dict[int, Request] = {}
         """By slot, in the order in which they came."""
         self.lengths = np.zeros(slots + 1, dtype=np.int64)
@@ -55,7 +52,7 @@ class Slots:
         self.draws = np.zeros(slots + 1, dtype=DRAWS)
         """How each answer's tokens are chosen, [slots + 1]."""
         self.draws["temperature"] = self.draws["top_p"] = 1
-        self._decode = decode
+        self._reader = reader
         self._free = list(range(slots - 1, -1, -1))
         self._texts: set[int] = set()  # slots with stop texts
         self._limits = np.ones(slots + 1, dtype=np.int64)
@@ -193,16 +190,12 @@ class Slots:
         length = int(self.lengths[slot])
         if slot not in self._texts or length < self._least[slot]:
             return False
-        assert self._decode is not None
+        assert self._reader is not None
         stops = self.requests[slot].sampling.stop_texts
         # A text of n characters has at most 4n bytes, and a token that shows has at least one. The rest is for tokens
         # that show nothing and for a character that the cut tears.
         tail = self._tokens[slot, max(0, length - 4 * max(map(len, stops)) - 8) : length].tolist()
-        now = self._decode(tail)
-        if not any(stop in now for stop in stops):
-            return False
-        before = self._decode(tail[:-1])
-        return any(now.count(stop) > before.count(stop) for stop in stops)
+        return self._reader.complete(tail, stops)
 
     def _widen(self, room: int, stops: int) -> None:
         self._tokens, self._logprobs, self._versions = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.engines.base import Sampling
+from rlinf.engines.base import Sampling, StopTexts
 from rlinf.engines.transformers import admission
 from rlinf.engines.transformers import decode_batch as batch
 from rlinf.runtime.base import clock
@@ -303,6 +303,24 @@ async def test_stop_texts_end_an_answer_and_stay_in_it():
     assert (found[1].finish, len(found[1].response_ids)) == ("length", 60)
     again = whole.find(stop, first - 1)
     assert len(found[2].response_ids) == (again + 2 if again >= 0 else 60)
+
+
+@pytest.mark.parametrize(
+    ("stop", "ends"),
+    [("a", "xa"), ("xa", "xa"), ("xb", "xPb"), ("P", None), ("<pad>", "xP"), ("<pad>b", "xPb"), ("<pad", None)],
+)
+def test_a_special_token_is_read_whole_or_not_at_all(stop, ends):
+    texts = dict(enumerate(["x", "a", "b", "<pad>"]))
+    reader = StopTexts.of(
+        SimpleNamespace(
+            decode=lambda tokens: "".join(texts[token] for token in tokens),
+            all_special_ids=[3],
+            convert_ids_to_tokens=texts.__getitem__,
+        )
+    )
+    for written in ("x", "xa", "xP", "xPb"):
+        tokens = ["xabP".index(letter) for letter in written]
+        assert reader.complete(tokens, ("zz", stop)) == (written == ends), written
 
 
 async def test_stop_texts_without_a_tokenizer_are_refused():

@@ -96,6 +96,22 @@ def test_an_agent_that_cannot_be_is_one_message(tmp_path, agent, more, said):
     assert not (tmp_path / "run").exists()
 
 
+def length(response):
+    return float(len(response))
+
+
+async def forgets(task, llm):
+    await llm.chat([{"role": "user", "content": task.text}], max_new_tokens=4)
+
+
+def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path):
+    rows, more = [{"prompt": f"{number}?"} for number in range(8)], {"tokenizer": {"characters": "0123456789?"}}
+    with pytest.raises(rlinf.InputError, match=r"no reward.*is a `return` missing"):
+        trained(tmp_path / "forgets", forgets, data=rows, **more)
+    chosen = trained(tmp_path / "chosen", forgets, data=rows, rewards=length, **more)
+    assert not any(row.get("episodes/failed") for row in chosen.metrics)
+
+
 def test_an_agent_that_never_succeeds_says_why(tmp_path):
     with pytest.raises(rlinf.InputError, match=r"not one of 6 episodes went well.*OSError: no such tool"):
         trained(tmp_path, fails)

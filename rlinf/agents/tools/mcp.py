@@ -1,7 +1,8 @@
 """Tools of MCP servers: programs that are started, or addresses that are called, by the Model Context Protocol.
 
 In: a command line or a URL. Out: `Tools`, one for each that the server lists. A server that dies, is late or answers
-nonsense becomes a text for the model, as with every tool. Who wakes whom: a task of its own holds the connection, so
+nonsense becomes a text for the model, as with every tool; one that died is started again for the next call, and the log
+says so. Who wakes whom: a task of its own holds the connection, so
 that its end cancels nobody; an answer of the server wakes the call that waits for it, and the end of the `async with`
 wakes that task, which ends the server. A server that was started lives in the hands of a keeper
 (`runtime/processes/keeper.py`), which ends it and all that it started when this process is gone, however it ended.
@@ -13,6 +14,7 @@ wakes that task, which ends the server. A server that was started lives in the h
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -28,11 +30,16 @@ from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.processes import keeper
 
+logger = logging.getLogger(__name__)
 _KEPT = (
     "import runpy, socket, sys; ours, held = socket.socketpair(); "
     "runpy.run_path(sys.argv[1])['keep'](int(sys.argv[2]), ours.fileno(), -1, sys.argv[3:])"
 )
 """Runs a command in a keeper's hands; it watches our process itself, since no descriptor of ours comes through."""
+_PING = 5.0
+"""Seconds in which a server that is there lists its tools."""
+_DEATHS_SAID = 3
+"""Deaths of one server that the log tells."""
 _PAGES = 100
 """Pages of tools that are read: a server that lists without end cannot hold the start."""
 _LAST_WORDS = 400
@@ -75,27 +82,98 @@ async def mcp_tools(
         raise UserError(f"mcp_tools needs the package {error.name}: pip install 'rlinf[agents,mcp]'") from None
     name = str(url) if command is None else " ".join(command)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        open_client = partial(_client, command, url, env, headers, said)
-        loop = asyncio.get_running_loop()
-        listed: asyncio.Future[tuple[Any, list[Any]]] = loop.create_future()
-        over = asyncio.Event()
-        holding = asyncio.ensure_future(_hold(open_client, listed, over))
+        server = _Server(partial(_client, command, url, env, headers, said), name, start_timeout, said)
         try:
-            either: list[asyncio.Future[Any]] = [holding, listed]
-            await asyncio.wait(either, timeout=start_timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not listed.done():
-                failed = holding.done() and not holding.cancelled() and holding.exception()
-                why = _reason(failed) if failed else f"it listed no tools within {start_timeout:g} seconds"
-                raise UserError(f"MCP server {name}: {why}{_last_words(said)}")
-            client, found = listed.result()
-            yield Tools(_tool(client, each, prefix, timeout, longest, holding) for each in found)
+            found = await server.start()
+            yield Tools(_tool(server, each, prefix, timeout, longest) for each in found)
         finally:
-            over.set()
+            await server.end()
+
+
+class _Server:
+    """A connection to a server, made again where the server is found to be gone.
+
+    Args:
+        open_client: connects, in a task that holds the connection.
+        name: of the server, for people.
+        start_timeout: seconds until it has listed its tools.
+        said: its stderr.
+    """
+
+    def __init__(
+        self, open_client: Callable[[AsyncExitStack], Awaitable[Any]], name: str, start_timeout: float, said: IO[str]
+    ) -> None:
+        self._open_client, self._name, self._start_timeout, self._said = open_client, name, start_timeout, said
+        self._holding: asyncio.Future[None] | None = None
+        self._over = asyncio.Event()
+        self._client: Any = None
+        self._mending = asyncio.Lock()
+        self._deaths = 0
+
+    async def start(self) -> list[Any]:
+        """Connect.
+
+        Returns:
+            The tools that it lists.
+
+        Raises:
+            UserError: it does not start, cannot be reached or lists no tools in time.
+        """
+        listed: asyncio.Future[tuple[Any, list[Any]]] = asyncio.get_running_loop().create_future()
+        self._over = asyncio.Event()
+        holding = self._holding = asyncio.ensure_future(_hold(self._open_client, listed, self._over))
+        either: list[asyncio.Future[Any]] = [holding, listed]
+        try:
+            await asyncio.wait(either, timeout=self._start_timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             if not listed.done():
                 holding.cancel()
-            await finish(holding)
-            if not holding.cancelled():
-                holding.exception()  # seen: calls have told the model
+        if not listed.done():
+            failed = holding.done() and not holding.cancelled() and holding.exception()
+            why = _reason(failed) if failed else f"it listed no tools within {self._start_timeout:g} seconds"
+            raise UserError(f"MCP server {self._name}: {why}{_last_words(self._said)}")
+        self._client, tools = listed.result()
+        return tools
+
+    async def end(self) -> None:
+        """Let the connection go."""
+        holding, self._holding = self._holding, None
+        if holding is None:
+            return
+        self._over.set()
+        await finish(holding)
+        if not holding.cancelled():
+            holding.exception()  # seen: calls have told the model
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        """What a tool returns.
+
+        Raises:
+            Exception: the server is gone, or answers nonsense; it is there again for the next call, if it can be.
+        """
+        client = self._client
+        try:
+            return await client.call_tool(tool, dict(arguments))
+        except Exception:
+            async with self._mending:
+                if client is self._client:
+                    await self._mend(client)
+            raise
+
+    async def _mend(self, client: Any) -> None:
+        """Start the server again if it is gone."""
+        try:
+            async with asyncio.timeout(_PING):
+                await client.list_tools()
+        except Exception as error:
+            self._deaths += 1
+            say = logger.warning if self._deaths <= _DEATHS_SAID else logger.debug
+            say("MCP server %s is gone (%s); it is started again", self._name, _reason(error))
+            await self.end()
+            try:
+                await self.start()
+            except UserError as lost:
+                say("%s; its tools fail until it is there", lost)
 
 
 async def _hold(
@@ -136,15 +214,13 @@ async def _client(
     return await stack.enter_async_context(Client(stdio_client(parameters, errlog=said), cache=None))  # type: ignore[arg-type]
 
 
-def _tool(client: Any, told: Any, prefix: str, seconds: float, longest: int, holding: asyncio.Future[None]) -> Tool:
+def _tool(server: _Server, told: Any, prefix: str, seconds: float, longest: int) -> Tool:
     """A tool of the server's."""
     schema = dict(told.input_schema)
 
     async def call(**arguments: Any) -> str:
-        if holding.done():
-            raise ToolFailed(f"{told.name} is gone: its server has ended")
         try:
-            result = await client.call_tool(told.name, arguments)
+            result = await server.call(told.name, arguments)
         except Exception as error:
             raise ToolFailed(f"{told.name} failed: {_reason(error)}") from None
         text = _text(result)

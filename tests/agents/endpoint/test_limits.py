@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import string
+import urllib.request
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -112,6 +113,38 @@ async def test_a_proxy_is_for_all_but_the_endpoint(monkeypatch, before, after):
         async with openai.AsyncOpenAI(base_url=here.url, api_key=here.key, max_retries=0) as client:
             said = await client.chat.completions.create(model="policy", messages=HI["messages"])
         assert said.choices[0].message.content == "ab"
+
+
+async def test_the_endpoint_is_opened_and_asked_from_any_thread():
+    def ask(llm):
+        body = json.dumps(HI).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.api_key}"}
+        with urllib.request.urlopen(urllib.request.Request(llm.base_url + CHAT, body, headers)) as got:
+            return json.loads(got.read())["choices"][0]["message"]["content"]
+
+    async with stand("ab") as here:
+        llm = here.make()
+        assert await asyncio.to_thread(ask, llm) == "ab"
+        assert await asyncio.to_thread(lambda: llm.chat(HI["messages"]).result(20).text) == "ab"
+        assert await asyncio.to_thread(lambda: asyncio.run(_asking_twice(llm))) == ["ab", "ab"]
+        assert llm.counts().calls == 4
+        with pytest.raises(UserError, match=r"write `await llm\.chat"):
+            llm.chat(HI["messages"]).result()
+        with pytest.raises(UserError, match=r"result\(\)` in a plain function"):
+            await asyncio.to_thread(_not_asked, llm.chat(HI["messages"]))
+
+
+def _not_asked(call):
+    try:
+        return call.text
+    finally:
+        call.close()
+
+
+async def _asking_twice(llm):
+    """On an event loop of another thread, as one call and as tasks."""
+    answers = [await llm.chat(HI["messages"]), *await asyncio.gather(llm.chat(HI["messages"]))]
+    return [answer.text for answer in answers]
 
 
 async def test_a_base_url_without_its_end_is_told_of():

@@ -59,7 +59,20 @@ async def test_a_server_that_dies_is_a_text_for_the_model():
         waiting = asyncio.ensure_future(tools["hang"].call({"seconds": 100}))
         assert "die failed: " in await tools["die"].call({})
         assert "hang failed: " in await waiting
-        assert (await tools["add"].call({"a": 1})).startswith("Error: add")
+        assert await tools["add"].call({"a": 1}) == "2"
+
+
+async def test_a_server_that_died_is_started_again_and_the_log_says_so(caplog):
+    async with mcp_tools(SERVER, timeout=20) as tools:
+        pids = [int(pid) for pid in (await tools["spawn"].call({})).split()]
+        assert "die failed: " in await tools["die"].call({})
+        again = await asyncio.gather(*(tools["add"].call({"a": number}) for number in range(3)))
+        assert again == ["1", "2", "3"]
+        assert gone(*pids)
+        pids = [int(pid) for pid in (await tools["spawn"].call({})).split()]
+    assert gone(*pids)
+    (line,) = caplog.messages
+    assert "mcp_server.py" in line
 
 
 async def test_an_exception_or_a_cancellation_inside_ends_the_server():

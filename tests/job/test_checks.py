@@ -180,7 +180,11 @@ def test_data_is_opened_and_its_first_prompts_are_made(model, tmp_path):
     assert "12 rows" in told
     assert "such as '[user]What is " in told
     assert "evaluated on 5 problems" in told
-    assert "first prompts: 5 to 5 tokens, such as '" in described(), "generated problems"
+    assert "no reward was chosen: rlinf.rewards.exact judges" in told
+    assert "; right answers: '" in told
+    generated = described()
+    assert "first prompts: 5 to 5 tokens, such as '" in generated
+    assert "no reward was chosen" not in generated, "their rule is exact's"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlinf.data.conversations.formats import with_arguments
+from rlinf.data.datasets.rows import unwritable
 from rlinf.runtime.base.errors import UserError
 
 Message = Mapping[str, Any]
@@ -103,7 +105,12 @@ class ChatFormat:
         Args:
             text: not empty, or there are none.
             first: nothing stands before it: the token that the tokenizer begins with does.
+
+        Raises:
+            UserError: it has half of a character.
         """
+        if (wrong := unwritable(text)) is not None:
+            raise UserError(f"a message cannot be encoded: {wrong}")
         encoded: list[int] = self.tokenizer(text, add_special_tokens=first)["input_ids"] if text else []
         end = self.tokenizer.eos_token_id
         if first and encoded and encoded[-1] == end and not text.endswith(str(self.tokenizer.eos_token)):
@@ -238,7 +245,7 @@ class ChatFormat:
         begun = messages[-1]["role"] == "assistant"  # the model goes on with what it is made to begin with
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [with_arguments(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=answer and not begun,
                 continue_final_message=answer and begun,

@@ -227,6 +227,24 @@ def test_no_text_stands_for_a_mark_of_ours(text):
     assert found[: len(encode(tokenizer, head))].tolist() == encode(tokenizer, head)
 
 
+def test_calls_that_an_agent_writes_as_the_api_does_are_read_as_objects():
+    chat = ChatFormat(tokenizer_of(SHAPES["qwen25"]))
+
+    def ids(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return chat.opening([{"role": "user", "content": "hi"}, asks, {"role": "tool", "content": "3"}]).tolist()
+
+    assert ids('{"a": 1, "b": null}') == ids({"a": 1, "b": None})
+
+
+def test_half_a_character_is_the_users_error_whoever_says_it():
+    chat = ChatFormat(tokenizer_of(SHAPES["qwen25"]))
+    for encode in (lambda: chat.ids("a\ud83d"), lambda: chat.opening([{"role": "user", "content": "a\ud83d"}])):
+        with pytest.raises(UserError, match=r"\\ud83d.*character"):
+            encode()
+
+
 def test_without_a_template_the_run_is_told_once_that_nothing_describes_the_tools():
     told = []
     chat = ChatFormat(tokenizer_of(Style(None, "</s>")), say=told.append)

@@ -282,10 +282,15 @@ def message_of(value: Any, where: str) -> Message:
     if "role" not in message:
         raise DataError(f'{where} has a message that is neither {{"role", "content"}} nor {{"from", "value"}}')
     message.setdefault("content", "")  # of calls of tools
+    return with_arguments(message)
+
+
+def with_arguments(message: Mapping[str, Any]) -> Message:
+    """A message whose calls of tools have their arguments as objects; see `call_arguments`."""
     calls = message.get("tool_calls")
-    if isinstance(calls, list | tuple):
-        message["tool_calls"] = [_call(call) for call in calls]
-    return message
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_call(call) for call in calls]}
 
 
 def _call(call: Any) -> Any:

@@ -116,7 +116,6 @@ class Rollout(Receiver, TailMigration):
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_length=said.length,
-            vocabulary=said.vocabulary,
             padding=tuple(id for id in padding_ids(self._tokenizer, said.vocabulary) if id not in ends),
             kv=kv,
             routes=routes is not False,

@@ -216,6 +216,10 @@ class StepStats(NamedTuple):
         return StepStats(*self[:5], self.read_tokens + tokens, self.read_seconds + seconds)
 
 
+class RequestRefused(ValueError):
+    """An engine cannot answer a request: what was asked is wrong, and no code of ours."""
+
+
 class Engine(ABC):
     """Generates text with one model.
 
@@ -353,41 +357,42 @@ class Engine(ABC):
         """See whether this engine can answer a request.
 
         Raises:
-            ValueError: it cannot; the text names the request and what to do.
+            RequestRefused: it cannot; the text names the request and what to do.
         """
         name, sampling, partial = f"request {request.id}", request.sampling, request.partial
         engine = type(self).__name__
         if len(request.prompt_ids) == 0:
-            raise ValueError(f"{name} has an empty prompt: there is nothing to continue")
+            raise RequestRefused(f"{name} has an empty prompt: there is nothing to continue")
         least, largest = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
         if least < 0 or (self.vocabulary is not None and largest >= self.vocabulary):
-            raise ValueError(
-                f"{name} has the token id {largest if least >= 0 else least}, and the model of {engine} has ids from 0 "
-                f"to {'its last' if self.vocabulary is None else self.vocabulary - 1}: the tokenizer is another model's"
+            raise RequestRefused(
+                f"{name} has the token id {least if least < 0 else largest}, and the model of {engine} has ids from 0 "
+                f"to {'its last' if self.vocabulary is None else self.vocabulary - 1}: do tokenizer and model belong "
+                "together?"
             )
         if self.max_length is not None and (length := request.cache_tokens + 1) > self.max_length:
-            raise ValueError(
+            raise RequestRefused(
                 f"{name} may come to {length} tokens, a prompt of {len(request.prompt_ids)} and an answer of up to "
                 f"{sampling.max_new_tokens}, and {engine} takes {self.max_length}: lower rollout.max_new_tokens, or "
                 "leave out longer prompts by data.max_prompt_tokens"
             )
         if sampling.stop_texts and not self.reads_text:
-            raise ValueError(
+            raise RequestRefused(
                 f"{name} has stop texts {sampling.stop_texts}, but {engine} has no tokenizer to read its answer with"
             )
         if request.images and not self.reads_images:
-            raise ValueError(f"{name} has {len(request.images)} images, and the model of {engine} reads text alone")
+            raise RequestRefused(f"{name} has {len(request.images)} images, and the model of {engine} reads text alone")
         if partial is None:
             return
         lengths = {len(partial.response_ids), len(partial.logprobs), len(partial.versions)}
         if len(lengths) > 1 or not 0 < max(lengths) < sampling.max_new_tokens:
-            raise ValueError(
+            raise RequestRefused(
                 f"{name} has begun with {len(partial.response_ids)} tokens, {len(partial.logprobs)} log-probs and "
                 f"{len(partial.versions)} versions: as many of each are wanted, at least one and fewer than "
                 f"max_new_tokens={sampling.max_new_tokens}"
             )
         if not self.hands_over:
-            raise ValueError(f"{name} has a partial answer, which {engine} cannot continue")
+            raise RequestRefused(f"{name} has a partial answer, which {engine} cannot continue")
 
 
 def named(requests: Iterable[Request]) -> str:

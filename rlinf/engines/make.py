@@ -52,8 +52,6 @@ class EngineSetup:
     """Tokens of KV cache that answers in flight may come to, together; None for no bound."""
     max_length: int | None = None
     """Tokens, prompt and answer together, for which the model has positions; None for no bound."""
-    vocabulary: int | None = None
-    """The model has token ids below it; None: those of its tokenizer."""
     padding: tuple[int, ...] = ()
     """Ids of the model's head that its tokenizer has not, as vocabularies are padded to round numbers; no answer has
     them."""

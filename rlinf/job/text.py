@@ -29,6 +29,7 @@ from rlinf.data.in_flight.held import held_of
 from rlinf.data.in_flight.ledger import CRITIC_ONLY
 from rlinf.data.sample import Evaluation, NotScored, Prompt
 from rlinf.data.step import Step, works_ahead
+from rlinf.engines.base import RequestRefused
 from rlinf.flows.parts.answering import Running
 from rlinf.flows.parts.running_session import RunningSession
 from rlinf.flows.sft import sft
@@ -78,7 +79,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     generates = "rollout"
     kinds = KINDS
     headline = "evaluation/accuracy"
-    failures = (FloatingPointError, RewardError, NotScored, LoadTorn)
+    failures = (FloatingPointError, RewardError, NotScored, LoadTorn, RequestRefused)
     config: RunConfig
 
     def __init__(self, system: ActorSystem, config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:

@@ -22,7 +22,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 
 from rlinf.data.weights import Weights, misfits
-from rlinf.engines.base import Completion, Engine, Request, StepStats, StopTexts, named
+from rlinf.engines.base import Completion, Engine, Request, RequestRefused, StepStats, StopTexts, named
 from rlinf.engines.make import EngineSetup
 from rlinf.engines.served.admission import Admission
 from rlinf.engines.served.child import ServerChild
@@ -60,7 +60,7 @@ class ServedEngine(Engine):
 
     def __init__(self, setup: EngineSetup, files: ModelFiles, *, deadline: float = 300.0) -> None:
         self.max_rows, self.max_tokens, self.max_length = setup.max_rows, setup.max_tokens, setup.max_length
-        self.vocabulary = setup.vocabulary
+        self.vocabulary = files.vocabulary
         self.reads_text = setup.tokenizer is not None
         self.stats = StepStats()
         self._name, self._on_device = setup.name, setup.on_device
@@ -180,7 +180,7 @@ class ServedEngine(Engine):
                     if not (self._asleep or self._paused or self._changing.locked() or row.over):
                         await self._try(row)
         except Refused as error:
-            raise ValueError(f"request {row.request.id}: {error}") from error
+            raise RequestRefused(f"request {row.request.id}: {error}") from error
         except Exception as error:
             error.add_note(f"the engine was answering {named([row.request])}")
             raise
@@ -391,12 +391,3 @@ class ServedEngine(Engine):
             await cancel_all([self._sweeper])
         await self.child.stop()
         self._files.remove()
-
-    def check_request(self, request: Request) -> None:
-        super().check_request(request)
-        ids, last = request.prompt_ids, self._files.vocabulary - 1
-        if (worst := int(ids.max())) > last or (worst := int(ids.min())) < 0:
-            raise ValueError(
-                f"request {request.id} has token {worst}, and the model's tokens are 0 to {last}: do tokenizer and "
-                "model belong together?"
-            )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf.engines.base import Request
+from rlinf.engines.base import Request, RequestRefused
 from rlinf.engines.make import EngineSetup
 from rlinf.engines.served.child import ServerChild, environment_of
 from rlinf.engines.served.engine import ServedEngine
@@ -24,7 +24,7 @@ class SGLangEngine(ServedEngine):
     def check_request(self, request: Request) -> None:
         super().check_request(request)
         if request.sampling.min_p and self.seeded:  # its sampler asserts that there is no seed, and the server ends
-            raise ValueError(
+            raise RequestRefused(
                 f"request {request.id} has min_p={request.sampling.min_p}, which SGLang cannot draw by a seed: set "
                 "rollout.min_p=0, or rollout.engine_args.seeded=false"
             )

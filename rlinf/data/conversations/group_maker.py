@@ -72,11 +72,11 @@ class GroupMaker:
         unusable: dict[int, str] = {}
         for drawn in rows:
             try:
-                images, rendered = self._read(drawn.row)
+                images, rendered = self._read(drawn)
             except DataError as error:
                 if self.unusable == "error" or isinstance(error, Mismatch):
-                    raise type(error)(f"{drawn.where}: {error}") from error
-                unusable[drawn.id] = f"{drawn.where}: {error}"
+                    raise
+                unusable[drawn.id] = str(error)
                 continue
             longest = max(len(each.ids) for each in rendered)
             most, limit = self.room.limit(self.max_tokens, "supervised.max_tokens")
@@ -98,12 +98,17 @@ class GroupMaker:
             made.append(self._group(drawn, rendered, images))
         return Batch(made, dropped, frozenset(cut), unusable)
 
-    def _read(self, row: Row) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
-        """The pictures of a row, and its conversations as the model reads them."""
-        images = image_refs(self.format.value(row, "images"), "column images")
-        rendered = [self._expanded(each, images) for each in self._rendered(row, images)]
-        if (wrong := next((why for each in rendered if (why := self.room.refusal(each.ids))), None)) is not None:
-            raise DataError(wrong)
+    def _read(self, drawn: Drawn) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
+        """The pictures of a row, and its conversations as the model reads them. Its errors say where the row is."""
+        if drawn.problem:
+            raise DataError(drawn.problem)
+        try:
+            images = image_refs(self.format.value(drawn.row, "images"), "column images")
+            rendered = [self._expanded(each, images) for each in self._rendered(drawn.row, images)]
+            if (wrong := next((why for each in rendered if (why := self.room.refusal(each.ids))), None)) is not None:
+                raise DataError(wrong)
+        except DataError as error:
+            raise type(error)(f"{drawn.where}: {error}") from error
         return images, rendered
 
     def numbered(self, group: Group, number: int) -> Group:

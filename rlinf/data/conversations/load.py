@@ -211,7 +211,7 @@ def _held_out(
         rows = ListRows(rows.name, list(islice(rows.open(), most)))  # type: ignore[arg-type]
     maker, note = _checked(rows, tokenizer, how, columns)
     chosen = sorted(permutation(len(rows), 0)[:most].tolist())
-    batch = maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])
+    batch = maker.make([Drawn.of(rows, index, index) for index in chosen])
     said = f"evaluation on {len(batch.prompts):,} of them"
     said += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
     said += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""

@@ -344,7 +344,7 @@ def _evaluated_on(
     opened = _prepared(rows, tokenizer, how, model, own)
     chosen = sorted(permutation(len(rows), 0)[:problems].tolist())
     assert isinstance(opened.maker, PromptMaker)
-    batch = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in chosen])
+    batch = opened.maker.make([Drawn.of(rows, index, index) for index in chosen])
     note = f"evaluation on {len(batch.prompts):,} of them"
     note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
     note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
@@ -378,7 +378,7 @@ def _asked(
     how = PromptOptions(benchmark.columns, benchmark.template, chat, benchmark.system, unusable="error")
     opened = _prepared(rows, tokenizer, how, model)
     assert isinstance(opened.maker, PromptMaker)
-    made = opened.maker.make([Drawn(index, index, rows[index], rows.where(index)) for index in range(len(rows))])
+    made = opened.maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
     notes = [f"{name}: {note}" for note in opened.notes]
     if benchmark.problems not in (None, len(rows)):
         notes.append(

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from rlinf.data.conversations.formats import message_of
 from rlinf.data.datasets.columns import Columns, fill, lookup
-from rlinf.data.datasets.rows import DataError, Mismatch, Row, unwritable
+from rlinf.data.datasets.rows import DataError, Mismatch, Row, Rows, unwritable
 from rlinf.data.pictures.images import image_refs
 from rlinf.data.pictures.marks import pictured
 from rlinf.data.pictures.processor import Pictures
@@ -83,6 +83,16 @@ class Drawn:
     """Values by column."""
     where: str
     """Where a person finds it."""
+    problem: str = ""
+    """Why it cannot be read, with its place; empty if it can."""
+
+    @staticmethod
+    def of(rows: Rows, id: int, index: int) -> Drawn:
+        """A row by its number, also where it cannot be read."""
+        try:
+            return Drawn(id, index, rows[index], rows.where(index))
+        except DataError as error:
+            return Drawn(id, index, {}, rows.where(index), str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +250,8 @@ class PromptMaker:
 
     def _text(self, drawn: Drawn) -> _Text:
         """What the model reads of a row."""
+        if drawn.problem:
+            raise DataError(drawn.problem)
         images = self._images(drawn)
         row, answer = drawn.row, self.columns.answer_in(drawn.row)
         choices = self.columns.choices_in(row, drawn.index, drawn.where)

@@ -157,7 +157,7 @@ class PromptStream(Generic[Item]):
             if self._shuffle:
                 self._order = permutation(len(self._rows), self._seed, which)
         index = int(self._order[at]) if self._shuffle else at
-        drawn = Drawn(self.position, index, self._rows[index], self._rows.where(index))
+        drawn = Drawn.of(self._rows, self.position, index)
         self.position += 1
         return drawn
 

@@ -11,6 +11,7 @@ import csv
 import hashlib
 import json
 import mmap
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ _SAMPLED = 64
 that was shuffled, filtered, extended or replaced with near certainty, in milliseconds whatever its size."""
 _BATCH = 4096
 """Rows that are turned into Python objects at once while a table is checked."""
+_ADDRESS = re.compile(r" ?<[^<>]* at 0x[0-9a-f]+>")
+"""What Python prints of an object without a text of its own; nobody can read it."""
 _LONGEST_FIELD = 2**31 - 1
 """Most characters in one field of a csv file; Python's own limit, 131,072, is less than many a document."""
 
@@ -159,7 +162,11 @@ class TableRows:
     def __getitem__(self, index: int) -> Row:
         if self._is_arrow:
             return self._table.slice(index, 1).to_pylist()[0]  # type: ignore[no-any-return]
-        return self._table[int(index)]  # type: ignore[no-any-return]
+        try:
+            return self._table[int(index)]  # type: ignore[no-any-return]
+        except Exception as error:  # of whatever decodes its columns, such as a picture that is broken
+            said = _ADDRESS.sub("", " ".join(str(error).split()))
+            raise DataError(f"{self.where(index)} cannot be read: {type(error).__name__}: {said}") from error
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -315,7 +322,10 @@ def fingerprint(rows: Rows) -> str:
     count = len(rows)
     digest = hashlib.sha256(str(count).encode())
     for index in sorted({round(step * (count - 1) / (_SAMPLED - 1)) for step in range(_SAMPLED)} if count else ()):
-        digest.update(canonical(rows[index]))
+        try:
+            digest.update(canonical(rows[index]))
+        except DataError:  # which costs that row alone where it is drawn
+            digest.update(b"unreadable")
     return digest.hexdigest()[:16]
 
 

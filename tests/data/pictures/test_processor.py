@@ -140,6 +140,21 @@ def test_a_broken_picture_costs_its_row_which_is_named(how, form, cat, tokenizer
     assert "Is a directory" not in str(caught.value)
 
 
+def test_a_broken_picture_that_the_datasets_library_decodes_costs_its_row_too(cat, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    broken = [png(cat), png(cat)[:60], b"junk", png(cat)]
+    columns = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = {"prompt": list("abca"), "image": [{"bytes": content, "path": None} for content in broken]}
+    table = datasets.Dataset.from_dict(rows, features=columns)
+    shows = lambda given: pictures_of(MODELS["qwen2_5_vl"], given)  # noqa: E731
+    data = load_data(tokenizer, train=table, pictures=shows, shuffle=False)
+    assert [prompt.text[-1:] for prompt in data.train.take(4)] == ["a", "a", "a", "a"]
+    assert data.train.unusable == 4
+    assert "row 2" in data.train.remark
+    assert " at 0x" not in data.train.remark
+    assert data.train.state_dict()["fingerprint"] == data.warm_up.state_dict()["fingerprint"]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_prompt_has_as_many_placeholders_as_the_model_has_features(kind, tokenizer):
     shows = pictures_of(MODELS[kind], tokenizer)

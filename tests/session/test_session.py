@@ -113,6 +113,9 @@ def test_answers_to_prompts_are_scored_and_learned(tmp_path):
             groups = [group async for group in s.generate(prompts, n=4)]
             assert sorted(group.prompt.text for group in groups) == ["1", "12", "2?", "7?", "7?"]
             assert all(None not in rewards(group) for group in groups)
+            for name in ("response_ids", "logprobs", "versions"):  # what is learned is what was sampled
+                with pytest.raises(ValueError, match="read-only"):
+                    getattr(groups[0].samples[0], name)[:] = 7
             before = await s.complete("1", seed=1)
             await s.train(groups, publish=False)
             assert (await s.complete("1", seed=1)).versions[0] == 0 == before.versions[0]

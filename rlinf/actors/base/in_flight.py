@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.engines.base import Completion, Engine, Request, Sampling
 from rlinf.placement.tail_migration import Bundle, Load
 from rlinf.runtime.streams.stream import Consumer, Stream, each
@@ -373,9 +373,9 @@ def _sample(
     return Sample(
         prompt=prompt,
         index=index,
-        response_ids=completion.response_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
+        response_ids=read_only(completion.response_ids),  # of whoever takes it: what is learned is what was sampled
+        logprobs=read_only(completion.logprobs),
+        versions=read_only(completion.versions),
         # Special tokens inside the answer stay visible: a reward must not take "12<pad>34" for "1234".
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
         truncated=completion.finish in ("length", "abort"),

@@ -289,7 +289,8 @@ class Endpoint:
         if messages and chat is not None and known is not None:
             for _, key in reversed([*known.llm.trajectories.histories(messages, chat)]):
                 if sessions := self._by_history.get(key):
-                    free = [each for each in sessions if not each.llm.trajectories.goes_on_from(key)]
+                    idle = [each for each in sessions if not each.asking]
+                    free = [each for each in idle if not each.llm.trajectories.goes_on_from(key)]
                     return (free or sessions)[0]
         return self._add(f"conversation-{secrets.token_hex(8)}", self._opens())
 

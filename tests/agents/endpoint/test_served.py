@@ -61,7 +61,8 @@ async def test_an_answer_at_the_second_try_and_without_its_reasoning_is_gone_on_
 async def test_clients_that_say_the_same_and_are_answered_the_same_go_on_in_sessions_of_their_own():
     async with stand("ab", "ab", "a", "b") as here, Served(EndpointConfig(), here.make) as served:
         firsts = [(await post(here, CHAT, url=served.url))[1] for _ in range(2)]
-        seconds = [(await post(here, CHAT, going_on(first), url=served.url))[1] for first in firsts]
+        asked = await asyncio.gather(*(post(here, CHAT, going_on(first), url=served.url) for first in firsts))
+        seconds = [told for _, told, _ in asked]
         assert [each.llm.counts().calls for each in served.sessions.values()] == [2, 2]
         for told in seconds:
             assert served.feedback(1.0, response=told["id"])

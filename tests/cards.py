@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -22,9 +23,10 @@ def pretend(monkeypatch, rank=None, cards=8):
     else:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setattr(own_device, "_index", None)
+    seen = lambda: 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else cards  # noqa: E731
     fakes = {
-        "is_available": lambda: True,
-        "device_count": lambda: cards,
+        "is_available": lambda: seen() > 0,
+        "device_count": lambda: seen(),
         "set_device": lambda device: setattr(thread, "device", device),
         "current_device": lambda: getattr(thread, "device", 0),
         "get_device_name": lambda device=0: "a card",

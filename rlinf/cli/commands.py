@@ -37,6 +37,7 @@ from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
+from rlinf.job.start import leave_gpus
 from rlinf.job.validate import is_embodied, load_config, load_embodied
 from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
@@ -166,6 +167,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         _evaluate_embodied(options, hosts)
         return
     config = load_config(options.config, [*_asked(options, hosts), f"model.path={options.model}"], hosts)
+    leave_gpus(config.placement)
     if resolved is not None and not options.named and config.evaluation.data is None:
         seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
         if seed != config.seed:

@@ -9,8 +9,11 @@ what was given (without), 130 interrupted, 141 when nobody reads the output.
 from __future__ import annotations
 
 import argparse
+import errno
+import gc
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -28,7 +31,7 @@ from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.ending.going_on import Starting
-from rlinf.job.start import train
+from rlinf.job.start import leave_gpus, train
 from rlinf.job.validate import is_embodied, load_any
 from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
@@ -94,9 +97,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if not told(error):
+        if _descriptors_used_up(error):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            print(f"error: too many open files: this process may have {limit} (ulimit -n); allow more", file=sys.stderr)
+        elif not told(error):
             raise
         return _point_at_error(FAILED)
+
+
+def _descriptors_used_up(error: BaseException | None) -> bool:
+    """Whether an error is, or comes from, a file that could not be opened because too many are open."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -135,6 +150,8 @@ def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
         return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
     look_in_working_directory()
     config = load_any(request.config, request.overrides, hosts)
+    if isinstance(config, RunConfig):
+        leave_gpus(config.placement)
     if request.dry_run:
         if rank == 0:
             from rlinf.cli.dry_run import describe  # torch comes with it: it looks at the model and the algorithm
@@ -157,8 +174,9 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
 def _point_at_error(code: int) -> int:
     """Let torchrun's own report, if there is one, say where to look; returns the exit code."""
     if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        pointer = {"message": "see `error:` further up", "timestamp": int(time.time())}
-        Path(report_of_torchrun).write_text(json.dumps(pointer), encoding="utf-8")
+        gc.freeze()  # torchrun speaks when this process has ended, which looks for garbage for seconds otherwise
+        pointer = {"message": "see `error:` further up", "extraInfo": {"timestamp": int(time.time())}}
+        Path(report_of_torchrun).write_text(json.dumps({"message": pointer}), encoding="utf-8")
     return code
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlinf.config.common import SystemConfig
 from rlinf.config.embodied import IMITATION, EmbodiedConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump
+from rlinf.config.placement import PlacementConfig
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REFERENCE = "reference"
 """Directory of a run or a checkpoint that holds the reference policy, where that is not as it was loaded."""
+
+
+def leave_gpus(placement: PlacementConfig) -> None:
+    """Have this process and its children see no GPU, if the configuration wants that; before torch looks for any."""
+    if placement.device_kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def train(

@@ -231,10 +231,12 @@ def test_roles_are_listed_with_their_devices_and_memory(answer):
 
 def test_two_processes_on_one_gpu_are_told_and_refused_where_they_would_compute_together(answer, monkeypatch):
     pretend(monkeypatch, rank=0, cards=1)
-    code, out, _ = answer("placement.rollout=0", "placement.trainer=1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    auto = "placement.device_kind=auto"
+    code, out, _ = answer(auto, "placement.rollout=0", "placement.trainer=1")
     assert code == 0
     assert "Roles: 2 processes, on 1 GPU; disaggregated, taking turns" in out
-    code, _, told = answer("placement.trainer=0-1")
+    code, _, told = answer(auto, "placement.trainer=0-1")
     assert code == 2
     assert "placement.trainer = 0-1: its processes 0 and 1 share a GPU, where NCCL refuses" in told
     assert "Traceback" not in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from rlinf.config.loading import InputError
 from rlinf.config.text import RunConfig
 from rlinf.job.validate import load_config
 from rlinf.metrics import MetricsFile, ProgressTable
+from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY, command, environment, launch, metrics_of, start, steps_noted, typed
 from tests.runtime.programs.jobs import descendants, patient, until
 
@@ -85,6 +87,41 @@ def test_a_dry_run_prints_a_config_that_loads_to_the_same_and_where_the_roles_ru
     assert main(["--config", str(ROOT / QUICKSTART), "--dry-run", "--verbose", f"output_dir={tmp_path}/none"]) == 0
     assert "steps: 100" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "cards"),
+    [
+        (QUICKSTART, 0),
+        (QUICKSTART, 1),
+        (QUICKSTART, 2),
+        ("configs/agents/calculator.yaml", 1),
+        ("configs/embodied/toy.yaml", 0),
+    ],
+)
+def test_two_processes_of_what_the_pages_name_first_start_on_a_machine_with_any_number_of_gpus(
+    monkeypatch, capsys, config, cards
+):
+    pretend(monkeypatch, rank=0, cards=cards)
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "CUDA_VISIBLE_DEVICES": "0,1"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["--config", str(ROOT / config), "--dry-run"]) == 0, capsys.readouterr().err
+    assert "2 processes" in capsys.readouterr().out
+
+
+def test_a_limit_of_open_files_is_one_line(monkeypatch, capsys):
+    def opens(*_):
+        try:
+            raise OSError(errno.EMFILE, "Too many open files")
+        except OSError as error:
+            raise RuntimeError("a child could not be started") from error
+
+    monkeypatch.setattr("rlinf.cli.main.load_any", opens)
+    assert main(["--config", QUICKSTART]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: too many open files: ")
+    assert "ulimit -n" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", ["--help", f"--config {QUICKSTART} x=1"])

@@ -25,7 +25,7 @@ from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 
 TEXT = (
-    *TINY, "steps=1", "sft.steps=1", "trace=false", "algorithm=ppo", "evaluation.problems=1",
+    *TINY, "placement.device_kind=auto", "steps=1", "sft.steps=1", "trace=false", "algorithm=ppo", "evaluation.problems=1",
     "algorithm.kl={place: reward, kind: k1, beta: 0.1}",
 )  # fmt: skip
 EMBODIED = (

@@ -208,3 +208,21 @@ def test_no_channel_for_cuda_is_started(way, gpu, monkeypatch):
         assert options["_channels"][-1] == "basic"
         assert not [channel for channel in options["_channels"] if "cuda" in channel]
     assert options.get("_transports") == (["uv"] if way == "uv" else None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (
+            "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)\nmore",
+            "EOF: end of",
+        ),
+        ("connection reset by peer (this error originated at tensorpipe/a.cc:1)", "connection reset by peer: "),
+        ("something else\nmore", "something else"),
+    ],
+)
+def test_a_broken_connection_is_told_without_places_in_torch(reason, said):
+    words = torch_rpc._in_words(reason)
+    assert words.startswith(said)
+    assert "tensorpipe" not in words
+    assert "more" not in words

@@ -56,6 +56,7 @@ def _run(scale: Scale, directory: Path, processes: int) -> dict[str, Any]:
     keys = [
         *scale.of((), TINY),
         *(ALONE if processes else ()),
+        "placement.device_kind=auto",
         f"output_dir={directory.parent}",
         f"name={directory.name}",
     ]

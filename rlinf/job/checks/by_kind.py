@@ -43,8 +43,8 @@ def refuse_other_kind(wanted: PlacementConfig) -> None:
     if elsewhere(wanted):
         has = "GPUs" if torch.cuda.is_available() else "no GPU that torch can use"
         raise InputError(
-            f"placement.device_kind = {wanted.device_kind}: this machine has {has}; the key is for --dry-run alone, so "
-            "leave it at auto in a run"
+            f"placement.device_kind = {wanted.device_kind}: this machine has {has}; it is for --dry-run alone, "
+            "so leave it at auto in a run"
         )
 
 

@@ -156,8 +156,7 @@ class RpcTransport:
 
     def _lost(self, host: int, reason: str) -> None:
         if self._receiver is not None and not self._closing:
-            first_line, *_ = reason.splitlines() or [""]  # what follows in torch's errors is of use in torch only
-            self._receiver.lost(host, first_line)
+            self._receiver.lost(host, _in_words(reason))
 
     # Receiving (handlers run on RPC threads) ---------------------------------------------------------------------
 
@@ -240,6 +239,15 @@ def _reach(others: list[int]) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _in_words(reason: str) -> str:
+    """Why a connection broke, without the places in TensorPipe, which are of use there only."""
+    first_line, *_ = reason.splitlines() or [""]
+    words = first_line.partition(" (this error originated at ")[0]
+    if words.startswith("EOF") or "connection reset" in words:
+        return f"{words}: its process has ended (killed with exit code -9: by the kernel, if memory ran out: see dmesg)"
+    return words
 
 
 def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:

@@ -25,8 +25,8 @@ from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 
 TEXT = (
-    *TINY, "placement.device_kind=auto", "steps=1", "sft.steps=1", "trace=false", "algorithm=ppo", "evaluation.problems=1",
-    "algorithm.kl={place: reward, kind: k1, beta: 0.1}",
+    *TINY, "placement.device_kind=auto", "steps=1", "sft.steps=1", "trace=false", "algorithm=ppo",
+    "evaluation.problems=1", "algorithm.kl={place: reward, kind: k1, beta: 0.1}",
 )  # fmt: skip
 EMBODIED = (
     "steps=1", "log_every=1", "trials.episodes=2", "policy.horizon=5", "env.max_steps=7", "trace=false",

@@ -15,7 +15,7 @@ from rlinf.config.loading import dump
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import device_kind, elsewhere
 from rlinf.job.checks.data import look_at_data
-from rlinf.job.checks.embodied import held_by, seconds_of, without_path
+from rlinf.job.checks.embodied import expected_horizon_warning, held_by, seconds_of, without_path
 from rlinf.job.checks.modelled.step import modelled, plans
 from rlinf.job.prepare import Prepared, prepare, refuse_idle
 from rlinf.job.start import check_output
@@ -61,6 +61,8 @@ def _to_be_named(config: RunConfig | EmbodiedConfig) -> Iterator[str]:
     """What a run needs that could be checked without."""
     if isinstance(config, EmbodiedConfig) and (missing := without_path(config)) is not None:
         yield f"Warning: a run is refused as it is: {missing.key}: {missing.advice}"
+    if isinstance(config, EmbodiedConfig) and (cut := expected_horizon_warning(config)) is not None:
+        yield f"Warning: {cut}"
 
 
 def _roles(config: RunConfig | EmbodiedConfig, placed: Placed) -> Iterator[str]:

@@ -10,9 +10,10 @@ import pytest
 
 from rlinf.cli.main import main
 from rlinf.config.loading import ConfigError, dump
+from rlinf.job.checks.embodied import expected_horizon_warning
 from rlinf.job.prepare import prepare
 from rlinf.job.start import check_output
-from rlinf.job.validate import load_config
+from rlinf.job.validate import load_config, load_embodied
 from rlinf.metrics.machine import machine
 from rlinf.placement.profiling.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 from tests.cards import pretend
@@ -154,6 +155,14 @@ def test_what_cannot_be_is_one_message_before_anything_starts(answer, tmp_path, 
     for text in said:
         assert text in told, told
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_step_that_is_shorter_than_episodes_is_told_dry():
+    config = load_embodied(str(ROOT / TOY), ["env.ignore_terminations=false", "env.fresh=true"])
+    config.env.max_steps, config.policy.horizon = 40, 10
+    assert "10 steps in each environment, and episodes last up to 40 steps" in expected_horizon_warning(config)
+    config.policy.horizon = 40
+    assert expected_horizon_warning(config) is None
 
 
 REWARDS = """

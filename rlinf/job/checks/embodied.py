@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,42 @@ def horizon_mistake(config: EmbodiedConfig, limit: int | None, chunk: int) -> st
         f"a step of the flow does {done} steps in each environment, all episodes last {limit}, and each step begins "
         f"new ones, so that none would ever end: take horizon={-(-limit // chunk)}, or env.fresh=false"
     )
+
+
+def horizon_warning(config: EmbodiedConfig, limit: int | None, chunk: int) -> str | None:
+    """A sentence about episodes that may last longer than a step of the flow, and begin anew with the next: those do
+    not count; None where all end in time.
+
+    Args:
+        config: of the run.
+        limit: steps of an episode at most; None for no limit.
+        chunk: actions of each decision.
+    """
+    done = config.policy.horizon * chunk
+    if not config.env.fresh or (limit is not None and done >= limit):
+        return None
+    longest = "end by themselves alone" if limit is None else f"last up to {limit} steps"
+    return (
+        f"policy.horizon: a step of the flow does {done} steps in each environment, and episodes {longest}; those that "
+        "last longer are cut off, and count neither as solved nor in reward/mean; env.fresh=false goes on with them"
+    )
+
+
+def expected_horizon_warning(config: EmbodiedConfig) -> str | None:
+    """The same before a simulator is made, where its configuration or Gymnasium's registry says how long episodes last;
+    None where neither does."""
+    if config.algorithm.name == IMITATION:  # whose steps act nowhere
+        return None
+    limit, id = config.env.max_steps, config.env.options.get("id")
+    if limit is None and isinstance(id, str) and str(config.env.simulator).startswith("rlinf.envs.gymnasium"):
+        import gymnasium
+
+        with suppress(*RAISED):  # an id that there is not was told already, or is of a package that is not here
+            limit = gymnasium.spec(id.rpartition(":")[2]).max_episode_steps
+    policy = _policy(config)
+    if limit is None or isinstance(policy, Problem):
+        return None
+    return horizon_warning(config, limit, policy.config.chunk)
 
 
 # Simulators -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rlinf.envs.base import CannotSimulate
 from rlinf.envs.video import Recording
 from rlinf.envs.worker_slice import EnvironmentLost
 from rlinf.job.checks.acting.footprint import control_footprints
-from rlinf.job.checks.embodied import horizon_mistake
+from rlinf.job.checks.embodied import horizon_mistake, horizon_warning
 from rlinf.job.embodied.keys import OPTIMIZER_READ_BY, READ_BY, WITH_TARGETS, policy_settings, preparation_of
 from rlinf.job.embodied.shown import measured, shapes_of, shown_of
 from rlinf.job.embodied.suites import Suite, suites_of
@@ -243,15 +243,8 @@ def _check_horizon(config: EmbodiedConfig, limit: int | None, chunk: int) -> Non
     """
     if (advice := horizon_mistake(config, limit, chunk)) is not None:
         raise InputError(f"policy.horizon = {config.policy.horizon}: {advice}")
-    done = config.policy.horizon * chunk
-    if config.env.fresh and (limit is None or done < limit):
-        longest = "end by themselves alone" if limit is None else f"last up to {limit} steps"
-        logger.warning(
-            "policy.horizon: a step of the flow does %d steps in each environment, and episodes %s; those that last "
-            "longer are cut off, and count neither as solved nor in reward/mean; env.fresh=false goes on with them",
-            done,
-            longest,
-        )
+    if (warning := horizon_warning(config, limit, chunk)) is not None:
+        logger.warning(warning)
 
 
 def _cause(error: Exception) -> str:

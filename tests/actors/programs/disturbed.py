@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import rlinf
@@ -133,7 +134,8 @@ async def misfed(system: rlinf.ActorSystem) -> None:
             yield group
         raise OSError("the judge's disk is full")
 
-    spoilt = replace(BATCH[3].samples[0], reward=float("nan"))
+    first = BATCH[3].samples[0]
+    spoilt = replace(first, logprobs=np.full_like(first.logprobs, np.nan))
     bad = [*BATCH[:3], replace(BATCH[3], samples=(spoilt, *BATCH[3].samples[1:]))]
     for groups in (broken(), bad, []):
         try:

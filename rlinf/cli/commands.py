@@ -96,11 +96,13 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(given)
     several = next((name for name in ("overrides", "directories") if hasattr(options, name)), None)
-    if several is None or any(each.startswith("-") for each in rest):
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    else:
-        getattr(options, several).extend(rest)
+    strays = [] if several is None or any(each.startswith("-") for each in rest) else rest
+    together = list(given)
+    for each in strays:
+        del together[len(together) - 1 - together[::-1].index(each)]
+    options = parser.parse_args(together)  # it complains of the rest
+    if several is not None:
+        getattr(options, several).extend(strays)
     return options
 
 

@@ -89,6 +89,9 @@ class Learner:
             self.gathered.total += self._value(row)
         self.gathered.at += [now] if rows else []
 
+    def pass_over(self, count: int) -> None:
+        """It has no schedule of learning rates."""
+
     def step(self) -> dict[int, Gathered]:
         """Its part of a step is over."""
         raise AssertionError("done in `ModelledTrainer.computed`")

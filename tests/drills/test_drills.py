@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 
 import pytest
 
 from tests.drills.driver import drilled
 from tests.drills.examine import summary
 from tests.drills.run import Drill
+from tests.drills.signals import Point, tried
 
 POINTS = 2
 """Of a run; `make drills` tries 100."""
@@ -25,3 +28,14 @@ def test_nothing_is_lost_or_repeated(drill, seed, tmp_path):
     assert found.well, json.dumps(summary(found), indent=1)
     assert len(found.points) == POINTS
     assert found.again <= 0.01 * found.held
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "grace"),
+    [("start", signal.SIGHUP, 30.0), ("learning", signal.SIGTERM, 0.3), ("writing", signal.SIGHUP, 30.0)],
+    ids=lambda each: str(getattr(each, "name", each)),
+)
+def test_a_signal_ends_a_run_as_its_page_says(phase, number, grace, tmp_path):
+    point = Point(phase, number, grace)
+    assert tried(point, tmp_path, random.Random(phase)), "the run had ended before"
+    assert not point.wrong, point

@@ -117,6 +117,9 @@ def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -
     except BaseException as error:
         if isinstance(error, Stopped):
             sys.stderr.write(f"rlinf: {going_on(directory, checkpoint.every)}\n")
+        elif isinstance(error, SystemExit) and error.code != os.EX_TEMPFAIL:  # with that the run has spoken for itself
+            how = going_on(directory, checkpoint.every)
+            sys.stderr.write(f"rlinf: ended by sys.exit({error.code!r}) in code of the run; {how}\n")
         _report_what_is_there(directory)
         raise
 

@@ -70,6 +70,15 @@ def test_a_signal_that_ends_a_run_at_once_says_it_and_nothing_else_does(director
     assert not directory.report.exists(), "nothing was measured"
 
 
+@pytest.mark.parametrize(("code", "said"), [(7, "sys.exit(7)"), (75, "")])
+def test_code_of_the_run_that_exits_is_told_of(directory, capsys, code, said):
+    with pytest.raises(SystemExit), saying_how_to_go_on(directory, CheckpointConfig()):
+        raise SystemExit(code)
+    told = capsys.readouterr().err
+    assert said in told
+    assert bool(told) == bool(said)
+
+
 @pytest.mark.parametrize("error", [Stopped(signal.SIGTERM, 75), RunFailure("the disk is full"), ValueError("a bug")])
 def test_the_report_is_written_however_a_run_ends(directory, error):
     directory.metrics.write_text('{"step": 1, "loss": 0.5}\n')

@@ -197,7 +197,7 @@ def ends_process(run: Callable[P, R]) -> Callable[P, R]:
 
 def _end_threads() -> None:
     """Run by the interpreter before it finalises. An exit code that the program chose after `run` is not known here."""
-    for number in ASKING if _codes else ():  # one that comes now does not change how the program ended
+    for number in (*ASKING, signal.SIGINT) if _codes else ():  # they come too late; SIGQUIT still ends it
         signal.signal(number, signal.SIG_IGN)
     end = time.monotonic() + LAST_CALL
     for thread in _alive():

@@ -59,8 +59,6 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
     try:
         if model.path is not None:
             found = pretrained(AutoConfig, model.path)
-            if (damage := unreadable_weights(model.path)) is not None:
-                return None, [Problem("configuration", key, value, damage)]
             key, value = ("model.tokenizer", model.tokenizer) if model.tokenizer else (key, value)
             tokenizer = load_tokenizer(model.tokenizer or model.path)
             if found.model_type in FAMILIES:
@@ -82,6 +80,8 @@ def _policy_model(config: RunConfig) -> tuple[Any, list[Problem]]:
             reason = f"transformers puts no scoring head on a {found.model_type}, so it becomes no reward model"
             return None, [Problem("configuration", *_where(model, found), f"{reason}; take a model of text alone")]
         _try_out(found, engine=engine)
+        if model.path is not None and (damage := unreadable_weights(model.path)) is not None:
+            return None, [Problem("configuration", key, value, damage)]
     except RAISED as error:  # of transformers, which checks little of what it is given
         if key == "model.config":
             key, value = _guilty(model.config, tokenizer) or (key, value)

@@ -167,6 +167,7 @@ class NothingLearnedAlarm:
         self._compares, self._limit, self._reward, self._no_end = compares, limit, reward, no_end
         self._since: dict[str, int] = {}
         self._told: set[str] = set()
+        self._in_a_row = 0
 
     def heard(
         self, step: int, metrics: Mapping[str, float], rows: Iterable[Mapping[str, Any]] = (), last: bool = False
@@ -177,11 +178,13 @@ class NothingLearnedAlarm:
             step: which.
             metrics: its own.
             rows: some of its answers, as rows of samples.jsonl.
-            last: no step follows, so that fewer in a row are told, too.
+            last: no step follows, so that a run of fewer steps is told, too, if every one was such.
         """
         signs = self._signs(metrics)
+        self._in_a_row = self._in_a_row + 1 if signs else 0
         self._since = {sign: self._since.get(sign, step) for sign in signs}
-        due = [sign for sign, since in self._since.items() if step - since + 1 >= STEPS_OF_SILENCE or last]
+        none_taught = last and self._in_a_row == step  # not of a resumed run, of which the beginning is not known
+        due = [sign for sign, since in self._since.items() if step - since + 1 >= STEPS_OF_SILENCE or none_taught]
         if not due or not set(due) - self._told:
             return None
         self._told.update(due)

@@ -124,6 +124,15 @@ def test_what_begins_later_is_told_and_a_run_that_ends_earlier_tells_at_its_end(
     assert [bool(each) for each in silence(TEACHES, EQUAL, EQUAL, EQUAL, TEACHES, EQUAL)] == [0, 0, 0, 1, 0, 0]
     (only,) = silence(EQUAL, last=1)
     assert only.startswith("step 1: in step 1 every answer was given the same reward")
+    uniform = {**TEACHES, "groups/uniform": 1.0}
+    assert [bool(each) for each in silence(EQUAL, uniform, last=2)] == [0, 1]
+
+
+def test_a_run_that_learned_is_not_alarmed_by_its_last_step_alone():
+    assert silence(TEACHES, TEACHES, EQUAL, last=3) == [None] * 3
+    assert silence(TEACHES, EQUAL, EQUAL, last=3) == [None] * 3
+    assert silence(EQUAL, TEACHES, EQUAL, last=3) == [None] * 3
+    assert NothingLearnedAlarm(True, 16).heard(51, EQUAL, ROWS, last=True) is None, "a run that was resumed"
 
 
 def test_answers_of_a_single_token_want_no_end():

@@ -3,6 +3,8 @@
 const LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 20, DOTS = 12;
 const axis = { over: chosen.get("axis", "step"), smoothing: Number(chosen.get("smoothing", "0.6")), log: false };
 const charts = new Set();
+/** Shown even where they are 0 throughout: that is what whoever looks for them has to see. */
+const MAIN = new Set(["reward/mean", "evaluation/accuracy", "success_once", "evaluation/success_once", "grad_norm"]);
 
 // A running mean whose first values are not drawn towards zero, as in Adam's moments.
 function smooth(values, weight) {
@@ -237,7 +239,7 @@ function curvesSection(place) {
   function arrange(there) {
     const shown = new Set(), chart = (name) => found.get(name) ?? found.set(name, new Chart(name)).get(name);
     const parts = (board.drawn.find((run) => run.state.sections)?.state.sections ?? []).filter(([heading]) => heading !== "Staleness").map(([heading, names]) => {
-      const here = names.filter((name) => there.get(name));
+      const here = names.filter((name) => there.get(name) || (there.has(name) && MAIN.has(name)));
       here.forEach((name) => shown.add(name));
       return here.length ? el("div", { class: "group" }, el("h3", {}, heading), el("div", { class: "charts" }, here.map((name) => chart(name).element))) : null;
     });

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rlinf.config.embodied import EmbodiedConfig, EnvConfig
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
+from rlinf.job.checks.by_kind import device_kind
 from rlinf.metrics.explain.causes import Cause
 from rlinf.metrics.explain.explainer import Change
 from rlinf.placement.auto.auto import WORTH
@@ -27,6 +28,10 @@ AHEAD = {
     "rlinf.flows.agentic": "rlinf.flows.agentic.agentic_async",
 }
 """Of our synchronous flows, those that begin work early."""
+LEAST = 0.05
+"""Seconds of a step; what costs less is not worth another key."""
+MANY_FAILED = 0.1
+"""Share of answers without a reward, above which it is to be seen first why: more workers would fail as often."""
 SHARE = 0.01
 """Of the run's time that planning may take."""
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -68,15 +73,11 @@ class Changes:
         """
         self._steps, self._ran = self._steps + 1, self._ran + step
         config = self._config
+        if cause.seconds < LEAST:
+            return None
         if isinstance(config, RunConfig):
-            if cause.name == "reward" and cause.who == "judge":
-                workers = config.reward.workers
-                more = "set `reward.workers` to more" if workers is None else f"set `reward.workers={2 * workers}`"
-                return Change(more, cause.seconds / 2)
-            if cause.name == "weights" and config.rollout.dtype == "float32":
-                return Change("set `rollout.dtype=bfloat16` (half the bytes)", cause.seconds / 2)
-            if cause.name == "small micro-batches" and (tokens := config.trainer.micro_batch_tokens):
-                return Change(f"set `trainer.micro_batch_tokens={2 * tokens}`", cause.seconds / 2)
+            if cause.name in ("reward", "weights", "small micro-batches"):
+                return _of_texts(config, cause)
         elif cause.name == "environment":
             return _of_environments(config.env, cause)
         if cause.name == "slow host":
@@ -119,6 +120,21 @@ class Changes:
             share = 1 - then.found.seconds / now.found.seconds
             later = Change(f"set `staleness.max={best.staleness}` with `flow={self._ahead}`", share * step)
         return moved, later
+
+
+def _of_texts(config: RunConfig, cause: Cause) -> Change | None:
+    """Keys of a run on texts that make what is slow quicker, where they can."""
+    if cause.name == "reward" and cause.who == "judge":
+        if cause.failed >= MANY_FAILED:
+            return Change("see first why answers are not scored (`alarms.jsonl` has the first reason)", 0.0)
+        workers = config.reward.workers
+        more = "set `reward.workers` to more" if workers is None else f"set `reward.workers={2 * workers}`"
+        return Change(more, cause.seconds / 2)
+    if cause.name == "weights" and config.rollout.dtype == "float32" and device_kind(config.placement) == "cuda":
+        return Change("set `rollout.dtype=bfloat16` (half the bytes)", cause.seconds / 2)
+    if cause.name == "small micro-batches" and (tokens := config.trainer.micro_batch_tokens):
+        return Change(f"set `trainer.micro_batch_tokens={2 * tokens}`", cause.seconds / 2)
+    return None
 
 
 def _of_environments(env: EnvConfig, cause: Cause) -> Change | None:

@@ -47,6 +47,8 @@ class Cause:
     """What happened, a clause: "training waited 0.4 s for ..."."""
     who: str = ""
     """The role or actor that it is about."""
+    failed: float = 0.0
+    """The share of answers without a reward, where it is about scoring."""
 
 
 class Causes:
@@ -124,10 +126,10 @@ class Causes:
     def _beside(self, where: Waited, metrics: Mapping[str, float]) -> Iterator[Cause]:
         for role, seconds in where.beside.items():
             if role in _JUDGES:
-                late = f" ({failed:.0%} of them failed)" if (failed := metrics.get("reward/failed", 0.0)) else ""
-                yield Cause(
-                    "reward", seconds, f"no device worked for {_s(seconds)} while answers were scored{late}", role
-                )
+                failed = metrics.get("reward/failed", 0.0)
+                late = f" ({failed:.0%} of them failed)" if failed else ""
+                text = f"no device worked for {_s(seconds)} while answers were scored{late}"
+                yield Cause("reward", seconds, text, role, failed)
             elif role in _ENVIRONMENTS:
                 text = f"no device worked for {_s(seconds)} while environments stepped"
                 yield Cause("environment", seconds, text, role)

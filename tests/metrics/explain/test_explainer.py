@@ -9,7 +9,7 @@ from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
 from rlinf.job import changes
 from rlinf.job.changes import Changes
-from rlinf.metrics.explain.causes import MICRO_BATCH
+from rlinf.metrics.explain.causes import MICRO_BATCH, Cause
 from rlinf.metrics.explain.explainer import Explainer, in_short
 from rlinf.placement.hardware import Fleet
 from rlinf.placement.profiling.ledger import Ledger
@@ -254,6 +254,23 @@ class TestChanges:
         found = last(flow, devices=SHARED, advice=self.advice(reward__workers=3))
         assert found.text.endswith("; set `reward.workers=6`, which would save 25 %")
         assert (found.change, found.saves) == ("set `reward.workers=6`", pytest.approx(1.0, abs=0.05))
+
+    @pytest.mark.parametrize(
+        ("cause", "kind", "told"),
+        [
+            (Cause("reward", 2.0, "", "judge"), "cpu", "reward.workers"),
+            (Cause("reward", 2.0, "", "judge", failed=0.9), "cpu", "why answers are not scored"),
+            (Cause("reward", 0.02, "", "judge"), "cpu", None),  # too little for another key
+            (Cause("weights", 2.0, ""), "cuda", "rollout.dtype=bfloat16"),
+            (Cause("weights", 2.0, ""), "cpu", None),  # slower on most
+            (Cause("weights", 0.028, ""), "cuda", None),
+        ],
+    )
+    def test_a_change_is_told_where_it_can_help(self, cause, kind, told):
+        config = RunConfig()
+        config.rollout.dtype, config.placement.device_kind = "float32", kind
+        change = Changes(config, lambda: None, lambda: Placed({}, 1, True)).change(cause, 4.0)
+        assert change is None if told is None else told in change.text
 
     @pytest.mark.parametrize(
         ("keys", "cores", "told"),

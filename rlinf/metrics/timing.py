@@ -136,7 +136,9 @@ def sentence(metrics: Mapping[str, float]) -> str:
     text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(shown, key=lambda part: -part[1]))
     if (beside := metrics.get("timing/overlap", 0.0)) >= READABLE:
         text += f" ({beside:.2f} side by side)"
-    return f"{metrics['timing/step']:.2f} s: {text or 'nothing traced'}, other {metrics['timing/other']:.2f}"
+    if (other := metrics["timing/other"]) >= READABLE or text:
+        text += f"{', ' if text else ''}other {other:.2f}"
+    return f"{metrics['timing/step']:.2f} s{f': {text}' if text else ''}"
 
 
 def _length(intervals: list[Interval]) -> float:

@@ -31,6 +31,8 @@ READABLE = 0.005
 """Share of a step; less is not worth a word."""
 _OF_FIVE = 5
 """Steps of which four are told: fewer cannot be told from accidents."""
+_HALVED = 4
+"""Steps of which the quickest and the slowest quarter are left out: fewer have none."""
 _SPREAD = 0.05
 """Share of the bound by which it varies between steps before that is told."""
 
@@ -47,17 +49,38 @@ def typical(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         The means, of `timing/...` too; and where bounds are known, between which values those of four of five steps
         lie, `bound/low` and `bound/high`: what roles cost varies with what else the machine does.
     """
-    timed = [step for step in steps if "timing/step" in step]
-    bound = [step for step in timed if isinstance(step.get("bound/seconds"), int | float)]
-    told = bound or timed
-    told = sorted(told[1:] or told, key=lambda step: float(step["timing/step"]))
+    counted = _counted(steps)
+    told = sorted(counted, key=lambda step: float(step["timing/step"]))
     middle = told[len(told) // 4 : len(told) - len(told) // 4]
     names = {name for step in middle for name in step if name.startswith(("bound/", "lost/", "timing/"))}
-    found = {name: sum(float(step.get(name) or 0.0) for step in middle) / len(middle) for name in names}
-    if bound:
+    found = {name: statistics.fmean(float(step.get(name) or 0.0) for step in middle) for name in names}
+    if "bound/seconds" in found:
         found["bound/efficiency"] = found["bound/seconds"] / found["timing/step"]
         found["bound/low"], found["bound/high"] = _four_of_five([float(step["bound/seconds"]) for step in told])
     return found
+
+
+def over(steps: Iterable[Mapping[str, Any]]) -> str:
+    """The steps that `typical` takes means over, in words: "the middle half of the steps, on average"; "" for a run of
+    a single one.
+
+    Args:
+        steps: metrics of each.
+    """
+    steps = list(steps)
+    count = len(_counted(steps))
+    if count >= _HALVED:
+        return "the middle half of the steps, on average"
+    if count > 1:
+        return f"the {count} steps after the first, on average"
+    return "the step after the first" if sum("timing/step" in step for step in steps) > 1 else ""
+
+
+def _counted(steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Steps that tell of a typical one: those with a bound if there are any, without the first of several."""
+    timed = [step for step in steps if "timing/step" in step]
+    known = [step for step in timed if isinstance(step.get("bound/seconds"), int | float)] or timed
+    return known[1:] or known
 
 
 def tells(steps: Sequence[Mapping[str, Any]]) -> bool:

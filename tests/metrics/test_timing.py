@@ -79,6 +79,11 @@ def test_loading_and_parking_is_switching_whoever_does_it_and_not_time_of_nothin
     assert sentence({"timing/step": 10.0, **metrics}) == "10.00 s: switching 5.00, training 3.00, other 2.00"
 
 
+def test_a_step_too_short_for_parts_is_told_by_its_length_alone():
+    assert sentence({"timing/step": 0.01, "timing/training": 0.001, "timing/other": 0.001}) == "0.01 s"
+    assert sentence({"timing/step": 0.5, "timing/other": 0.5}) == "0.50 s: other 0.50"
+
+
 def test_what_goes_on_beyond_the_step_counts_for_its_role():
     assert timing(Lap(0.0, 10.0, (Busy("rollout[3]", "compute", ((1.0, 2.0),)),)))["timing/generation"] == 1.0
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, tells, typical, verdict
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, over, tells, typical, verdict
 
 parts = st.fixed_dictionaries({f"lost/{part}": st.floats(0, 5) for part in PARTS})
 steps = st.lists(st.tuples(st.floats(0.1, 10), parts), min_size=1, max_size=12)
@@ -71,6 +71,17 @@ def test_what_is_too_little_is_not_told_and_nothing_at_all_is_no_line():
 
 def test_short_steps_are_told_in_digits_that_say_something():
     assert "no step could take less than 0.0100 s" in verdict(typical([step(0.01, overhead=0.005)]))[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "which"),
+    [(1, 1.0, ""), (2, 2.0, "step after the first"), (3, 2.5, "2 steps"), (4, 3.0, "3 steps"), (5, 3.5, "middle half")],
+)
+def test_a_few_steps_have_no_middle_half(steps, seconds, which):
+    rows = [{"timing/step": float(number)} for number in range(1, steps + 1)]
+    assert typical(rows)["timing/step"] == seconds
+    assert which in over(rows)
+    assert bool(over(rows)) == (steps > 1)
 
 
 def test_every_part_has_a_meaning():

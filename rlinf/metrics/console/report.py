@@ -22,7 +22,7 @@ from rlinf.metrics.console.table import ProgressTable
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory, previous_runs, size_of
 from rlinf.metrics.timing import sentence
 from rlinf.metrics.tracking import Tracked, Tracking, chosen
-from rlinf.metrics.verdict import tells, typical, verdict
+from rlinf.metrics.verdict import over, tells, typical, verdict
 from rlinf.placement.plan import GB
 from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.devices.memory import DeviceMemory
@@ -159,7 +159,8 @@ class Report:
             self.line(line)
         usual = typical(self._steps_taken)
         if told := sentence(usual):
-            self.line(f"a step took {told} (the middle half of the steps, on average)")
+            which = over(self._steps_taken)
+            self.line(f"a step took {told}{f' ({which})' if which else ''}")
         for line in [*(verdict(usual) if tells(self._steps_taken) else ()), *why, *fullest(memory or {})]:
             self.line(line)
         self.line(f"done in {time.perf_counter() - self._start:.0f} s; results in {_shown(self._directory.path)}:")

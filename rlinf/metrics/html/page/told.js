@@ -102,7 +102,7 @@ function timeSection(place) {
   const named = { overlap: "side by side", other: "none of these", switching: "loading and parking" };
   const hues = { switching: "--loading", overlap: "--soft", other: "--waiting" };
   return ({ state: { time } }) => {
-    say(about, `Medians over all steps, beside the ${lasting(time.step)} of a step. Roles work at the same time, so the parts may add up to more than the whole.`);
+    say(about, `Beside the ${lasting(time.step)} of a step${time.over ? ` (${time.over})` : ""}. Roles work at the same time, so the parts may add up to more than the whole.`);
     list.replaceChildren(...time.parts.flatMap(([name, seconds]) => [el("span", {}, named[name] ?? name),
       bar(seconds / time.step, hues[name] ?? hue(name), `${named[name] ?? name}: ${lasting(seconds)}`),
       el("span", { class: "number" }, `${lasting(seconds)}, ${percent(seconds / time.step)}`)]));
@@ -113,7 +113,7 @@ function possibleSection(place) {
   const list = el("div", { class: "card bars possible" }), about = el("p", { class: "about" });
   place.append(about, list);
   return ({ state: { possible } }) => {
-    say(about, `${percent(possible.efficiency)} of what is possible on ${many(possible.devices, "device")}, at what the roles cost in this run. The parts add up to the ${lasting(possible.step)} of a step (means over the middle half of the steps).`);
+    say(about, `${percent(possible.efficiency)} of what is possible on ${many(possible.devices, "device")}, at what the roles cost in this run. The parts add up to the ${lasting(possible.step)} of a step${possible.over ? ` (${possible.over})` : ""}.`);
     let before = 0;
     list.replaceChildren(...possible.parts.flatMap(([name, seconds, meaning], i) => {
       const start = before / possible.step;

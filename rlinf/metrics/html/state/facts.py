@@ -5,12 +5,12 @@ In: a `RunData`. Out: lists and mappings as JSON knows them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlinf.metrics.html.run_data import RunData
 from rlinf.metrics.timing import ACTIVITIES
-from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, typical
+from rlinf.metrics.verdict import BINDING, MEANINGS, PARTS, binding, over, typical
 
 EDGE = 5
 """Steps at both ends whose mean reward is compared: one step alone is noise."""
@@ -35,24 +35,27 @@ def headline(run: RunData) -> list[Fact]:
 
 
 def time(run: RunData) -> dict[str, Any]:
-    """Where the time of a step went, medians over all steps; empty where that is not known.
+    """Where the time of a typical step went; empty where that is not known.
 
     Returns:
-        `step`, seconds, and `parts`: pairs of an activity and its seconds. Roles work at the same time, so the parts
-        may add up to more than the step.
+        `step`, seconds; `over`, the steps that it is a mean of, in words; and `parts`: pairs of an activity and its
+        seconds. Roles work at the same time, so the parts may add up to more than the step.
     """
-    step = run.median("timing/step")
-    told = [(name, run.median(f"timing/{name}")) for name in (*ACTIVITIES, "switching", "overlap", "other")]
-    found = [(name, seconds) for name, seconds in told if seconds is not None]
-    return {"step": step, "parts": found} if step and found else {}
+    names = [name for name in (*ACTIVITIES, "switching", "overlap", "other") if run.values(f"timing/{name}")]
+    steps = _steps(run, [f"timing/{name}" for name in names])
+    told = typical(steps) if names and steps else {}
+    if not told.get("timing/step"):
+        return {}
+    parts = [(name, told.get(f"timing/{name}", 0.0)) for name in names]
+    return {"step": told["timing/step"], "over": over(steps), "parts": parts}
 
 
 def possible(run: RunData) -> dict[str, Any]:
     """How far a step was from what is possible; empty where the run does not tell.
 
     Returns:
-        `step`, seconds; `efficiency`, a share; `devices`; and `parts`: (name, seconds, meaning), the least possible
-        first, which add up to the step.
+        `step`, seconds, and `over`, as in `time`; `efficiency`, a share; `devices`; and `parts`: (name, seconds,
+        meaning), the least possible first, which add up to the step.
     """
     told = _typical(run)
     if not told:
@@ -61,6 +64,7 @@ def possible(run: RunData) -> dict[str, Any]:
     least = ("the least possible", told["bound/seconds"], f"{which}: {BINDING[which]}")
     return {
         "step": told["timing/step"],
+        "over": over(_steps(run)),
         "efficiency": told["bound/efficiency"],
         "devices": round(told["bound/devices"]),
         "parts": [least, *((part, told.get(f"lost/{part}", 0.0), MEANINGS[part]) for part in PARTS)],
@@ -69,15 +73,16 @@ def possible(run: RunData) -> dict[str, Any]:
 
 def side_by_side(run: RunData) -> list[tuple[str, str]]:
     """What runs are compared by, each with its value; what a run does not tell is left out."""
-    accuracies, rewards, told = run.accuracies, run.values("reward/mean")[-EDGE:], _typical(run)
+    rewards, told = run.values("reward/mean")[-EDGE:], _typical(run)
+    step = _step_seconds(run)
     found = [
-        ("held-out problems, at the end", f"{accuracies[-1][1]:.{'3f' if run.graded else '1%'}}" if accuracies else ""),
+        ("held-out problems", _newest(run)),
         (f"mean reward of the last {EDGE} steps", f"{sum(rewards) / len(rewards):.3f}" if rewards else ""),
         ("steps", f"{run.steps} of {run.planned}"),
+        ("seconds of a step", f"{step:.3g}" if step is not None else ""),
         *(
             (what, "" if (value := run.median(name)) is None else f"{value:{style}}")
             for what, name, style in (
-                ("seconds of a step (median)", "timing/step", ".3g"),
                 ("tokens per second (median)", "tokens_per_s", ",.0f"),
                 ("environment steps per second (median)", "env_steps_per_s", ",.0f"),
             )
@@ -90,16 +95,32 @@ def side_by_side(run: RunData) -> list[tuple[str, str]]:
 
 def _typical(run: RunData) -> dict[str, float]:
     """See `verdict.typical`, which needs these metrics alone: rows of all of them take long to make."""
-    metrics = run.metrics
-    names = [name for name in metrics.names if name.startswith(("bound/", "lost/")) or name == "timing/step"]
-    if not {"timing/step", "bound/seconds"} <= set(names):
-        return {}
-    table = zip(*(metrics.column(name).tolist() for name in names), strict=True)
-    return typical(
-        {name: value for name, value in zip(names, row, strict=True) if value == value}
-        for step, row in zip(metrics.steps, table, strict=True)
+    names = [name for name in run.metrics.names if name.startswith(("bound/", "lost/"))]
+    return typical(_steps(run, names)) if {"timing/step", "bound/seconds"} <= set(run.metrics.names) else {}
+
+
+def _step_seconds(run: RunData) -> float | None:
+    """A typical step's, as the run itself prints it; None where no step was timed."""
+    return typical(_steps(run)).get("timing/step")
+
+
+def _steps(run: RunData, names: Iterable[str] = ()) -> list[dict[str, float]]:
+    """Some metrics of every step after step 0, and those by which `typical` chooses steps."""
+    there = [name for name in dict.fromkeys(("timing/step", "bound/seconds", *names)) if name in run.metrics.names]
+    table = zip(*(run.metrics.column(name).tolist() for name in there), strict=True)
+    return [
+        {name: value for name, value in zip(there, row, strict=True) if value == value}
+        for step, row in zip(run.metrics.steps, table, strict=bool(there))
         if step > 0
-    )
+    ]
+
+
+def _newest(run: RunData) -> str:
+    """The newest evaluation, and after which step it was made; empty without one."""
+    if not run.accuracies:
+        return ""
+    step, value = run.accuracies[-1]
+    return f"{value:.{'3f' if run.graded else '1%'}} {f'after step {step}' if step else 'before step 1'}"
 
 
 def _named(algorithm: Any) -> str:
@@ -162,8 +183,8 @@ def _spoilt(run: RunData) -> Iterator[Fact]:
 
 def _spent(run: RunData) -> Iterator[Fact]:
     if run.steps:
-        step_time = run.median("timing/step")
-        note = f"{step_time:.3g} s per step (median)" if step_time is not None else ""
+        step_time = _step_seconds(run)
+        note = f"{step_time:.3g} s per step" if step_time is not None else ""
         yield _fact("Time", _duration(run.seconds), note)
     for metric, label, counted in (
         ("tokens_per_s", "Tokens per second", ("samples", "answers")),

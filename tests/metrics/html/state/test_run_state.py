@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from rlinf.metrics.files import METRICS, read_lines
 from rlinf.metrics.html.lanes import Lane, Lanes, Stretch
 from rlinf.metrics.html.state.run_state import FINEST, causes, lanes_json, run_state
+from rlinf.metrics.verdict import over
 from tests.metrics.html.test_report import run_directory
 
 
@@ -35,6 +37,16 @@ def test_it_tells_all_that_is_in_the_directory_and_is_json(tmp_path):
     assert [(step["step"], [lane["actor"] for lane in step["lanes"]]) for step in state["lanes"]] == [
         (2, ["rollout[0]", "trainer[0]"]), (21, ["rollout[0]", "trainer[0]"]), (40, ["rollout[0]", "trainer[0]"]),
     ]  # fmt: skip
+
+
+def test_a_step_is_said_to_take_as_long_as_the_run_itself_says(tmp_path):
+    run = run_directory(tmp_path / "run", steps=2)
+    rows = [row | ({"timing/step": 9.0 / row["step"] ** 2} if row["step"] else {}) for row in read_lines(run / METRICS)]
+    lines(run / METRICS, rows)
+    state = run_state(run)
+    assert (state["time"]["step"], state["time"]["over"]) == (2.25, over(rows))
+    assert dict(state["compared"])["seconds of a step"] == "2.25"
+    assert next(fact for fact in state["facts"] if fact["label"] == "Time")["note"] == "2.25 s per step"
 
 
 @pytest.mark.parametrize(

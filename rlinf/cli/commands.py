@@ -157,6 +157,7 @@ def _config(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     resolved = _resolved_of(options.model)
+    model = _saved_model(options.model)
     if options.config is None and options.named is None:
         if resolved is None:
             raise InputError("evaluate: name a --config whose problems are answered, or benchmarks by --named")
@@ -168,7 +169,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     if is_embodied(options.config):
         _evaluate_embodied(options, hosts)
         return
-    config = load_config(options.config, [*_asked(options, hosts), f"model.path={options.model}"], hosts)
+    place = Path(model).expanduser()
+    if (place / "checkpoints").is_dir() and not (place / "config.json").is_file():
+        raise InputError(f"--model {model} is the directory of a run, which has no model in checkpoints/latest/hf")
+    config = load_config(options.config, [*_asked(options, hosts), f"model.path={model}"], hosts)
     leave_gpus(config.placement)
     if resolved is not None and not options.named and config.evaluation.data is None:
         seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
@@ -192,8 +196,15 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _resolved_of(model: str) -> Path | None:
     """The configuration of the run that a model is of, where it lies in a run's directory."""
     place = Path(model).expanduser().absolute()
-    found = [each / "resolved.yaml" for each in place.parents[:3] if (each / "checkpoints").is_dir()]
+    found = [each / "resolved.yaml" for each in (place, *place.parents[:3]) if (each / "checkpoints").is_dir()]
     return next((path for path in found if path.is_file()), None)
+
+
+def _saved_model(named: str) -> str:
+    """The model that a path leads to: that itself, the one of a checkpoint, or of a run's newest checkpoint."""
+    ways = (Path(named).expanduser() / way for way in ("hf", "checkpoints/latest/hf"))
+    itself = (Path(named).expanduser() / "config.json").is_file()
+    return named if itself else next((str(way) for way in ways if (way / "config.json").is_file()), named)
 
 
 def _asked(options: argparse.Namespace, hosts: int) -> list[str]:

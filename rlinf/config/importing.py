@@ -12,6 +12,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from difflib import get_close_matches
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def shipped(config: str) -> str:
     that of one that comes with rlinf."""
     mine = _SHIPPED / f"{config.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return str(mine) if not os.path.exists(config) and ".." not in config and mine.is_file() else config
+
+
+def near_shipped(config: str) -> str | None:
+    """The name of a configuration that comes with rlinf, which a name of none was most likely meant to be."""
+    full = [each.relative_to(_SHIPPED).as_posix().removesuffix(".yaml") for each in _SHIPPED.rglob("*.yaml")]
+    names = {part: name for name in full for part in (name, name.rpartition("/")[2])}
+    near = get_close_matches(config.removeprefix("configs/").removesuffix(".yaml"), names, n=1, cutoff=0.75)
+    return names[near[0]] if near else None
 
 
 def shipped_file(path: str) -> str:

@@ -22,6 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlinf.config.importing import near_shipped
 from rlinf.config.reading import measure, read_bytes
 from rlinf.config.schema import Leaf, leaves, nearest, sections
 from rlinf.config.synonyms import OF_TORCHRUN, ours
@@ -136,7 +137,9 @@ class _Loader:
         try:
             text = read_bytes(path).decode("utf-8")
         except OSError as error:
-            raise InputError(f"{path}: the config file cannot be read: {error.strerror or error}") from None
+            near = near_shipped(str(path)) if isinstance(error, FileNotFoundError) else None
+            meant = f"; did you mean {near}?" if near else ""
+            raise InputError(f"{path}: the config file cannot be read: {error.strerror or error}{meant}") from None
         except UnicodeDecodeError:
             raise InputError(f"{path}: the config file is not UTF-8 text") from None
         except ValueError as error:  # a null character in its name

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlinf.cli.commands import _parsed, _resolved_of, main
+from rlinf.cli.commands import _parsed, _resolved_of, _saved_model, main
 from tests.launching import QUICKSTART, ROOT
 
 
@@ -84,3 +84,20 @@ def test_the_configuration_of_a_model_is_found_where_it_lies_in_a_runs_directory
     (tmp_path / "run" / "resolved.yaml").write_text("seed: 7")
     found = tmp_path / "run" / "resolved.yaml" if inside.startswith("checkpoints") else None
     assert _resolved_of(str(tmp_path / "run" / inside)) == found
+
+
+@pytest.mark.parametrize("named", ["run", "run/checkpoints/latest", "run/checkpoints/latest/hf"])
+def test_a_model_is_found_in_a_runs_directory_a_checkpoint_or_its_own(tmp_path, named):
+    model = tmp_path / "run/checkpoints/latest/hf"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (tmp_path / "run" / "resolved.yaml").write_text("seed: 7")
+    assert _saved_model(str(tmp_path / named)) == str(model)
+    assert _resolved_of(str(tmp_path / named)) == tmp_path / "run" / "resolved.yaml"
+    assert _saved_model("owner/name") == "owner/name"
+
+
+def test_a_runs_directory_without_a_model_is_refused_by_its_name(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["evaluate", "--model", str(tmp_path), "--config", "quickstart"]) == 2
+    assert "checkpoints/latest/hf" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rlinf.cli.key_docs import as_markdown, as_text
 from rlinf.config.embodied import EmbodiedConfig
-from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.importing import mistake_in, near_shipped, resolve
 from rlinf.config.loading import ConfigError, InputError, dump, load
 from rlinf.config.schema import leaves, nearest, number
 from rlinf.config.text import RunConfig
@@ -440,3 +440,16 @@ def test_experts_are_asked_for_only_where_there_are_some(asked):
     with pytest.raises(ConfigError, match="it needs an engine that tells of experts"):
         load_config("configs/moe/qwen3-moe-tiny.yaml", [asked, "rollout.engine=vllm"])
     load_config("configs/moe/qwen3-moe-tiny.yaml", [asked])
+
+
+@pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        ("quickstar", "quickstart"),
+        ("configs/quickstat.yaml", "quickstart"),
+        ("qwen2.5-1.5-grpo", "math/qwen2.5-1.5b-grpo"),
+    ],
+)
+def test_a_name_close_to_that_of_a_configuration_of_ours_leads_to_it(named, meant):
+    assert near_shipped(named) == meant
+    assert near_shipped("absent.yaml") is None

@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     first = next((each for each in arguments if not each.startswith("-")), "")
     if not first and {"-h", "--help"} & {*arguments}:
         sys.stdout.write(f"{_command('conversion.command').parser().format_help()}\n")
+    if not arguments:
+        sys.stderr.write(_command("conversion.command").parser().format_usage())
     return _command("conversion.command" if first.endswith(CONFIGURATIONS) else "demonstrations.convert").main(
         arguments
     )  # type: ignore[no-any-return]

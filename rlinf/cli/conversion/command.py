@@ -16,11 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlinf.cli.conversion.convert import convert
+from rlinf.cli.conversion.convert import THEIRS_OF, Conversion, convert
 from rlinf.cli.conversion.reading import read
 from rlinf.cli.conversion.writing import as_table, as_yaml, summary
 from rlinf.config.importing import look_in_working_directory
 from rlinf.config.loading import ConfigError, InputError
+from rlinf.config.schema import nearest
 from rlinf.job.validate import load_config, load_embodied
 
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_intermixed_args(arguments)
     source, target = Path(options.source), Path(options.target)
     try:
+        if not source.exists():
+            raise InputError(f"{source}: there is no such file")
         if target.exists():
             raise InputError(f"{target} is there already; name another file")
         if not target.absolute().parent.is_dir():
@@ -56,18 +59,31 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"  to be written by you: {key}: {how}\n")
     for name in found.missing:
         sys.stdout.write(f"  not read, since it is not beside {source.name}: {name}\n")
-    sys.stdout.write(f"{target}\n{_checked(target, embodied=found.embodied)}")
+    sys.stdout.write(f"{target}\n{_checked(target, found)}")
     return 0
 
 
-def _checked(target: Path, *, embodied: bool) -> str:
+def _checked(target: Path, found: Conversion) -> str:
     """What our own checks say of the file, such as of paths that are other people's."""
     look_in_working_directory()  # as a run does: a reward function beside the file is found
+    problems: list[object] = [lack] if (lack := _nothing_named(found)) else []
     try:
-        (load_embodied if embodied else load_config)(str(target))
+        (load_embodied if found.embodied else load_config)(str(target))
     except ConfigError as error:
-        return "before it can be run:\n" + "".join(f"  {problem}\n" for problem in error.problems)
+        problems += error.problems
+    if problems:
+        return "before it can be run:\n" + "".join(f"  {problem}\n" for problem in problems)
     return "it can be tried: add --dry-run to the command at its top\n"
+
+
+def _nothing_named(found: Conversion) -> str:
+    """Words on a configuration that says neither which model learns nor from which data; empty for others."""
+    if found.embodied or {"model.path", "data.train"} & found.ours.keys():
+        return ""
+    theirs = THEIRS_OF[found.origin]
+    near = {key: match for key in theirs if (match := nearest(key, found.absent))}
+    meant = f"; are they meant by {' and '.join(near.values())}?" if near else "."
+    return f"neither a model nor data was found ({' and '.join(theirs)}){meant} Or write model.path and data.train"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,10 +94,14 @@ def parser() -> argparse.ArgumentParser:
         description="Write a configuration of verl's or RLinf's, or a script that starts a run of verl's, as a "
         "configuration of ours.",
     )
-    parser.add_argument("source", metavar="THEIRS", help="a file of verl's or RLinf's, .yaml or .sh")
+    parser.add_argument("source", metavar="THEIRS.yaml|THEIRS.sh", help="a file of verl's or RLinf's, .yaml or .sh")
     parser.add_argument("target", metavar="OURS.yaml", help="a file that is not there yet")
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="theirs, such as data.train_batch_size=256, which win"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="theirs, such as data.train_batch_size=256, which win",
     )
     parser.add_argument("--table", action="store_true", help="print what became of every key")
     return parser

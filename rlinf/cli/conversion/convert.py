@@ -21,6 +21,11 @@ from rlinf.config.text import RunConfig
 
 _TABLES = {"verl": "verl", "rlinf": "rlinf_text", "rlinf, embodied": "rlinf_embodied"}
 """By what a configuration is: the module of its table, which has `TABLE` and `DEFAULTS`."""
+THEIRS_OF = {
+    "verl": ("actor_rollout_ref.model.path", "data.train_files"),
+    "rlinf": ("actor.model.model_path", "data.train_data_paths"),
+}
+"""By the same, for text: their keys of the model and of the data."""
 _IGNORED = "_target_"
 _REFERS = re.compile(r"\$[\w({]")
 """A variable of a shell, a command, or an interpolation."""

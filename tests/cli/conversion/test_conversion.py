@@ -411,7 +411,28 @@ class TestCommand:
             "actor_rollout_ref: {rollout: {n: 8}}\ncustom_reward_function: {path: beside_reward.py, name: right}\n"
         )
         assert main(["convert", "theirs.yaml", "ours.yaml"]) == 0
-        assert "it can be tried" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "before it can be run" in told, "there is no model"
+        assert "beside_reward" not in told.partition("before it can be run")[2]
+
+    def test_a_script_that_names_neither_model_nor_data_is_told_so_with_the_keys_that_are_meant(self, tmp_path, capsys):
+        script = tmp_path / "run.sh"
+        script.write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.modle.path=x data.trian_files=y\n")
+        assert main(["convert", str(script), str(tmp_path / "ours.yaml")]) == 0
+        told = capsys.readouterr().out.partition("before it can be run")[2]
+        for key in ("actor_rollout_ref.model.path", "actor_rollout_ref.modle.path", "data.train_files", "data.train"):
+            assert key in told
+
+    @pytest.mark.parametrize(
+        ("given", "said"), [(["x.sh", "y.yaml"], "no such file"), (["x.sh"], "required: OURS.yaml\n")]
+    )
+    def test_a_file_that_is_not_there_and_one_that_is_not_named_are_told(self, given, said, capsys):
+        try:
+            code = main(["convert", *given])
+        except SystemExit as end:
+            code = end.code
+        assert code == 2
+        assert said in capsys.readouterr().err
 
     def test_the_table_has_a_row_for_every_key(self, tmp_path, capsys):
         source = next(file for file in PUBLISHED if file.stem == "gsm8k_function_rm_grpo")

@@ -21,6 +21,7 @@ from rlinf.actors.judge import RewardError
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
+from rlinf.data.datasets.rows import counted
 from rlinf.data.sample import Evaluation, NotScored
 from rlinf.flows.agentic.step import agentic
 from rlinf.flows.parts.running_session import RunningSession
@@ -113,7 +114,7 @@ async def _evaluated(data: Data, roles: Roles, config: RunConfig) -> Evaluation:
 
 def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{config.model.path}: {len(outcome.named)} benchmarks, {seconds:.1f} s")
+    console.print(f"{config.model.path}: {counted(len(outcome.named), 'benchmark')}, {seconds:.1f} s")
     table = Table()
     told = {name for each in outcome.named.values() for name in each.metrics if re.fullmatch(r"(pass|maj)@\d+", name)}
     at_k = sorted(told - {PASS, "maj@1"}, key=lambda name: (int(name.partition("@")[2]), name))
@@ -144,7 +145,7 @@ def _print(config: RunConfig, outcome: Evaluation, seconds: float) -> None:
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
     several = f", {evaluation.samples} answers each" if evaluation.samples > 1 else ""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{config.model.path}: {len(outcome.groups)} problems, {how}{several}, {seconds:.1f} s")
+    console.print(f"{config.model.path}: {counted(len(outcome.groups), 'problem')}, {how}{several}, {seconds:.1f} s")
     table = Table()
     table.add_column("measure")
     table.add_column("value", justify="right")

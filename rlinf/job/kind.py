@@ -73,9 +73,10 @@ class RunKind(ABC, Generic[E]):
         self.recorder.alarm(self.done if step is None else step, warning.text, warning.do)
 
     def left_out(self, stream: Counted) -> dict[str, float]:
-        """How many rows of each kind a stream has left out or cut so far, as metrics of the step that ends. The first
-        of a kind is an alarm."""
-        counts = {"data/dropped": stream.dropped, "data/truncated": stream.truncated, "data/unusable": stream.unusable}
+        """How many rows of each kind a stream has left out, cut or found unknown to its tokenizer so far, as metrics of
+        the step that ends. The first of a kind is an alarm."""
+        kinds = ("dropped", "truncated", "unusable", "unknown")
+        counts = {f"data/{kind}": getattr(stream, kind) for kind in kinds}
         lines = left_out(stream)
         for kind in lines.keys() - self._left_out_kinds:
             self.alarm(Alarm(f"step {self.done + 1}", f"so far, {lines[kind]}"), self.done + 1)

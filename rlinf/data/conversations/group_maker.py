@@ -6,7 +6,7 @@ Their `loss_mask` tells what is learned; nobody sampled them, so their log-probs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlinf.data.conversations.formats import Dialogue, Format
 from rlinf.data.conversations.rendering import Rendered, Renderer
-from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong, Room, Unusable
+from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong, Room, Unusable, unknown_in
 from rlinf.data.datasets.rows import DataError, Mismatch, Row, unwritable
 from rlinf.data.pictures.images import image_refs
 from rlinf.data.pictures.marks import pictured
@@ -70,6 +70,7 @@ class GroupMaker:
         made: list[Group] = []
         dropped, cut = 0, set()
         unusable: dict[int, str] = {}
+        unknown: dict[int, str] = {}
         for drawn in rows:
             try:
                 images, rendered = self._read(drawn)
@@ -96,7 +97,9 @@ class GroupMaker:
                 dropped += 1
                 continue
             made.append(self._group(drawn, rendered, images))
-        return Batch(made, dropped, frozenset(cut), unusable)
+            if (words := self._unknown(drawn.row, rendered)) is not None:
+                unknown[drawn.id] = f"{drawn.where}: {words}"
+        return Batch(made, dropped, frozenset(cut), unusable, unknown)
 
     def _read(self, drawn: Drawn) -> tuple[tuple[ImageRef, ...], list[Rendered]]:
         """The pictures of a row, and its conversations as the model reads them. Its errors say where the row is."""
@@ -116,8 +119,21 @@ class GroupMaker:
         prompt = replace(group.prompt, id=number)
         return Group(prompt, tuple(replace(sample, prompt=prompt) for sample in group.samples))
 
+    def _unknown(self, row: Row, rendered: Sequence[Rendered]) -> str | None:
+        """Words on a row of which the tokenizer does not know most, in all or in what is learned; None if it does."""
+        tokenizer = self.renderer.tokenizer
+        for one in rendered:
+            for ids, what in ((one.ids, ""), (one.ids[one.weights > 0], "of what is learned, ")):
+                if (words := unknown_in(tokenizer, ids)) is not None:
+                    texts = [text for dialogue in self._dialogues(row) for text in _texts(dialogue)]
+                    return what + (unknown_in(tokenizer, ids, *texts) or words)
+        return None
+
+    def _dialogues(self, row: Row) -> Sequence[Dialogue]:
+        return self.format.pair(row) if self.format.kind == "pairs" else [self.format.dialogue(row)]
+
     def _rendered(self, row: Row, images: Sequence[ImageRef]) -> list[Rendered]:
-        dialogues = self.format.pair(row) if self.format.kind == "pairs" else [self.format.dialogue(row)]
+        dialogues = self._dialogues(row)
         for dialogue in dialogues:
             if (wrong := unwritable(dialogue.prompt) or unwritable(dialogue.completion)) is not None:
                 raise DataError(wrong)
@@ -193,6 +209,12 @@ class GroupMaker:
             loss_mask=None if learned.all() else learned,
             per_token={WEIGHT: weights} if uneven else {},
         )
+
+
+def _texts(dialogue: Dialogue) -> Iterator[str]:
+    """The texts of a dialogue."""
+    for part in (dialogue.prompt, dialogue.completion):
+        yield from [part] if isinstance(part, str) else [str(each.get("content") or "") for each in part]
 
 
 def _told(sample: Sample, total: float) -> Sample:

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.data.conversations.formats import Format, Kind
 from rlinf.data.conversations.group_maker import GroupMaker
 from rlinf.data.conversations.rendering import Learn, Renderer
-from rlinf.data.datasets.load import check_all, open_tokenizer, readable, unusable_of
+from rlinf.data.datasets.load import check_all, open_tokenizer, readable, remarks_on
 from rlinf.data.datasets.prompt_maker import Drawn, Overlong, Room, Unusable
 from rlinf.data.datasets.prompt_stream import PromptStream
-from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
+from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows, counted
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
 from rlinf.data.datasets.streaming import BUFFER, IteratedStream
 from rlinf.data.datasets.toy_tasks import Problem, make_task
@@ -166,7 +166,7 @@ def _checked(
     maker = _maker(list(readable(rows)) or [rows[0]], rows.name, tokenizer, how, columns)
     check_all(rows, maker.format)
     found = ", ".join(f"{ours} from {theirs}" for ours, theirs in maker.format.named)
-    return maker, f"{rows.name}: {len(rows):,} rows; {found}"
+    return maker, f"{rows.name}: {counted(len(rows), 'row')}; {found}"
 
 
 def _maker(
@@ -215,7 +215,7 @@ def _held_out(
     said = f"evaluation on {len(batch.prompts):,} of them"
     said += f"; {batch.dropped:,} are left out: too long, or nothing to learn" if batch.dropped else ""
     said += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
-    said += unusable_of(batch)
+    said += remarks_on(batch)
     if not batch.prompts:
         raise DataError(f"{rows.name}: {said}{f'; the limit is {maker.limit}' if batch.dropped else ''}")
     return batch.prompts, (note, said)

@@ -136,7 +136,7 @@ class Columns:
             value = lookup(row, name)
             if missing(value) or (ours == "prompt" and not value):
                 there = sorted(name for name, item in row.items() if not missing(item))
-                said = "missing" if value is None else "not a number (NaN)" if missing(value) else "empty"
+                said = _absent(row, name) if value is None else "not a number (NaN)" if missing(value) else "empty"
                 return f"no {ours}: column {name!r} is {said}; there are {there}"
             if ours == "prompt" and (wrong := _no_prompt(value)):
                 return f"no prompt: column {name!r} {wrong}"
@@ -168,6 +168,14 @@ class Columns:
         return {
             name: value for name, value in row.items() if name not in (self.prompt, self.images, "prompt", "answer")
         }
+
+
+def _absent(row: Row, path: str) -> str:
+    """How a column has no value: there is no such key, or it is null."""
+    outer, _, last = path.rpartition(".")
+    holder = lookup(row, outer) if outer and path not in row else row
+    there = path in row or (isinstance(holder, Mapping) and last in holder)
+    return "empty (null)" if there else "missing"
 
 
 def missing(value: Any) -> bool:

@@ -18,7 +18,7 @@ from rlinf.data.datasets.benchmarks import SCORED_BY, Benchmark
 from rlinf.data.datasets.columns import Columns
 from rlinf.data.datasets.prompt_maker import Batch, Drawn, Overlong, PromptMaker, Room, Unusable
 from rlinf.data.datasets.prompt_stream import PromptStream
-from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows
+from rlinf.data.datasets.rows import DataError, ListRows, Row, Rows, counted
 from rlinf.data.datasets.sources import Iterated, Source, open_rows
 from rlinf.data.datasets.streaming import BUFFER, IteratedStream
 from rlinf.data.datasets.toy_tasks import Task, make_task, prompts, rows_of, task_maker
@@ -276,7 +276,7 @@ def _prepared(
         taken = ", ".join(columns.others) or named.get("prompt", "data.template")
         named = {"prompt": taken} | {ours: theirs for ours, theirs in named.items() if ours != "prompt"}
     found = ", ".join(f"{ours} from {theirs}" for ours, theirs in named.items())
-    note = f"{rows.name}: {len(rows):,} rows; {found}"
+    note = f"{rows.name}: {counted(len(rows), 'row')}; {found}"
     names = sorted({name for row in first for name in row})
     return _Opened(rows, _maker(tokenizer, columns, how, model), tuple(names), (note,))
 
@@ -324,7 +324,7 @@ def check_all(rows: Rows, columns: Layout) -> None:
     if wrong:
         more = f"\n  and {wrong - len(shown)} more" if wrong > len(shown) else ""
         listed = "\n  ".join(shown)
-        raise DataError(f"{rows.name}: {wrong} of {len(rows)} rows cannot be used:\n  {listed}{more}")
+        raise DataError(f"{rows.name}: {wrong} of {counted(len(rows), 'row')} cannot be used:\n  {listed}{more}")
 
 
 def _evaluated_on(
@@ -348,19 +348,20 @@ def _evaluated_on(
     note = f"evaluation on {len(batch.prompts):,} of them"
     note += f"; {batch.dropped:,} are too long and left out" if batch.dropped else ""
     note += f"; {len(batch.truncated):,} are too long and cut" if batch.truncated else ""
-    note += unusable_of(batch)
+    note += remarks_on(batch)
     if not batch.prompts:
         raise DataError(f"{rows.name}: {note}{f'; the limit is {opened.maker.limit}' if batch.dropped else ''}")
     return batch.prompts, (*opened.notes, note)
 
 
-def unusable_of(batch: Batch[Any]) -> str:
-    """Words on the rows that were left out since they cannot be used; empty if there are none."""
-    if not batch.unusable:
-        return ""
-    return (
-        f"; {len(batch.unusable):,} cannot be used and are left out, the first: {next(iter(batch.unusable.values()))}"
+def remarks_on(batch: Batch[Any]) -> str:
+    """Words on the rows that were left out since they cannot be used, and on those whose text the tokenizer does not
+    know; empty if there are none."""
+    kinds = (
+        ("cannot be used and are left out", batch.unusable),
+        ("can hardly be read by the tokenizer (model.tokenizer)", batch.unknown),
     )
+    return "".join(f"; {len(of):,} {what}, the first: {next(iter(of.values()))}" for what, of in kinds if of)
 
 
 def _asked(
@@ -385,6 +386,8 @@ def _asked(
             f"warning: evaluation.named.{name} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
             "published: figures of others cannot be compared with these"
         )
+    if made.unknown:
+        notes.append(f"warning: evaluation.named.{name}: {len(rows):,} problems{remarks_on(made)}")
     return [replace(prompt, row={**prompt.row, SCORED_BY: name}) for prompt in made.prompts], tuple(notes)
 
 

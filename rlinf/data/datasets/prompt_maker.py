@@ -21,6 +21,10 @@ from rlinf.data.pictures.marks import pictured
 from rlinf.data.pictures.processor import Pictures
 from rlinf.data.sample import Example, ImageRef, Prompt
 
+_ALIEN = 8
+"""Characters that a warning shows of those that a tokenizer does not know."""
+_BEGINNING = 200
+"""Characters of an answer by which it is judged: right answers may be long, such as a program's tests."""
 Overlong = Literal["drop", "truncate", "error"]
 """What becomes of a prompt that is too long: left out and counted; cut at its beginning and counted; refused."""
 
@@ -107,6 +111,8 @@ class Batch(Generic[Item]):
     """Ids of the prompts that were cut."""
     unusable: Mapping[int, str] = field(default_factory=dict)
     """Why rows were left out that no prompt can be made of, by their ids."""
+    unknown: Mapping[int, str] = field(default_factory=dict)
+    """Words on texts most tokens of which stand for what the tokenizer does not know, by their ids."""
 
 
 class Maker(Protocol[Item]):
@@ -185,6 +191,7 @@ class PromptMaker:
         prompts: list[Prompt] = []
         dropped = 0
         truncated = set()
+        unknown: dict[int, str] = {}
         for (drawn, text), tokens in zip(texts, self._encode([text for _, text in texts]), strict=True):
             try:
                 prompt, cut = self._prompt(drawn, text, tokens)
@@ -197,13 +204,25 @@ class PromptMaker:
             prompts.append(prompt)
             if cut:
                 truncated.add(drawn.id)
-        return Batch(prompts, dropped, frozenset(truncated), unusable)
+            assert isinstance(tokens, list)  # else there was no prompt
+            if (words := unknown_in(self.tokenizer, tokens, text.text) or self._unknown_answer(prompt)) is not None:
+                unknown[drawn.id] = f"{drawn.where}: {words}"
+        return Batch(prompts, dropped, frozenset(truncated), unusable, unknown)
 
     def _leave_out(self, drawn: Drawn, error: DataError, unusable: dict[int, str]) -> None:
         """Note why a row is left out; raise that where rows are to be refused, or none is to blame."""
         if self.unusable == "error" or isinstance(error, Mismatch | _TooLong):
             raise error
         unusable[drawn.id] = str(error)
+
+    def _unknown_answer(self, prompt: Prompt) -> str | None:
+        """Words on an answer of which the tokenizer does not know most: it can neither be taught nor sampled."""
+        given = None if self.columns.response is None else lookup(prompt.row, self.columns.response)
+        text = (given if isinstance(given, str) else prompt.answer)[:_BEGINNING]
+        if not text or self.tokenizer.unk_token_id is None:
+            return None
+        words = unknown_in(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
+        return None if words is None else f"of its answer, {words}"
 
     def _prompt(self, drawn: Drawn, text: _Text, tokens: list[int] | Exception) -> tuple[Prompt | None, bool]:
         """The prompt of a row, None if it is too long, and whether it was cut."""
@@ -379,6 +398,32 @@ class _Text:
     """The right one."""
     images: tuple[ImageRef, ...]
     """Its pictures."""
+
+
+def unknown_in(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, *texts: str) -> str | None:
+    """Words on a text of which the tokenizer does not know most; None if it knows at least half.
+
+    Args:
+        tokenizer: the model's.
+        ids: the text's tokens; special ones do not count.
+        texts: what they were made of, to name the characters.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown == tokenizer.eos_token_id:  # of GPT-2, which writes every byte
+        return None
+    tokens = np.asarray(ids, dtype=np.int64)
+    tokens = tokens[~np.isin(tokens, [each for each in tokenizer.all_special_ids if each != unknown])]
+    lost = int((tokens == unknown).sum())
+    if 2 * lost <= len(tokens):
+        return None
+    characters = [each for each in dict.fromkeys("".join(texts)) if not each.isspace()]
+    pieces = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
+    alien = [each for each, piece in zip(characters, pieces, strict=True) if unknown in piece]
+    shown = ", ".join(map(repr, alien[:_ALIEN]))
+    which = f": {shown}{' and others' if len(alien) > _ALIEN else ''}" if alien else ""
+    return (
+        f"{lost} of {len(tokens)} tokens are {tokenizer.unk_token}, which the tokenizer writes for what it lacks{which}"
+    )
 
 
 class _TooLong(DataError):

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol
 import numpy as np
 
 from rlinf.data.datasets.prompt_maker import Drawn, Item, Maker
-from rlinf.data.datasets.rows import DataError, Rows, fingerprint
+from rlinf.data.datasets.rows import DataError, Rows, counted, fingerprint
 from rlinf.data.rng import permutation
 
 _KEPT = 16_384
@@ -54,13 +54,17 @@ class PromptStream(Generic[Item]):
         """Rows that were left out since no prompt can be made of them."""
         self.remark = ""
         """Why, of the first of them."""
+        self.unknown = 0
+        """Rows handed out most of whose text the tokenizer does not know."""
+        self.unknown_remark = ""
+        """What, of the first of them."""
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
         self._pass = -1
         self._order = np.empty(0, dtype=np.int64)
         self._fingerprint: str | None = None
-        self._made: dict[int, tuple[Item | None, bool, str]] = {}
+        self._made: dict[int, tuple[Item | None, bool, str, str]] = {}
         self._held = 0  # bytes of their pictures
 
     def take(self, count: int) -> list[Item]:
@@ -76,8 +80,10 @@ class PromptStream(Generic[Item]):
             drawn = [self._next() for _ in range(count - len(prompts))]
             self._make(drawn)
             for each in drawn:
-                prompt, cut, reason = self._made[each.index]
+                prompt, cut, reason, unknown = self._made[each.index]
                 self.truncated += cut
+                self.unknown += bool(unknown)
+                self.unknown_remark = self.unknown_remark or unknown
                 if prompt is not None:
                     fruitless.clear()
                     prompts.append(self.maker.numbered(prompt, each.id))
@@ -104,6 +110,7 @@ class PromptStream(Generic[Item]):
             "dropped": self.dropped,
             "truncated": self.truncated,
             "unusable": self.unusable,
+            "unknown": self.unknown,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rows": len(self._rows),
@@ -129,7 +136,7 @@ class PromptStream(Generic[Item]):
                 "start a new run from the checkpoint's model"
             )
         self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
-        self.unusable = state.get("unusable", 0)  # checkpoints of before have none
+        self.unusable, self.unknown = state.get("unusable", 0), state.get("unknown", 0)  # none in older checkpoints
 
     def _make(self, drawn: list[Drawn]) -> None:
         """Make prompts of the rows that are not at hand, and keep them for when they come round again."""
@@ -146,7 +153,15 @@ class PromptStream(Generic[Item]):
         shown: list[Any] = [getattr(each, "prompt", each) for each in batch.prompts]  # given texts are groups of one's
         self._held += sum(len(image.content) for prompt in shown for image in getattr(prompt, "images", ()))
         self._made.update(
-            (each.index, (by_id.get(each.id), each.id in batch.truncated, batch.unusable.get(each.id, "")))
+            (
+                each.index,
+                (
+                    by_id.get(each.id),
+                    each.id in batch.truncated,
+                    batch.unusable.get(each.id, ""),
+                    batch.unknown.get(each.id, ""),
+                ),
+            )
             for each in new
         )
 
@@ -178,29 +193,49 @@ def nothing_usable(name: str, maker: Maker[Any], reasons: Sequence[str]) -> Data
 
 
 class Counted(Protocol):
-    """A stream that leaves rows out."""
+    """A stream that counts the rows that it leaves out, cuts or cannot write."""
 
     position: int
     dropped: int
     truncated: int
     unusable: int
     remark: str
+    unknown: int
+    unknown_remark: str
 
     @property
     def maker(self) -> Maker[Any]: ...
 
 
 def left_out(stream: Counted) -> dict[str, str]:
-    """A line for each kind of row that a stream has not handed out as it was, by the metric that counts them."""
+    """A line for each kind of row that a stream has not handed out as it was, or that the tokenizer does not know, by
+    the metric that counts them."""
     lines: dict[str, str] = {}
     if not stream.position:  # nothing was drawn, so a stream may not know yet what makes its prompts
         return lines
     if stream.dropped:
-        lines["data/dropped"] = f"{stream.dropped:,} {stream.maker.units} {stream.maker.limit} were left out"
+        lines["data/dropped"] = f"{_too_long(stream, stream.dropped)} left out"
     if stream.truncated:
-        cut = f"cut at their {stream.maker.cut_at}"
-        lines["data/truncated"] = f"{stream.truncated:,} {stream.maker.units} {stream.maker.limit} were {cut}"
+        lines["data/truncated"] = f"{_too_long(stream, stream.truncated)} cut at the {stream.maker.cut_at}"
     if stream.unusable:
         first = f"; the first: {stream.remark}" if stream.remark else ""
-        lines["data/unusable"] = f"{stream.unusable:,} unusable rows were left out (data.unusable){first}"
+        lines["data/unusable"] = (
+            f"{counted(stream.unusable, 'unusable row')} {_were(stream.unusable)} left out (data.unusable){first}"
+        )
+    if stream.unknown:
+        first = f"; the first: {stream.unknown_remark}" if stream.unknown_remark else ""
+        lines["data/unknown"] = (
+            f"{counted(stream.unknown, 'row')} can hardly be read: the tokenizer (model.tokenizer) knows less than "
+            f"half of a text{first}"
+        )
     return lines
+
+
+def _too_long(stream: Counted, count: int) -> str:
+    """So many of what is longer than the limit, in words."""
+    noun, _, rest = stream.maker.units.partition(" ")
+    return f"{counted(count, noun.removesuffix('s'))} {rest} {stream.maker.limit} {_were(count)}"
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"

@@ -301,6 +301,11 @@ def without_arrays(value: Any) -> Any:
     return value
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words: `1 row`, `2,000 rows`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def unwritable(value: Any) -> str | None:
     """Why a text, or one within lists and mappings, cannot be encoded: it has half of a character. None if it can."""
     if isinstance(value, str):

@@ -84,6 +84,10 @@ class IteratedStream(Generic[Item]):
         """Rows that were left out since no prompt can be made of them."""
         self.remark = ""
         """Why, of the first of them."""
+        self.unknown = 0
+        """Rows handed out most of whose text the tokenizer does not know."""
+        self.unknown_remark = ""
+        """What, of the first of them."""
         self._rows = rows
         self._seed = seed
         self._size = buffer
@@ -142,6 +146,7 @@ class IteratedStream(Generic[Item]):
             "dropped": self.dropped,
             "truncated": self.truncated,
             "unusable": self.unusable,
+            "unknown": self.unknown,
             "seed": self._seed,
             "buffer": self._size,
             "pass": self._pass,
@@ -162,7 +167,7 @@ class IteratedStream(Generic[Item]):
                 raise self._changed(f"{name} was {state[name]!r} and is {now!r}")
         self._saved = dict(state)
         self.position, self.dropped, self.truncated = state["position"], state["dropped"], state["truncated"]
-        self.unusable = state.get("unusable", 0)  # checkpoints of before have none
+        self.unusable, self.unknown = state.get("unusable", 0), state.get("unknown", 0)  # none in older checkpoints
 
     def _begin(self, which: int) -> None:
         """Begin a pass."""
@@ -227,6 +232,8 @@ class IteratedStream(Generic[Item]):
         self.truncated += len(batch.truncated)
         self.unusable += len(batch.unusable)
         self.remark = self.remark or next(iter(batch.unusable.values()), "")
+        self.unknown += len(batch.unknown)
+        self.unknown_remark = self.unknown_remark or next(iter(batch.unknown.values()), "")
         if batch.prompts:
             self._fruitless.clear()
             return

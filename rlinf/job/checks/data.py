@@ -12,7 +12,8 @@ from rlinf.actors.judge import try_reward
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
-from rlinf.data.datasets.prompt_stream import left_out
+from rlinf.data.datasets.prompt_stream import Counted, left_out
+from rlinf.data.datasets.rows import counted
 from rlinf.data.sample import Prompt
 from rlinf.job.checks.naming import naming
 from rlinf.job.prepare import Prepared
@@ -62,9 +63,14 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
         *((f"no reward was chosen: {DEFAULT_REWARD}; {right_answers(rows)}",) if unasked else ()),
         *((ends,) if ends else ()),
         f"first prompts: {lengths[0]} to {lengths[-1]} tokens, such as {shown!r}; evaluated on {evaluated}",
-        *(f"of the first {data.train.position:,} rows, {line}" for line in left_out(data.train).values()),
+        *_warnings(data.train),
         *tried,
     ]
+
+
+def _warnings(stream: Counted) -> list[str]:
+    """Lines on rows of a stream that were left out, cut or hardly known to the tokenizer."""
+    return [f"warning: of the first {counted(stream.position, 'row')}, {line}" for line in left_out(stream).values()]
 
 
 def _try_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]) -> list[str]:
@@ -105,5 +111,5 @@ def _look_at_conversations(config: RunConfig, prepared: Prepared) -> list[str]:
         *data.notes,
         f"first texts: {lengths[0]} to {lengths[-1]} tokens, {learned / sum(lengths):.0%} of them learned; evaluated "
         f"on {evaluated}",
-        *(f"of the first {data.train.position:,} rows, {line}" for line in left_out(data.train).values()),
+        *_warnings(data.train),
     ]

@@ -67,6 +67,15 @@ def test_rows_that_cannot_be_used_are_left_out_counted_and_told():
         load([ROWS[0], {"prompt": "a", "completion": "b\ud83d"}])  # at the start, since reading shows it
 
 
+def test_texts_that_the_tokenizer_does_not_know_are_counted_and_told():
+    rows = [ROWS[0], {"prompt": "abcdef", "completion": "好"}, {"prompt": "你", "completion": "a"}]
+    data = load(rows)
+    assert len(data.train.take(3)) == 3
+    assert data.train.unknown == 1
+    assert "row 2" in data.train.unknown_remark
+    assert "好" in data.train.unknown_remark
+
+
 def test_a_pair_shares_its_prompt_and_has_its_margin():
     rows = [{"chosen": "abcd", "rejected": "abdd", "margin": 2}]
     (group,) = load(rows, kind="pairs").train.take(1)

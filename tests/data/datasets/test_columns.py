@@ -94,7 +94,8 @@ def test_a_column_may_be_missing_from_the_first_rows():
         ({"prompt": "a", "answer": ""}, None),
         ({"answer": "b"}, r"no prompt: column 'prompt' is missing; there are ['answer']"),
         ({"prompt": "", "answer": "b"}, "no prompt: column 'prompt' is empty; there are ['answer', 'prompt']"),
-        ({"prompt": "a", "answer": None}, "no answer: column 'answer' is missing; there are ['prompt']"),
+        ({"prompt": "a", "answer": None}, "no answer: column 'answer' is empty (null); there are ['prompt']"),
+        ({"prompt": "a"}, "no answer: column 'answer' is missing; there are ['prompt']"),
         ({"prompt": 5, "answer": "b"}, "no prompt: column 'prompt' is a int, neither text nor a list of chat messages"),
         (
             {"prompt": [{"role": "user"}], "answer": "b"},

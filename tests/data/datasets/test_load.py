@@ -131,7 +131,7 @@ def test_wrong_rows_are_gathered(tmp_path, tokenizer):
 def test_wrong_rows_of_a_table_are_gathered(tmp_path, tokenizer):
     rows = [{"prompt": "a", "answer": "b", "level": 1}, {"prompt": None, "answer": "b", "level": 2}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"row 2: no prompt: .* is missing; there are \['answer', 'level'\]"):
+    with pytest.raises(DataError, match=r"row 2: no prompt: column 'prompt' .* there are \['answer', 'level'\]"):
         load_data(tokenizer, train=tmp_path / "a.parquet")
 
 

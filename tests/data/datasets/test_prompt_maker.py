@@ -272,3 +272,19 @@ def test_a_tokenizer_without_an_end_token_cannot_end_responses(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no end token"):
         maker.worked(prompts)
+
+
+@pytest.mark.parametrize(
+    ("row", "counts", "characters"),
+    [
+        ({"prompt": "你好1", "answer": "1"}, "2 of 3", "你好"),
+        ({"prompt": "1", "answer": "好"}, "1 of 1", "好"),
+        ({"prompt": "1", "answer": "1", "response": "ok 你你你你你"}, "5 of 8", "你"),
+        ({"prompt": "你1", "answer": "12"}, None, ""),
+    ],
+)
+def test_a_text_that_the_tokenizer_cannot_write_is_told_with_its_row_and_characters(tokenizer, row, counts, characters):
+    batch = make(tokenizer, {"prompt": "1", "answer": "2"}, row, columns=Columns("prompt", "answer", "response", None))
+    assert len(batch.prompts) == 2
+    assert [*batch.unknown] == ([101] if counts else [])
+    assert all(each in batch.unknown[101] for each in [counts, "data, row 2", *characters] if counts)

@@ -98,7 +98,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted_apart_and_a_saved_str
     again.load_state_dict(state)
     assert seen(again.take(20)) == after
     assert again.state_dict() == source.state_dict()
-    del state["unusable"]  # as checkpoints of before are
+    del state["unusable"], state["unknown"]  # as checkpoints of before are
     again.load_state_dict(state)
 
 
@@ -107,9 +107,19 @@ def test_what_was_left_out_is_told_by_kind_with_the_limit_and_the_first_row():
     assert left_out(source) == {}
     source.take(2)
     told = left_out(source)
-    assert "data.max_prompt_tokens=10" in told["data/dropped"]
+    assert told["data/dropped"].startswith("1 prompt longer than data.max_prompt_tokens=10")
     assert "data, row 2" in told["data/unusable"]
     assert set(told) == {"data/dropped", "data/unusable"}
+
+
+def test_rows_that_the_tokenizer_does_not_know_are_counted_whenever_they_are_drawn_and_told():
+    source = stream(given=[{"prompt": "1"}, {"prompt": "你"}], shuffle=False)
+    source.take(4)
+    assert source.unknown == 2
+    assert "data, row 2" in left_out(source)["data/unknown"]
+    again = stream(given=[{"prompt": "1"}, {"prompt": "你"}], shuffle=False)
+    again.load_state_dict(source.state_dict())
+    assert again.unknown == 2
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])

@@ -197,7 +197,10 @@ class Service(QueueService, StageService, LeaseService):
             async with asyncio.timeout(CLOSE_DEADLINE):
                 await cell.actor.close()
         except TimeoutError:
-            self._cell.host.complain(f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up")
+            late = f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up"
+            self._cell.host.complain(
+                f"{late}; child processes that it was ending end with this process, which is harmless"
+            )
         finally:
             cell.stop_computing()
 

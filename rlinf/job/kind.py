@@ -102,8 +102,9 @@ class RunKind(ABC, Generic[E]):
         """
         raise NotImplementedError
 
-    async def warm_up(self) -> None:
-        """Supervised training before the first step."""
+    async def warm_up(self) -> bool:
+        """Supervised training before the first step; False if there is none."""
+        return False
 
     async def draw(self, index: int) -> AnyStep:
         """What the flow is given for a step; called once for each, in order."""

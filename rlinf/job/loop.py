@@ -275,7 +275,7 @@ class TrainingLoop(RunKind[E]):
         self.directory.checkpoints.mkdir(exist_ok=True)
         await self.save()
         await self.checkpoints.finish()
-        how = going_on(self.directory, self.config.checkpoint.every)
+        how = going_on(self.directory, self.config.checkpoint)
         raise RunFailure(f"after step {self.done}: {damage}; the run ends, and its state is saved: {how}")
 
     def _long_unsaved(self) -> bool:
@@ -339,7 +339,7 @@ class TrainingLoop(RunKind[E]):
     async def _begin(self) -> None:
         """What comes before the first step of a new run."""
         self.live.status("warming up")
-        await self.warm_up()
+        learned = await self.warm_up()
         with self.live.doing("evaluating"):
             self.before = await self.evaluate()
         if self.before is not None:
@@ -349,6 +349,8 @@ class TrainingLoop(RunKind[E]):
             await self._tell("on_evaluate", evaluation=self.numbers(self.before))
         elif self.best is not None:
             raise InputError("checkpoint.best, evaluation.patience: there are no problems to evaluate on")
+        if learned and self.steps == 0:  # the warm-up was all, and what came of it is saved as after a last step
+            await self.save()
 
     async def _resume(self, begun: Checkpoint) -> None:
         """Go on where a checkpoint was written."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from rlinf.config.placement import PlacementConfig
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
-from rlinf.job.ending.going_on import Starting, command, saying_how_to_go_on
+from rlinf.job.ending.going_on import Starting, beginning_anew, command, keeping_earlier_run, saying_how_to_go_on
 from rlinf.metrics.durable.lock import Held, Lock, held
 from rlinf.metrics.run_directory import MISSING, Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
@@ -79,6 +80,8 @@ def train(
         raise ConfigError([missing])
     with locked(path.absolute()) as lock:
         begun = checkpoint_to_resume(resume, path.absolute())
+        if begun is None and resume == "auto":
+            sys.stdout.write(f"{beginning_anew(path.absolute())}\n")
         directory = open_run_directory(path.absolute(), config, begun, lock, prepared.told)
         directory.resumed_by = command(directory.resolved)
 
@@ -87,7 +90,7 @@ def train(
                 starting.begins()
             await loop_of(system, prepared.config or config, prepared, directory).run(begun)
 
-        with saying_how_to_go_on(directory, config.checkpoint):
+        with keeping_earlier_run(directory), saying_how_to_go_on(directory, config.checkpoint):
             run_to_end(
                 program,
                 config.system,

@@ -158,10 +158,10 @@ class TextLoop(TrainingLoop[Evaluation]):
         say, name = self.report.line, self.config.name
         return await spawn_roles(self.system, placed, only(roles, names), lambda words: say(f"{name}: {words}"))
 
-    async def warm_up(self) -> None:
+    async def warm_up(self) -> bool:
         settings, roles = self.config.sft, self.roles
         if not settings.steps:
-            return
+            return False
         worked = Stream.of(self.data.worked_batches(settings.steps, settings.batch_size))
         self.report.warmed_up(await sft(worked, roles["rollout"], roles["trainer"], lr=settings.lr), "worked problems")
         # critic and reference start from the policy that came of it, unless they have models of their own
@@ -170,6 +170,7 @@ class TextLoop(TrainingLoop[Evaluation]):
         if REFERENCE in roles and self.config.reference.model is None:
             await roles[REFERENCE].load(roles["trainer"].weights(exact=True))
             await roles[REFERENCE][0].save(str(self.directory.path / REFERENCE))
+        return True
 
     async def draw(self, index: int) -> Step:
         config, count = self.config, self.config.algorithm.prompts_per_step

@@ -24,7 +24,7 @@ from typing import Any
 from rlinf.config.reading import parse_json, parse_yaml, read_bytes
 from rlinf.metrics.durable.lock import Lock
 from rlinf.metrics.durable.manifest import MANIFEST, Damaged, sync, verify, write_manifest
-from rlinf.metrics.files import JsonLines, read_lines, replace_text
+from rlinf.metrics.files import ENVIRONMENT, JsonLines, read_lines, replace_text
 
 QUEUE = "queue.json"
 """What of a checkpoint is neither model nor optimizer: step, cursors, what was in the queues."""
@@ -86,6 +86,24 @@ class RunDirectory:
         sync(path.parent)
         sync(path)
         return directory
+
+    def give_back(self) -> bool:
+        """Put the earlier run back that was moved out of the way, if nothing was written in its place.
+
+        Returns:
+            False if there is none, or something was.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        if self.moved is None or not self.moved.is_dir() or _holds_results(self.path):
+            return False
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        self.moved.rename(self.path)
+        self.moved = None
+        sync(self.path.parent)
+        return True
 
     @classmethod
     def reopen(cls, path: Path, step: int) -> RunDirectory:
@@ -385,6 +403,14 @@ def previous_runs(path: Path) -> list[Path]:
     return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found)]
 
 
+def previous_with_checkpoints(path: Path) -> Path | None:
+    """The newest of the earlier runs of a name that has a checkpoint; None if none has."""
+    if not path.parent.is_dir():
+        return None
+    saved = (run for run in reversed(previous_runs(path)) if any(_checkpoints_in(run / "checkpoints")))
+    return next(saved, None)
+
+
 def size_of(directory: Path) -> int:
     """Bytes of all files below a directory; links are not followed."""
     return sum(
@@ -403,6 +429,6 @@ def _came_to_nothing(path: Path) -> bool:
 
 
 def _holds_results(path: Path) -> bool:
-    """Whether anything but a configuration is there: a run that failed at its start leaves no more than that."""
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != "resolved.yaml")
+    """Whether more is there than what a run that failed at its start leaves: its configuration, and on what it ran."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name not in ("resolved.yaml", ENVIRONMENT))
     return any(file.stat().st_size > 0 for file in files)

@@ -177,6 +177,17 @@ def test_it_evaluates_and_saves_with_nothing_in_flight(tmp_path, capsys):
     assert "1.0 -> 6.0" in printed
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_warm_up_that_is_all_there_is_is_saved(tmp_path, monkeypatch, learned):
+    async def warm_up(self):
+        return learned
+
+    monkeypatch.setattr(Toy, "warm_up", warm_up)
+    run(tmp_path / "toy", 0)
+    assert (tmp_path / "toy" / "checkpoints" / "step_000000").exists() == learned
+    assert told(run(tmp_path / "toy", 5, resume=learned))[-5:] == WHOLE, "which is gone on from"
+
+
 @pytest.mark.parametrize(("minutes", "saved"), [(0, ["step_000004"]), (30, ["step_000004"]), (1e-9, [1, 2, 3, 4])])
 def test_it_saves_when_it_has_not_for_a_while(tmp_path, minutes, saved):
     run(tmp_path / "toy", 4, every=0, keep=0, minutes=minutes)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rlinf.metrics.run_directory import RunDirectory, changes, find_checkpoint
+from rlinf.metrics.run_directory import RunDirectory, changes, find_checkpoint, previous_with_checkpoints
 
 
 def checkpoint(directory, step, content="weights", keep=0):
@@ -31,6 +31,31 @@ def test_an_earlier_run_of_the_same_name_is_moved_aside_not_overwritten(tmp_path
     assert third.moved == tmp_path / "run.previous-2"
     third.resolved.write_text("steps: 3")
     assert RunDirectory.create(tmp_path / "run").moved is None, "a run that failed at its start left nothing to keep"
+
+
+@pytest.mark.parametrize(
+    ("written", "back"), [((), True), (("resolved.yaml", "environment.json"), True), (("metrics.jsonl",), False)]
+)
+def test_an_earlier_run_can_be_put_back_while_nothing_was_written_in_its_place(tmp_path, written, back):
+    checkpoint(RunDirectory.create(tmp_path / "run"), 5)
+    again = RunDirectory.create(tmp_path / "run")
+    for name in written:
+        (again.path / name).write_text("something")
+    assert again.give_back() == back
+    assert (find_checkpoint(tmp_path / "run") is not None) == back
+    assert (tmp_path / "run.previous-1").exists() != back
+    assert not RunDirectory(tmp_path / "run").give_back(), "no run was moved"
+
+
+def test_the_newest_earlier_run_with_a_checkpoint_is_found(tmp_path):
+    assert previous_with_checkpoints(tmp_path / "nowhere" / "run") is None
+    checkpoint(RunDirectory.create(tmp_path / "run"), 5)
+    for _ in range(2):
+        RunDirectory.create(tmp_path / "run").metrics.write_text("no checkpoint")
+    assert previous_with_checkpoints(tmp_path / "run") == tmp_path / "run.previous-1"
+    checkpoint(RunDirectory.create(tmp_path / "run"), 5)
+    RunDirectory.create(tmp_path / "run")
+    assert previous_with_checkpoints(tmp_path / "run") == tmp_path / "run.previous-4"
 
 
 def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path):

@@ -53,8 +53,9 @@ class ImitationLoop(EmbodiedLoop):
         except _UNREADABLE as error:
             raise InputError(f"policy, imitation: {error}") from error
 
-    async def warm_up(self) -> None:
-        """Learning from demonstrations is the run itself."""
+    async def warm_up(self) -> bool:
+        """None: learning from demonstrations is the run itself."""
+        return False
 
     async def draw(self, index: int) -> AnyStep:
         count = self.config.imitation.steps

@@ -86,10 +86,10 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
         learners = await learners_of(self.config, self.prepared, self.roles)
         return await spawn_roles(self.system, placed, only(learners, names))  # simulators stay where they are
 
-    async def warm_up(self) -> None:
+    async def warm_up(self) -> bool:
         settings = self.config.imitation
         if (shown := shown_of(settings)) is None:
-            return
+            return False
         roles = (self.roles["policy"], self.roles["trainer"])
         try:
             found = await imitate(*roles, shown, steps=settings.steps, batch=settings.batch, lr=settings.lr)
@@ -99,6 +99,7 @@ class EmbodiedLoop(TrainingLoop[dict[str, float]]):
             f"imitated {found['imitation/decisions']:.0f} decisions: {settings.steps} steps, loss "
             f"{found['imitation/last']:.2f} nats per number"
         )
+        return True
 
     async def draw(self, index: int) -> AnyStep:
         config = self.config

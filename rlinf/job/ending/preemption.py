@@ -119,7 +119,7 @@ class Leaving:
         run, what = self._run, f"; {self.left_out}" if self.left_out else ""
         told = f"told to end by {self._preemption.signal}: stopped after step {run.done}{what}"
         saved = "" if run.checkpoints.newest == run.done else "its state is not saved; "
-        return f"{told}; {saved}{going_on(run.directory, run.config.checkpoint.every)}"
+        return f"{told}; {saved}{going_on(run.directory, run.config.checkpoint)}"
 
     async def _end_soon(self) -> None:
         """Once a signal has come: let the step end if it will in time, else give it up."""

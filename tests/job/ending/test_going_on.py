@@ -6,8 +6,15 @@ import signal
 import pytest
 
 from rlinf.config.common import CheckpointConfig
-from rlinf.config.loading import RunFailure
-from rlinf.job.ending.going_on import Starting, command, going_on, saying_how_to_go_on
+from rlinf.config.loading import InputError, RunFailure
+from rlinf.job.ending.going_on import (
+    Starting,
+    beginning_anew,
+    command,
+    going_on,
+    keeping_earlier_run,
+    saying_how_to_go_on,
+)
 from rlinf.metrics.run_directory import RunDirectory
 from rlinf.runtime.system.ending import Stopped
 
@@ -30,20 +37,57 @@ def checkpoint(directory, step):
 def test_the_newest_checkpoint_and_a_command_are_named_as_typed_from_here(directory):
     checkpoint(directory, 5)
     checkpoint(directory, 15)
-    assert going_on(directory, 5) == (
+    assert going_on(directory, CheckpointConfig(every=5)) == (
         "the newest checkpoint is outputs/mine/checkpoints/step_000015; "
         "to go on: rlinf train --config outputs/mine/resolved.yaml --resume auto"
     )
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [(0, "checkpoint.every=N writes one"), (50, "the first comes after step 50")]
+    ("checkpoint", "keys"),
+    [
+        (CheckpointConfig(), ("checkpoint.minutes=30", "checkpoint.every=N")),
+        (CheckpointConfig(every=50), ("checkpoint.every=50", "checkpoint.minutes=30")),
+        (CheckpointConfig(every=50, minutes=0), ("checkpoint.every=50",)),
+        (CheckpointConfig(minutes=0), ("the last step", "checkpoint.every=N")),
+    ],
 )
-def test_without_a_checkpoint_the_key_is_named_that_writes_one(directory, every, said):
-    told = going_on(directory, every)
+def test_without_a_checkpoint_the_keys_are_named_that_write_one(directory, checkpoint, keys):
+    told = going_on(directory, checkpoint)
     assert told.startswith("no checkpoint is there to go on from: ")
-    assert said in told
+    assert all(key in told for key in keys)
+    assert ("checkpoint.minutes" in told) == bool(checkpoint.minutes)
     assert "--resume" not in told
+
+
+def test_resuming_without_a_checkpoint_names_the_earlier_run_that_has_one(directory):
+    assert "outputs/mine; beginning anew" in beginning_anew(directory.path)
+    assert "previous" not in beginning_anew(directory.path)
+    checkpoint(directory, 5)
+    RunDirectory.create(directory.path)
+    assert "--resume outputs/mine.previous-1 " in beginning_anew(directory.path)
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts", "back"),
+    [
+        (InputError("no rows"), None, True),
+        (ValueError("a bug"), None, True),
+        (InputError("no rows"), "3", False),  # torchrun starts it again, with --resume auto
+        (Stopped(signal.SIGTERM, 75), None, False),  # so does a scheduler
+    ],
+)
+def test_a_start_that_fails_leaves_the_earlier_run_where_it_was(monkeypatch, directory, error, restarts, back):
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    if restarts is not None:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    checkpoint(directory, 5)
+    again = RunDirectory.create(directory.path)
+    with pytest.raises(type(error)), keeping_earlier_run(again):
+        raise error
+    assert directory.latest.exists() == back
+    assert directory.path.with_name("mine.previous-1").exists() != back
 
 
 @pytest.mark.parametrize(
@@ -63,7 +107,9 @@ def test_a_job_of_several_processes_is_gone_on_with_in_as_many(monkeypatch, tmp_
 def test_a_signal_that_ends_a_run_at_once_says_it_and_nothing_else_does(directory, capsys):
     with pytest.raises(Stopped), saying_how_to_go_on(directory, CheckpointConfig()):
         raise Stopped(signal.SIGINT)
-    assert capsys.readouterr().err.startswith("rlinf: no checkpoint is there")
+    told = capsys.readouterr().err
+    assert told.startswith("rlinf: no checkpoint is there")
+    assert "SIGTERM" in told, "which saves first"
     with pytest.raises(ValueError, match="a bug"), saying_how_to_go_on(directory, CheckpointConfig()):
         raise ValueError("a bug")
     assert capsys.readouterr().err == ""

@@ -425,7 +425,10 @@ def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:
         )
     spoke = {name: agent for name, agent in llm.agents.items() if agent.trajectories.turns}
     if not spoke:
-        raise UserError("agent: it returned without asking the model anything, so there is nothing to learn from")
+        raise UserError(
+            "agent: it returned without asking the model anything, so there is nothing to learn "
+            "from; was each `llm.chat(…)` awaited?"
+        )
     if isinstance(returned, Mapping):
         if unknown := sorted(returned.keys() - llm.agents.keys()):
             raise UserError(

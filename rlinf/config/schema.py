@@ -55,6 +55,8 @@ class Leaf:
     """What `number(...)` was given: any of `low`, `above`, `high`, `below`."""
     is_place: bool = False
     """It names a file or directory, where `~` is the user's own."""
+    example: str = ""
+    """A value that one would not guess, for errors."""
 
     def read(self, value: Any) -> Any:
         """A value as this key takes it: `1e3`, a float to YAML, is a whole number where one is asked for, and one text
@@ -89,7 +91,8 @@ class Leaf:
     @property
     def expectation(self) -> str:
         """What a value must be, in words: `a whole number (int), at least 1`."""
-        return ", ".join([_in_words(self.type), *self.limits_in_words])
+        example = [f"such as {self.example}"] if self.example else []
+        return ", ".join([_in_words(self.type), *self.limits_in_words, *example])
 
     @property
     def limits_in_words(self) -> list[str]:
@@ -131,10 +134,15 @@ def number(default: Any, **limits: float) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def place(default: Any) -> Any:
+def place(default: Any, example: str = "") -> Any:
     """A field that names a file or directory, or something on a hub: `~` at its beginning becomes the home directory
-    when the configuration is read, so that whatever opens it need not know of it."""
-    return dataclasses.field(default=default, metadata={"place": True})
+    when the configuration is read, so that whatever opens it need not know of it.
+
+    Args:
+        default: value when nobody sets the key.
+        example: a value that one would not guess, for errors.
+    """
+    return dataclasses.field(default=default, metadata={"place": True, "example": example})
 
 
 def settings(schema: type[T], given: Mapping[str, Any], who: str) -> T:
@@ -197,8 +205,9 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             yield from leaves(annotation, f"{key}.")
         else:
-            limits, is_place = field.metadata.get("limits", {}), field.metadata.get("place", False)
-            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), limits, is_place)
+            given = field.metadata
+            limits, is_place, example = given.get("limits", {}), given.get("place", False), given.get("example", "")
+            yield Leaf(key, annotation, _default(field), docs.get(field.name, ""), limits, is_place, example)
 
 
 def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:

@@ -60,7 +60,7 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=lambda: {"model_type": "qwen2"})
     """Hugging Face configuration of a new model: `model_type` and that type's own keys. The vocabulary comes from the
     tokenizer."""
-    tokenizer: str | None = place(None)
+    tokenizer: str | None = place(None, example="characters:0123456789>")
     """Hugging Face directory (or hub name) of the tokenizer, or `characters:` and an alphabet: a token for each
     (`characters+pictures:` for a new model that reads pictures); null takes the one in `model.path`, or a token per
     character of a generated task."""

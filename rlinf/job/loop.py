@@ -40,6 +40,7 @@ from rlinf.metrics.files import JsonLines
 from rlinf.metrics.html.report import write_report
 from rlinf.metrics.recorder import Recorder
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.progress import work
 from rlinf.runtime.system.handles import ActorGroup
 from rlinf.runtime.system.observer import Watch
@@ -102,13 +103,17 @@ class TrainingLoop(RunKind[E]):
 
         Raises:
             InputError: something that the configuration names cannot be used, or the flow returned no metrics.
-            RunFailure: a file cannot be written, the loss is no number, or one of `failures`.
+            RunFailure: a file cannot be written, the loss is no number, no episode went well, or one of `failures`.
             Exception: whatever the flow or a role raised.
         """
         try:
             async with self.started(begun), Leaving(self) as self.leaving:
                 await self._take_steps()
         except self.failures as error:
+            raise RunFailure(f"step {self.done + 1}: {error}") from error
+        except UserError as error:
+            if not self.roles:  # nothing was started
+                raise
             raise RunFailure(f"step {self.done + 1}: {error}") from error
         except DataError as error:
             raise InputError(str(error)) from error

@@ -97,7 +97,11 @@ class TextLoop(TrainingLoop[Evaluation]):
         """The flow takes what is in flight, and draws its prompts itself."""
         in_turns = self.ahead and system.hosts == 1 and takes_turns(config, prepared.objects)
         idle = _IN_TURNS.format(config.staleness.max) if in_turns else ""
-        self.notes = (*prepared.told, *self.data.notes, *filter(None, (no_end, idle)))
+        self.notes = (
+            *prepared.told,
+            *self.data.notes,
+            *filter(None, (no_end, idle, beside_agent(config, prepared.objects))),
+        )
         if self.ahead:
             assert prepared.algorithm is not None  # of every run on text
             stale, rollout = config.staleness, config.rollout
@@ -359,6 +363,17 @@ def reward_is_default(config: RunConfig, objects: InMemory) -> bool:
     chosen = objects.reward is not None or bool(config.reward.parts)
     own = objects.train is not None or config.data.train is not None
     return own and not chosen and config.reward.function == RewardConfig().function
+
+
+def beside_agent(config: RunConfig, objects: InMemory) -> str:
+    """A line on who rewards what an agent did, where a reward function was chosen beside it; else ""."""
+    chosen = objects.reward is not None or config.reward.parts or config.reward.function != RewardConfig().function
+    if objects.agent is None or not chosen:
+        return ""
+    return (
+        "The agent's return value is its reward; the reward function is asked only where it returns None and did not "
+        "call llm.reward"
+    )
 
 
 def takes_turns(config: RunConfig, objects: InMemory) -> bool:

@@ -23,6 +23,12 @@ from typing import Any, TypeVar
 from rlinf.config.importing import resolve
 from rlinf.rewards.adapters import adapted
 from rlinf.rewards.score import NOT_APPLICABLE, Score, as_number
+from rlinf.runtime.base.errors import defined_at
+
+
+class BadReward(ValueError):
+    """A reward function returned what is no reward; the text says which one, and where it is defined."""
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 RewardFunction = Callable[..., Any]
@@ -181,6 +187,8 @@ class Part:
     """It may run in the judge's own process."""
     over_group: bool = False
     """It scores all answers to a prompt at once."""
+    line: str = ""
+    """`path:line` where it is defined, if that is known."""
 
     @staticmethod
     def of(
@@ -228,7 +236,13 @@ class Part:
             is_async=_is_async(function),
             trusted=getattr(source, "__trusted__", False),
             over_group=getattr(source, "__over_group__", False) or any(p.name == RESPONSES for p in named),
+            line=defined_at(source),
         )
+
+    @property
+    def described(self) -> str:
+        """Its name and where it is defined, for messages."""
+        return f"{self.name} ({self.line})" if self.line else self.name
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """Call the function with those of the arguments that it takes; an awaitable if it is async."""
@@ -345,13 +359,14 @@ class Reward:
             values: what each part returned for it.
 
         Raises:
-            ValueError: one is no finite number, or no part applies to the answer.
+            BadReward: one is no finite number, or no part applies to the answer.
         """
         pairs = zip(self.parts, values, strict=True)
-        found = [(part, checked(part.name, value)) for part, value in pairs if value is not NOT_APPLICABLE]
+        found = [(part, checked(part.described, value)) for part, value in pairs if value is not NOT_APPLICABLE]
         if not found:
-            raise ValueError(
-                f"reward {self.name} returned None, so nothing scores this answer: return a finite number, or add a "
+            which = " + ".join(part.described for part in self.parts)
+            raise BadReward(
+                f"reward {which} returned None, so nothing scores this answer: return a finite number, or add a "
                 "reward that applies where this one does not"
             )
         if not self.several:
@@ -368,7 +383,7 @@ def checked(name: str, value: Any) -> Score:
     """What a reward function returned, as a `Score` of finite numbers.
 
     Raises:
-        ValueError: it is no finite number.
+        BadReward: it is no finite number.
     """
     if isinstance(value, Score):
         scores = {part: _finite(f"{name}, part {part},", number) for part, number in value.scores.items()}
@@ -382,7 +397,7 @@ def _finite(name: str, value: Any) -> float:
     if number is None or not math.isfinite(number):
         if inspect.iscoroutine(value):
             value.close()
-        raise ValueError(f"reward {name} returned {value!r:.200}: it must return a finite number, or a Score of them")
+        raise BadReward(f"reward {name} returned {value!r:.200}: it must return a finite number, or a Score of them")
     return number
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rlinf.rewards.base import ON_REQUEST, RESPONSES, Part, Reward, RewardSource
+from rlinf.rewards.base import ON_REQUEST, RESPONSES, BadReward, Part, Reward, RewardSource
 from rlinf.rewards.score import as_list
+from rlinf.runtime.base.errors import line_of
 from rlinf.runtime.processes.imports import ImportWatch
 
 Arguments = Mapping[str, Any]
@@ -219,7 +220,7 @@ def members(reward: Reward, offered: Arguments, values: Sequence[Sequence[Any]])
             told = f"{given!r:.100}" if scores is None else f"{len(scores)} scores"
             wanted = f"a list of {count}, one score per answer"
             return failed(
-                ValueError(f"reward {part.name} returned {told} for {count} answers: it must return {wanted}")
+                BadReward(f"reward {part.described} returned {told} for {count} answers: it must return {wanted}")
             )
         columns.append(scores)
     return Verdict("ok", 0.0, members=tuple(_member(reward, row) for row in zip(*columns, strict=True)))
@@ -231,7 +232,7 @@ def _member(reward: Reward, values: Sequence[Any]) -> Verdict:
             return failed(value.error)
     try:
         score = reward.summed(values)
-    except ValueError as error:
+    except BadReward as error:
         return failed(error)
     return Verdict("ok", score.value, score.scores, score.extracted)
 
@@ -265,8 +266,10 @@ async def _settled(values: Sequence[Any]) -> list[Any]:
 
 def failed(error: BaseException) -> Verdict:
     """The verdict on a sample for which the function raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, BadReward):  # raised by a line of ours, which helps nobody
+        return Verdict("error", remark=str(error))
+    line = line_of(error)
+    where = f" ({line})" if line else ""
     return Verdict(
         "error",
         remark=f"{type(error).__name__}: {error}{where}",

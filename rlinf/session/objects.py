@@ -8,7 +8,6 @@ there, each in its own process, once the run directory has taken them in.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
@@ -256,7 +255,8 @@ def _stays_here(function: Any) -> str | None:
     if isinstance(function, str | ByValue):
         return None
     try:
-        pickle.dumps(function)
-    except Exception:
-        return _name(function, "a lambda")
-    return None
+        if name_in_main(function) is None:
+            return None
+    except Exception:  # whatever a pickle of it raises
+        pass
+    return _name(function, "a lambda")

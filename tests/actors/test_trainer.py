@@ -296,7 +296,7 @@ async def test_the_last_batch_can_be_looked_at(trainer):
     [
         ([], "not one group"),
         ([dataclasses.replace(scored(), samples=(dataclasses.replace(scored().samples[0], reward=None),))], "judge"),
-        ([scored((None, None), outcome="error")], "none of 1 groups has a reward, their outcomes are"),
+        ([scored((None, None), outcome="error")], "none of 1 groups has a reward"),
         ([scored(length=0)], "not one token"),
         ([scored((1.0, float("nan")), 3)], "sample 1 of prompt 3 has the reward nan"),
         ([scored((1.0, float("inf")), 3)], "sample 1 of prompt 3 has the reward inf"),

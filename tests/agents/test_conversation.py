@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -359,5 +361,11 @@ def test_an_answer_that_was_not_awaited_says_so():
         with pytest.raises(UserError, match=r"write `await c.generate\(…\)`"):
             _ = pending.text
         assert (await asyncio.create_task(pending)).text == "a"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with pytest.raises(UserError):
+                _ = conversation.user("x").generate().text
+            gc.collect()
+        assert warned == [], "it was told, so Python need not"
 
     run(whole())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -256,6 +257,13 @@ async def test_the_line_that_is_named_is_the_agents_own_also_in_groups():
         json.loads("{")
 
     assert "(test_episodes.py:" in (await _played(one)).remark
+
+    async def returns_nothing(task):
+        pass
+
+    line = returns_nothing.__code__.co_firstlineno
+    for program in (returns_nothing, functools.partial(returns_nothing)):
+        assert (await _played(program)).remark.endswith(f"(test_episodes.py:{line})")
 
 
 def test_an_agent_that_forgets_to_return_is_told_where_nobody_chose_a_reward():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import re
 import time
 from textwrap import dedent
 
@@ -154,6 +155,8 @@ async def test_what_raises_or_returns_no_number_is_an_error_of_its_sample(reward
     assert "own_rewards.py" in found[1].remark
     assert "by_word" in found[1].trace
     assert "finite number" in found[2].remark
+    assert re.search(r"own_rewards\.py:\d+", found[2].remark), "where the function is, and not who looked at it"
+    assert "base.py" not in found[2].remark
     assert (found[5].scores, found[5].extracted) == ({"part": 2.0}, "x")
 
 

@@ -178,7 +178,7 @@ def test_a_reward_that_always_fails_on_few_answers_is_one_line_and_its_answers_a
         "--config", str(ROOT / QUICKSTART), *TINY, "sft.steps=0", f"model.path={model}", f"data.train={train}",
         "reward.function=own_rewards.raises", "evaluation.every=0", f"output_dir={tmp_path}", expect=1, cwd=tmp_path,
     )  # fmt: skip
-    one_message(done, "step 1: train: none of 4 groups has a reward", "RuntimeError: bad luck")
+    one_message(done, "step 1: train: RuntimeError: bad luck (", "none of 4 groups has a reward")
     assert len(done.stderr.strip().splitlines()) == 1
     rows = [json.loads(line) for line in (tmp_path / "quickstart" / "samples.jsonl").read_text().splitlines()]
     assert rows

@@ -104,14 +104,17 @@ async def forgets(task, llm):
     await llm.chat([{"role": "user", "content": task.text}], max_new_tokens=4)
 
 
-def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path):
+def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path, capsys):
     rows, more = [{"prompt": f"{number}?"} for number in range(8)], {"tokenizer": {"characters": "0123456789?"}}
-    with pytest.raises(rlinf.InputError, match=r"no reward.*is a `return` missing"):
+    line = forgets.__code__.co_firstlineno
+    with pytest.raises(rlinf.RunFailure, match=rf"no reward.*is a `return` missing.*\(test_agents\.py:{line}\)"):
         trained(tmp_path / "forgets", forgets, data=rows, **more)
+    assert "return value" not in capsys.readouterr().out
     chosen = trained(tmp_path / "chosen", forgets, data=rows, rewards=length, **more)
     assert not any(row.get("episodes/failed") for row in chosen.metrics)
+    assert capsys.readouterr().out.count("agent's return value is its reward") == 1
 
 
 def test_an_agent_that_never_succeeds_says_why(tmp_path):
-    with pytest.raises(rlinf.InputError, match=r"not one of 6 episodes went well.*OSError: no such tool"):
+    with pytest.raises(rlinf.RunFailure, match=r"^step 1: .*not one of 6 episodes went well.*OSError: no such tool"):
         trained(tmp_path, fails)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlinf.cli.commands import main
-from rlinf.config.loading import InputError
+from rlinf.config.loading import RunFailure
 from rlinf.data.sample import Prompt
 from rlinf.runtime.base.errors import UserError
 from tests.session.small import small
@@ -103,5 +103,5 @@ def test_an_asynchronous_run_whose_attempts_all_fail_ends_and_says_why(tmp_path)
             raise OSError("no such tool")
         return 0.0
 
-    with pytest.raises(InputError, match=r"not one of 8 episodes went well.*no such tool"):
+    with pytest.raises(RunFailure, match=r"not one of 8 episodes went well.*no such tool"):
         trained(tmp_path, later, flow=ASYNC)

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tests.launching import ROOT, launch
 from tests.session.rewards import right, trl_style
 
 ALPHABET = {"characters": "0123456789>"}
+LOCK = threading.Lock()
 MODEL = {
     "model_type": "qwen2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -196,6 +198,7 @@ WRONG = {
     "tokenizer": ({"tokenizer": None}, "tokenizer = None: a new model needs one"),
     "tokenizer object": ({"tokenizer": 3}, "tokenizer = a int: give a directory"),
     "characters": ({"tokenizer": {"chars": "12"}}, "tokenizer = a dict: .*characters"),
+    "characters by key": ({"**": {"model.tokenizer": {"characters": "12"}}}, "model.tokenizer = .*characters:0123"),
     "rewards": ({"rewards": []}, "rewards = a list: there is none"),
     "reward": ({"rewards": 0.5}, "rewards = a float: a reward is a function"),
     "reward path": ({"rewards": "rlinf.rewards.exactt"}, "reward.function = rlinf.rewards.exactt: .*did you mean"),
@@ -243,6 +246,20 @@ def test_a_wrong_call_gets_a_message_without_our_traceback(tmp_path, case):
 def test_a_text_is_no_section():
     assert configured(None, {"system": "Be brief."}, "train").data.system == "Be brief."
     assert configured(None, {"system": {"host_timeout": 5.0}}, "train").system.host_timeout == 5.0
+
+
+def locked(response):
+    with LOCK:
+        return 1.0
+
+
+def test_a_reward_of_a_script_whose_globals_no_other_process_can_have_stays_here(monkeypatch, capsys):
+    monkeypatch.setattr(locked, "__module__", "__main__")
+    objects = Objects("train")
+    objects.take_rewards(locked)
+    assert objects.passed.reward is locked
+    assert objects.settings == {"reward.isolate": "never"}
+    assert capsys.readouterr().out.count("locked cannot be sent to another process") == 1
 
 
 def test_arguments_may_be_their_sections():

@@ -5,8 +5,6 @@ In: what the user's program returned or raised. Out: samples, groups, remarks. N
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +16,7 @@ from rlinf.agents.checks import WrongType, number, shown
 from rlinf.agents.conversation import Conversation
 from rlinf.agents.episodes.episode import Episode
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.runtime.base.errors import UserError
-
-_OURS = str(Path(__file__).parents[2])
-"""The package: what a remark does not point at."""
-_INSTALLED = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Where no user's own code lies."""
+from rlinf.runtime.base.errors import INSTALLED, PACKAGE, UserError, line_of
 
 
 def unjudged(sample: Sample) -> bool:
@@ -100,7 +93,7 @@ def _group(ordered: Sequence[Sample]) -> Group:
 def way_outside(error: BaseException) -> TracebackType | None:
     """The part of an error's way that is the user's own code."""
     way = error.__traceback__
-    while way is not None and way.tb_frame.f_code.co_filename.startswith(_OURS):
+    while way is not None and way.tb_frame.f_code.co_filename.startswith(PACKAGE):
         way = way.tb_next
     return way
 
@@ -119,7 +112,7 @@ def out_of_time(playing: Any, timeout: float) -> OutOfTime:
     at, awaiting = "", playing
     while awaiting is not None:
         frame = getattr(awaiting, "cr_frame", None)
-        if frame is not None and not frame.f_code.co_filename.startswith(_INSTALLED):
+        if frame is not None and not frame.f_code.co_filename.startswith(INSTALLED):
             at = f", and waited at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         awaiting = getattr(awaiting, "cr_await", None)
     return OutOfTime(f"it took longer than timeout={timeout:g} s{at}")
@@ -144,27 +137,29 @@ def blocking_line(frame: FrameType | None) -> str:
     Args:
         frame: the innermost of the thread's.
     """
-    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
-        if not frame.f_code.co_filename.startswith(_INSTALLED):
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(INSTALLED):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def remark_on(error: BaseException) -> str:
-    """Why an episode failed, and where in the user's own code."""
+def remark_on(error: BaseException, program: str = "") -> str:
+    """Why an episode failed, and where in the user's own code.
+
+    Args:
+        error: what it raised.
+        program: `path:line` of what was played, which is where no line of it raised.
+    """
     if isinstance(error, OutOfTime):
         return str(error)
     error, others = _leaf(error)
     said = " ".join(str(error).split())
-    way = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in way if not frame.filename.startswith(_INSTALLED)] or [
-        frame for frame in way if not frame.filename.startswith(_OURS)
-    ]
     if isinstance(error, AttributeError) and isinstance(error.obj, Prompt):
         columns = [f"task.row[{str(name)!r}]" for name in error.obj.row]
         said += f"; a task has {', '.join(['task.text', 'task.answer', *columns])}"
-    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    line = line_of(error) or program
+    where = f" ({line.rpartition('/')[2]})" if line else ""
     where += f", and {others} more" if others else ""
     return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
 

@@ -52,7 +52,7 @@ from rlinf.agents.episodes.tally import Tally
 from rlinf.agents.prompts import handed_out
 from rlinf.data.sample import Group, Sample
 from rlinf.engines.base import PartialAnswer
-from rlinf.runtime.base.errors import RuntimeFault, UserError
+from rlinf.runtime.base.errors import RuntimeFault, UserError, defined_at
 from rlinf.runtime.base.shutdown import start_thread
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
@@ -249,6 +249,7 @@ class Episodes:
     ) -> None:
         self._watch = watch
         self._play, self._n, self._begin, self._timeout, self._judge = play, n, begin, timeout, judge
+        self._program = defined_at(play)
         self._own = Tally()
         self._tallies = (self._own, *tallies)
         self._room = asyncio.Semaphore(at_once)
@@ -382,7 +383,7 @@ class Episodes:
         except Exception as error:
             if isinstance(error, RuntimeFault) and not isinstance(error, UserError):
                 raise  # a lost host or actor is not the episode's own failure
-            task.failed[episode.index] = remark = remark_on(error)
+            task.failed[episode.index] = remark = remark_on(error, self._program)
             for tally in tallies:
                 tally.failure(episode, error, remark)
         finally:

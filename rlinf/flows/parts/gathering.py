@@ -6,6 +6,7 @@ open. Who wakes whom: the rollout's answers wake episodes; their ends wake whoev
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -239,6 +240,7 @@ class Gathering(Answering):
     def _by_agent(self, agent: Agent) -> Play:
         """An episode in which an agent works on the task."""
 
+        @functools.wraps(agent, updated=())  # errors name the agent's own line
         async def play(task: Any) -> list[Sample]:
             llm = self.llm()
             if (episode := here.get()) is not None:

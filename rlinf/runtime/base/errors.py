@@ -7,6 +7,17 @@ says who, which call, and what to do.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+PACKAGE = str(Path(__file__).parents[2])
+"""Ours: no line of it tells users where their mistake is."""
+INSTALLED = (PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Where no user's own code lies."""
 
 
 class RuntimeFault(Exception):
@@ -39,6 +50,31 @@ class TraceError(RuntimeFault):
 
 class StallError(RuntimeFault):
     """Something waited longer than the configured deadline; the text is the stall report."""
+
+
+def line_of(error: BaseException) -> str:
+    """`path:line` of the user's own code where an error was raised; of an installed package where no code of the
+    user's was on the way, and "" where only ours was."""
+    way = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in way if not frame.filename.startswith(INSTALLED)] or [
+        frame for frame in way if not frame.filename.startswith(PACKAGE)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def defined_at(function: Any) -> str:
+    """`path:line` where a function, or the class of an object that is called, is defined; "" where nothing says so."""
+    try:
+        function = inspect.unwrap(function)
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+    except ValueError:  # it wraps itself
+        return ""
+    if not callable(function):
+        return ""
+    called = function.__call__ if inspect.isclass(function) else type(function).__call__
+    code = getattr(function, "__code__", None) or getattr(called, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if inspect.iscode(code) else ""
 
 
 def again(error: BaseException) -> BaseException:

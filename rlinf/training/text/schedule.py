@@ -178,10 +178,11 @@ class BatchSchedule:
         if not samples:
             everyone = [sample for group in self.groups for sample in group.samples]
             outcomes = sorted({str(sample.outcome) for sample in everyone})
-            remark = next((sample.remark for sample in everyone if sample.remark), "it left no remark")
+            remark = next(
+                (sample.remark for sample in everyone if sample.remark), "the judge scored nothing, and left no remark"
+            )
             raise NotScored(
-                f"{self._where}: none of {len(self.groups)} groups has a reward, their outcomes are {outcomes}. "
-                f"What the judge said of the first: {remark}"
+                f"{self._where}: {remark}; so none of {len(self.groups)} groups has a reward (outcomes: {outcomes})"
             )
         if not any(sample.learned_tokens for sample in samples):
             raise ValueError(f"{self._where}: there is not one token to learn from: every response was empty or masked")

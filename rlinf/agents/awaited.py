@@ -7,6 +7,7 @@ thread, or in a thread without one, by `.result()`. Who wakes whom: the coroutin
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
@@ -44,11 +45,6 @@ class Awaited(Coroutine[Any, Any, T]):
         self, coroutine: Coroutine[Any, Any, T], call: str, home: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self._coroutine, self._call, self._home = coroutine, call, home
-        self._mistaken = False  # the missing `await` was told
-
-    def __del__(self) -> None:
-        if self._mistaken:  # Python need not warn of it once more, at a line of ours
-            self._coroutine.close()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for it where nothing can be awaited: in a thread, such as that of a plain `def agent(task, llm)`.
@@ -106,7 +102,7 @@ class Awaited(Coroutine[Any, Any, T]):
         how = f"`await {self._call}`"
         if self._home is not None and running_loop() is None:
             how = f"`{self._call}.result()` in a plain function, {how} in an `async def`"
-        self._mistaken = True
+        weakref.finalize(self, self._coroutine.close)  # or else Python warns of it once more, at a line of ours
         return NotAwaited(f"{self._call} was not awaited, so it has no {name} yet: write {how}")
 
 

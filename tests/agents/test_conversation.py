@@ -363,8 +363,11 @@ def test_an_answer_that_was_not_awaited_says_so():
         assert (await asyncio.create_task(pending)).text == "a"
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
+            held = [conversation.user("x").generate()]
+            held.append(held)  # as the frames of an agent that failed are
             with pytest.raises(UserError):
-                _ = conversation.user("x").generate().text
+                _ = held[0].text
+            del held
             gc.collect()
         assert warned == [], "it was told, so Python need not"
 

@@ -198,9 +198,7 @@ class Service(QueueService, StageService, LeaseService):
                 await cell.actor.close()
         except TimeoutError:
             late = f"{cell.name}: close() took longer than {CLOSE_DEADLINE} s and was given up"
-            self._cell.host.complain(
-                f"{late}; child processes that it was ending end with this process, which is harmless"
-            )
+            self._cell.host.complain(f"{late}; child processes that it was ending end with this process: none stays")
         finally:
             cell.stop_computing()
 

@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="DIR",
-        help="Hugging Face directory (or hub name), or a policy",
+        help="Hugging Face directory (or hub name), or a policy; of a run's directory, the newest one",
     )
     evaluate.add_argument(
         "--config",

@@ -35,6 +35,8 @@ def format_of(path: Path) -> str:
     Raises:
         FileNotFoundError: nothing is there, or nothing that is known.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file or directory")
     if path.is_file():
         found = {".h5": "maniskill", ".hdf5": "maniskill", ".npz": "rlds"}.get(path.suffix)
     elif (path / "meta" / "info.json").is_file():

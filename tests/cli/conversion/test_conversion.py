@@ -424,7 +424,12 @@ class TestCommand:
             assert key in told
 
     @pytest.mark.parametrize(
-        ("given", "said"), [(["x.sh", "y.yaml"], "no such file"), (["x.sh"], "required: OURS.yaml\n")]
+        ("given", "said"),
+        [
+            (["x.sh", "y.yaml"], "no such file"),
+            (["x", "y"], "x: there is no such"),
+            (["x.sh"], "required: OURS.yaml\n"),
+        ],
     )
     def test_a_file_that_is_not_there_and_one_that_is_not_named_are_told(self, given, said, capsys):
         try:

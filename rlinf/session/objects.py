@@ -15,8 +15,6 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
@@ -210,13 +208,10 @@ class Objects:
         return {key: str(directory / name) for key, name in keys.items() if name in self.to_save}
 
     def sketch(self, aside: Path) -> None:
-        """Write as much of models and tokenizers that were objects as checking takes: of a model, its configuration,
-        and a file of no weights in place of those in memory."""
+        """Write as much of models and tokenizers that were objects as checking takes: of a model, its configuration."""
         shutil.rmtree(aside, ignore_errors=True)
         for name, each in self.to_save.items():
             (each.config if name == MODEL else each).save_pretrained(aside / name)
-            if name == MODEL:
-                save_file({}, aside / name / "model.safetensors")
 
     def save(self, aside: Path, names: Iterable[str]) -> None:
         """Write these models and tokenizers that were objects."""

@@ -63,6 +63,8 @@ def build_model(
     """
     labels = {} if kind is AutoModelForCausalLM else {"num_labels": 1}
     if isinstance(source, str):
+        if Path(source).is_dir() and not any(_files_of(Path(source))):
+            raise InputError(f"the model in {source} has no weights: neither *.safetensors nor pytorch_model*.bin")
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(seed))
             maker = auto_class(pretrained(AutoConfig, source), kind)
@@ -93,15 +95,12 @@ def _check_whole(source: str, missing: Collection[str]) -> None:
 def unreadable_weights(source: str) -> str | None:
     """Tell by their headers why the files of a model's weights cannot be read; None if nothing speaks against it.
 
+    A directory without any may be planned for; loading it tells.
+
     Args:
         source: a directory; of a hub name nothing is known.
     """
-    directory = Path(source)
-    if not directory.is_dir():
-        return None
-    tensors, pickles = sorted(directory.glob("*.safetensors")), sorted(directory.glob("pytorch_model*.bin"))
-    if not tensors and not pickles:
-        return "there are no weights in it: neither *.safetensors nor pytorch_model*.bin"
+    tensors, pickles = _files_of(Path(source))
     for file in tensors:
         try:
             with safe_open(file, framework="pt"):
@@ -116,6 +115,11 @@ def unreadable_weights(source: str) -> str | None:
         except (RuntimeError, EOFError, OSError) as error:
             return f"{file.name} is damaged: {str(error).splitlines()[0]}"
     return None
+
+
+def _files_of(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files of a model's weights: of tensors alone, and pickles."""
+    return sorted(directory.glob("*.safetensors")), sorted(directory.glob("pytorch_model*.bin"))
 
 
 def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -88,7 +88,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("damage", [_cut, _removed, _pickled({"a": torch.ones(3), "b": _Runs()}), _cut_pickle])
+@pytest.mark.parametrize("damage", [_cut, _pickled({"a": torch.ones(3), "b": _Runs()}), _cut_pickle])
 def test_damaged_weights_are_refused_before_the_start_and_nothing_in_them_runs(saved, damage):
     damage(saved)
     assert unreadable_weights(str(saved))
@@ -101,6 +101,13 @@ def test_damaged_weights_are_refused_before_the_start_and_nothing_in_them_runs(s
 def test_whole_weights_are_taken(saved, change):
     change(saved)
     assert unreadable_weights(str(saved)) is None
+
+
+def test_a_model_without_weights_may_be_planned_for_and_not_loaded(saved):
+    _removed(saved)
+    assert policy_model(RunConfig(model=ModelConfig(path=str(saved))))[1] == []
+    with pytest.raises(InputError, match="no weights"):
+        build_model(str(saved), TOKENIZER)
 
 
 def test_a_model_whose_files_lack_a_layer_is_not_completed_by_random_weights(saved):

@@ -282,8 +282,8 @@ async def test_the_last_batch_can_be_looked_at(trainer):
     assert shown[1]["advantage"] is None
     assert shown[2]["advantage"] == pytest.approx(np.sqrt(0.5), rel=1e-4)
     assert shown[0] | {"reward": 0.5, "advantage": 0.0} == {
-        "prompt_id": 0, "index": 0, "prompt": "0>", "response": "12", "answer": "12", "reward": 0.5, "outcome": "ok",
-        "scores": {}, "remark": "", "advantage": 0.0, "length": 3, "versions": [0, 1], "group": 2,
+        "prompt_id": 0, "index": 0, "prompt": "123", "task": "0>", "response": "12", "answer": "12", "reward": 0.5,
+        "outcome": "ok", "scores": {}, "remark": "", "advantage": 0.0, "length": 3, "versions": [0, 1], "group": 2,
     }  # fmt: skip
     assert len(json.dumps(await learning.samples(100))) > 100
 

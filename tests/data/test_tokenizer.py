@@ -81,6 +81,7 @@ def intruder(tmp_path, monkeypatch):
         "class Tokenizer(PreTrainedTokenizerFast): pass\n"
     )
     ours = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoModel"), "evil.Config")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": ours}))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}})

@@ -127,7 +127,7 @@ async def test_demonstrations_of_another_task_are_refused(tmp_path):
         before = await trainer[0].weights()
         with pytest.raises(ValueError, match="another environment"):
             await trainer.imitate(str(tmp_path), steps=1)
-        with pytest.raises(FileNotFoundError, match="record"):
+        with pytest.raises(FileNotFoundError, match="nothing"):
             await trainer.imitate(str(tmp_path / "nothing"), steps=1)
         assert equal(before, await trainer[0].weights())
 

@@ -98,12 +98,12 @@ def test_a_model_a_tokenizer_and_a_data_set_in_memory(tmp_path):
 def test_a_run_without_reward_and_end_says_so_within_its_first_steps(tmp_path, capsys):
     tokenizer = load_tokenizer(ALPHABET)
     tokenizer.eos_token = None
-    rows = [{"prompt": row["prompt"], "answer": "never said"} for row in ROWS]
+    rows = [{"prompt": row["prompt"], "answer": "0000000"} for row in ROWS]
     rlinf.train(MODEL, data=rows, run_dir=tmp_path / "run", steps=3, **{**SMALL, "tokenizer": tokenizer})
     alarms = [json.loads(line) for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
     assert [alarm["step"] for alarm in alarms] == [1, 3]
     assert "rlinf.rewards.exact" in alarms[0]["text"]
-    assert "(right: 'never said')" in alarms[0]["text"]
+    assert "(right: '0000000')" in alarms[0]["text"]
     assert "reward.function" in alarms[0]["do"]
     assert "same reward, 0" in alarms[1]["text"]
     assert "end token" in alarms[1]["do"]

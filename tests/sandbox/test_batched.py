@@ -9,6 +9,12 @@ import pytest
 from rlinf.sandbox.batched import Batched, Returned
 from rlinf.sandbox.sandbox import Sandbox
 
+LOOK = """
+import os
+def f(x): return [name for name in os.listdir('.') if os.lstat(name).st_dev == os.stat('.').st_dev]
+"""
+"""What is there but for an environment of this test that lies below /tmp, which is shown in each program's own."""
+
 
 def run(programs, calls=("f(1)",), **more):
     """What became of each, and how many sandboxes it took."""
@@ -136,14 +142,14 @@ def f(x):
     open("left", "w").write("x"); os.makedirs("a/b"); open("a/b/c", "w"); os.symlink("/usr", "a/link")
     os.chmod("a/b", 0); os.chmod("a", 0); os.chmod(".", 0)
 """
-    found, sandboxes = run(["f = abs", leaving, "import os\ndef f(x): return os.listdir('.')", "f = abs"], at_once=1)
+    found, sandboxes = run(["f = abs", leaving, LOOK, "f = abs"], at_once=1)
     assert [each[0].value for each in found[2:]] == ["[]", "1"]
     assert sandboxes <= 2
 
 
 def test_what_cannot_be_removed_is_left_to_no_other():
     deep = "import os\ndef f(x):\n    for _ in range(3000): os.mkdir('d'); os.chdir('d')\n"
-    found, _ = run([deep, "import os\ndef f(x): return os.listdir('.')"], seconds=5.0)
+    found, _ = run([deep, LOOK], seconds=5.0)
     assert found[1][0].value == "[]"
 
 

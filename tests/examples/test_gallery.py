@@ -90,7 +90,7 @@ def test_an_advantage_by_rank_learns_beside_a_mad_judge(tmp_path):
 @pytest.mark.slow
 def test_a_flow_of_ones_own_learns(tmp_path):
     first, last = re.search(r"reward +([\d.]+) -> ([\d.]+)", shown("custom_flow", tmp_path)).groups()
-    assert float(last) > float(first) + 0.3
+    assert float(last) > float(first) + 0.2  # 0.28 to 0.5 by seed; nothing learned: 0.0
 
 
 def test_a_loop_of_ones_own_learns(tmp_path):

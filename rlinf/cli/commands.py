@@ -37,7 +37,7 @@ from rlinf.config.reading import parse_yaml
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.embodied.suites import suites_of
-from rlinf.job.start import leave_gpus
+from rlinf.job.start import leaving_gpus
 from rlinf.job.validate import is_embodied, load_config, load_embodied
 from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
@@ -173,7 +173,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     if (place / "checkpoints").is_dir() and not (place / "config.json").is_file():
         raise InputError(f"--model {model} is the directory of a run, which has no model in checkpoints/latest/hf")
     config = load_config(options.config, [*_asked(options, hosts), f"model.path={model}"], hosts)
-    leave_gpus(config.placement)
     if resolved is not None and not options.named and config.evaluation.data is None:
         seed = parse_yaml(resolved.read_text(encoding="utf-8")).get("seed")
         if seed != config.seed:
@@ -188,9 +187,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
 
-    if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it would be trained
-        refuse_idle(config.placement, prepare(config, hosts))
-    run_to_end(main, config.system)
+    with leaving_gpus(config.placement):
+        if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it is trained
+            refuse_idle(config.placement, prepare(config, hosts))
+        run_to_end(main, config.system)
 
 
 def _resolved_of(model: str) -> Path | None:

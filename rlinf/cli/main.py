@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +32,7 @@ from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
 from rlinf.job.ending.going_on import Starting
-from rlinf.job.start import leave_gpus, train
+from rlinf.job.start import leaving_gpus, train
 from rlinf.job.validate import is_embodied, load_any
 from rlinf.metrics.console.progress import shown
 from rlinf.runtime.base.errors import HostLost
@@ -150,8 +151,11 @@ def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
         return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
     look_in_working_directory()
     config = load_any(request.config, request.overrides, hosts)
-    if isinstance(config, RunConfig):
-        leave_gpus(config.placement)
+    with leaving_gpus(config.placement) if isinstance(config, RunConfig) else nullcontext():
+        return _start(config, request, rank, hosts, starting)
+
+
+def _start(config: RunConfig | EmbodiedConfig, request: Request, rank: int, hosts: int, starting: Starting) -> int:
     if request.dry_run:
         if rank == 0:
             from rlinf.cli.dry_run import describe  # torch comes with it: it looks at the model and the algorithm

@@ -38,10 +38,24 @@ REFERENCE = "reference"
 """Directory of a run or a checkpoint that holds the reference policy, where that is not as it was loaded."""
 
 
-def leave_gpus(placement: PlacementConfig) -> None:
-    """Have this process and its children see no GPU, if the configuration wants that; before torch looks for any."""
-    if placement.device_kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+@contextmanager
+def leaving_gpus(placement: PlacementConfig) -> Iterator[None]:
+    """This process and its children see no GPU meanwhile, if the configuration wants that; before torch looks for any.
+
+    Afterwards they see what they saw: whoever starts a run in a process of their own may go on to use its GPUs.
+    """
+    if placement.device_kind != "cpu":
+        yield
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def train(

@@ -107,6 +107,7 @@ def test_two_processes_of_what_the_pages_name_first_start_on_a_machine_with_any_
         monkeypatch.setenv(name, str(value))
     assert main(["--config", str(ROOT / config), "--dry-run"]) == 0, capsys.readouterr().err
     assert "2 processes" in capsys.readouterr().out
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1", "a run leaves its process the GPUs that it had"
 
 
 def test_a_limit_of_open_files_is_one_line(monkeypatch, capsys):

@@ -59,7 +59,7 @@ def test_the_fix_is_told_in_one_line():
     refuse_idle(config.placement, SimpleNamespace(placed=placed, chosen=object()))  # a planner left them out
 
 
-@pytest.mark.parametrize("path", [QUICKSTART, "configs/embodied/toy.yaml"])
+@pytest.mark.parametrize("path", [QUICKSTART, "configs/embodied/toy_grpo.yaml"])
 def test_a_dry_run_refuses_them_unless_they_are_meant(path):
     with pytest.raises(ConfigError, match=r"processes have no role .* start \d"):
         describe(load_any(ROOT / path, [], 5), 5)

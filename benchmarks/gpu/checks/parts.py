@@ -70,6 +70,7 @@ async def engine(
     dtype: torch.dtype | None = None,
     args: dict[str, Any] | None = None,
     source: str | None = None,
+    padding: tuple[int, ...] = (),
 ) -> AsyncIterator[Made]:
     """The transformers engine around the 1.5B model, closed at the end."""
     source, dtype = source or str(scale.model_dir("1.5B")), dtype or scale.dtype
@@ -80,7 +81,9 @@ async def engine(
         made.model = build_model(source, tokenizer, dtype=dtype).to(scale.device)
         yield made.model
 
-    setup = EngineSetup("engine", source, build, tokenizer, dtype=dtype, max_rows=max_rows, compute=made.compute)
+    setup = EngineSetup(
+        "engine", source, build, tokenizer, dtype=dtype, max_rows=max_rows, padding=padding, compute=made.compute
+    )
     async with ActorSystem.local():  # which makes the device ready
         made.engine = await make("transformers", setup, args)
         try:

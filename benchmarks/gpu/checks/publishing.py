@@ -16,9 +16,10 @@ import rlinf
 from benchmarks.gpu.checks import ranks
 from benchmarks.gpu.checks.device import SHARED, emptied
 from benchmarks.gpu.checks.judging import Bound, judge
-from benchmarks.gpu.checks.parts import engine, uncompiled
+from benchmarks.gpu.checks.parts import TOKENIZER, engine, uncompiled
 from benchmarks.gpu.checks.roles import asked, judged, spawn_rollout, spawn_trainer
 from benchmarks.gpu.scale import Outcome, Scale
+from rlinf.data.tokenizer import load_tokenizer, padding_ids
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Request, Sampling
 from rlinf.runtime.system.system import ActorSystem
@@ -121,8 +122,10 @@ async def _answers(rollout: Any, scale: Scale) -> Answers:
 
 async def _of_masters(scale: Scale, masters: Mapping[str, Tensor]) -> Answers:
     """The same by an engine whose model was filled with the masters by hand."""
-    ends = (scale.config("1.5B").eos_token_id,)
-    async with engine(scale, max_rows=scale.of(64, 8)) as made:
+    config, tokenizer = scale.config("1.5B"), load_tokenizer(TOKENIZER)
+    ends = (config.eos_token_id, tokenizer.eos_token_id)
+    padding = tuple(id for id in padding_ids(tokenizer, config.vocab_size) if id not in ends)  # as a rollout's engine
+    async with engine(scale, max_rows=scale.of(64, 8), padding=padding) as made:
         with torch.no_grad():
             for name, parameter in made.model.named_parameters():
                 parameter.copy_(masters[name])

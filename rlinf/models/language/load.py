@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlinf.config.loading import InputError
 from rlinf.data.library_bars import fold_transformers
 from rlinf.data.pictures.processor import FAMILIES, Pictures, auto_class, picture_tokens
 from rlinf.data.rng import ONE_AT_A_TIME, mix
@@ -64,7 +63,7 @@ def build_model(
     labels = {} if kind is AutoModelForCausalLM else {"num_labels": 1}
     if isinstance(source, str):
         if Path(source).is_dir() and not any(_files_of(Path(source))):
-            raise InputError(f"the model in {source} has no weights: neither *.safetensors nor pytorch_model*.bin")
+            raise _input_error(f"the model in {source} has no weights: neither *.safetensors nor pytorch_model*.bin")
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(seed))
             maker = auto_class(pretrained(AutoConfig, source), kind)
@@ -83,10 +82,16 @@ def build_model(
     return model
 
 
+def _input_error(message: str) -> Exception:
+    from rlinf.config.loading import InputError  # wants omegaconf, without which models are built all the same
+
+    return InputError(message)
+
+
 def _check_whole(source: str, missing: Collection[str]) -> None:
     """Refuse a model that transformers would complete by random weights, with a warning that nobody reads."""
     if missing:
-        raise InputError(
+        raise _input_error(
             f"the model in {source} has no weights for {len(missing)} of its tensors, such as {min(missing)}: its "
             "config.json is of another model, or files are missing"
         )

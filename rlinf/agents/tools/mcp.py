@@ -141,9 +141,7 @@ class _Server:
         if holding is None:
             return
         self._over.set()
-        await finish(holding)
-        if not holding.cancelled():
-            holding.exception()  # seen: calls have told the model
+        await finish(holding)  # what it raised, calls have told the model
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
         """What a tool returns.

@@ -39,7 +39,7 @@ from rlinf.job.evaluation.held_out import answers_of, evaluate_on, evaluation_of
 from rlinf.job.evaluation.named import beside, compared_named, evaluate_named, named_in_words, numbers_of
 from rlinf.job.loop import TrainingLoop
 from rlinf.job.prepare import InMemory, Prepared
-from rlinf.job.roles.agents import running_of
+from rlinf.job.roles.agents import check_tools_shown, running_of
 from rlinf.job.roles.keeper import KINDS, RolloutKeeper
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import CRITIC, REFERENCE, Roles, only, spawn_roles
@@ -463,11 +463,11 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
         objects: problems that were passed instead of being named.
 
     Raises:
-        InputError: something cannot be read or used.
+        InputError: something cannot be read or used, or the chat template hides the tools of the agent.
     """
     options = {field.name: getattr(config.data, field.name) for field in fields(PromptOptions)}
     try:
-        return load_data(
+        data = load_data(
             config.model.tokenizer or config.model.path,
             named=benchmarks_of(config.evaluation.named),
             rooms=rooms_of(config, objects),
@@ -476,3 +476,5 @@ def load_data_of(config: RunConfig, objects: InMemory | None = None) -> Data:
         )
     except DataError as error:
         raise InputError(str(error)) from error
+    check_tools_shown(config, data.tokenizer, None if objects is None else objects.agent)
+    return data

@@ -14,6 +14,7 @@ from rlinf.cli.dry_run import describe
 from rlinf.config.loading import ConfigError, InputError
 from rlinf.job.checks.naming import naming, reason
 from rlinf.job.prepare import prepare
+from rlinf.job.text import load_data_of
 from rlinf.job.validate import load_config
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.stand_in import save_model, save_problems
@@ -204,6 +205,35 @@ def test_data_that_cannot_be_used_is_one_message(model, tmp_path, monkeypatch, k
     monkeypatch.chdir(ROOT)
     told = refused(*own(model, tmp_path), *keys.split())
     assert said in told
+
+
+_DESCRIBED = "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+_ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("agent", "template", "said"),
+    [
+        ("rlinf.agents.tools.using.use_tools", _DESCRIBED + _USERS, "role tool"),
+        ("rlinf.agents.search.by_tool.search_by_tool", _DESCRIBED + _USERS, "role tool"),
+        ("rlinf.agents.tools.using.use_tools", _ALL, "such as look_up"),
+        ("rlinf.agents.tools.using.use_tools", _DESCRIBED + _ALL, None),
+        ("tests.session.test_agents.guess", _USERS, None),  # which offers no tools
+    ],
+)  # fmt: skip
+def test_a_template_that_hides_tools_from_the_model_is_refused_before_the_start(agent, template, said):
+    args = {"use_tools": "tools: []", "search_by_tool": "retriever: x"}.get(agent.rpartition(".")[2], "")
+    keys = ["model.tokenizer=characters:0123456789+=", f"agent.function={agent}", f"agent.args={{{args}}}"]
+    config = load_config(ROOT / QUICKSTART, [*TINY, "sft.steps=0", *keys])
+    config.data.chat_template = template
+    if said is None:
+        assert "Data: " in describe(config, 1)
+        return
+    for checked in (lambda: describe(config, 1), lambda: load_data_of(config, prepare(config).objects)):
+        with pytest.raises(ConfigError, match=said) as caught:
+            checked()
+        assert "data.chat_template" in str(caught.value)
 
 
 def test_a_reward_that_takes_a_column_that_there_is_not(model, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The agent that a configuration names, and what the session knows in which it works.
+"""The agent that a configuration names, what its model can read, and what the session knows in which it works.
 
 In: a configuration and its flow. Out: `async def agent(task, llm)` with its arguments bound, and mistakes by key.
 """
@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING
+from types import CodeType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.agent import Agent
+from rlinf.agents.chat import ChatFormat
 from rlinf.agents.tools.calls import FORMATS, CallFormat
 from rlinf.config.importing import mistake_in, resolve
+from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.flows.parts.answering import Running
 from rlinf.job.checks.naming import RAISED
 from rlinf.models.language.generation import context_length
+from rlinf.runtime.base.errors import UserError
 
 Mistake = tuple[str, Any, str]
 """Key, value and advice."""
@@ -77,6 +82,66 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, shown)
         mistakes.append((at, value, f"it is called as agent(task, llm, **agent.args): {error}"))
     return functools.partial(function, **wanted.args) if wanted.args else function, mistakes
+
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+
+
+def check_tools_shown(config: RunConfig, tokenizer: PreTrainedTokenizerBase, agent: Agent | None) -> None:
+    """See that the model reads what tools say, if its agent offers it tools: many templates print nothing of the role
+    `tool`.
+
+    Args:
+        config: of the run.
+        tokenizer: the model's.
+        agent: what works on a task.
+
+    Raises:
+        ConfigError: the chat template leaves tools, or what they say, out.
+    """
+    if agent is None or not _offers_tools(agent):
+        return
+    asked = [{"role": "user", "content": "a"}]
+    chat = ChatFormat(tokenizer, config.data.chat_args)
+    try:
+        chat.opening(asked)
+    except UserError:
+        return  # it wants other messages than these, and whoever sends some hears of it
+    try:
+        chat.with_arguments(tools=[_PROBE_TOOL]).opening(asked)
+    except UserError as error:
+        advice = f"the agent offers the model tools (tools=…), and {error}"
+        raise ConfigError([Problem("configuration", "data.chat_template", MISSING, advice)]) from None
+
+
+def _offers_tools(agent: Any) -> bool:
+    """Some call in an agent's own code has a keyword `tools`."""
+    return any(isinstance(each, tuple) and "tools" in each for code in _codes(agent) for each in code.co_consts)
+
+
+def _codes(agent: Any) -> Iterator[CodeType]:
+    """The code of an agent: of a function and those inside it, or of a class or object with its methods."""
+    while isinstance(agent, functools.partial):
+        agent = agent.func
+    agent = inspect.unwrap(agent)
+    if isinstance(agent, CodeType):
+        yield agent
+        for each in agent.co_consts:
+            if isinstance(each, CodeType):
+                yield from _codes(each)
+    elif (code := getattr(agent, "__code__", None)) is not None:
+        yield from _codes(code)
+    else:
+        for name, each in inspect.getmembers(agent if isinstance(agent, type) else type(agent), inspect.isfunction):
+            if name != "__init__":
+                yield from _codes(each)
 
 
 def running_of(

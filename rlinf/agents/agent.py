@@ -20,6 +20,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ from rlinf.runtime.base.tasks import in_thread
 
 Agent = Callable[..., Any]
 """`async def agent(task, llm) -> float | Score | list[Sample] | {agent's name: float | Score}`; or a plain `def`, which
-works in a thread of its own and writes `llm.chat(…).result()` for `await llm.chat(…)`."""
+works in a thread of its own and writes `llm.chat(…).result()` for `await llm.chat(…)`; or a `LastingAgent`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,6 +402,60 @@ async def worked_on(agent: Agent, task: Any, llm: AgentLLM) -> Any:
         return await call()
     returned = await in_thread(functools.partial(contextvars.copy_context().run, call))
     return await returned if isinstance(returned, Awaitable) else returned
+
+
+def lasts(function: Any) -> bool:
+    """It makes agents that have something for all episodes of a run: a class, a function with `@asynccontextmanager`,
+    or an async context manager itself."""
+    made_by_generator = inspect.isasyncgenfunction(inspect.unwrap(function)) and hasattr(function, "__wrapped__")
+    return inspect.isclass(function) or made_by_generator or _is_context(function)
+
+
+def _is_context(value: Any) -> bool:
+    return hasattr(type(value), "__aenter__")
+
+
+class LastingAgent:
+    """An agent that has something for all episodes of a run, such as a server, a pool or a client: `async with` opens
+    it before the first episode, and closes it behind the last one, however the run ends.
+
+    Args:
+        source: an async context manager, or a class or function that makes one: what it is entered as is the agent. An
+            object of a class that is no context manager is the agent itself.
+        arguments: of the class or function.
+    """
+
+    def __init__(self, source: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        self.source, self._arguments = source, dict(arguments or {})
+        self._stack = AsyncExitStack()
+        self._agent: Agent | None = None
+
+    async def __aenter__(self) -> LastingAgent:
+        made = self.source if _is_context(self.source) else self.source(**self._arguments)
+        async with AsyncExitStack() as stack:
+            entered = await stack.enter_async_context(made) if _is_context(made) else made
+            agent = made if entered is None else entered
+            if not callable(agent):
+                raise UserError(
+                    f"agent: opened, {shown(made)} is {shown(agent)}, which cannot be called as agent(task, llm): "
+                    "return or yield something that can"
+                )
+            self._stack, self._agent = stack.pop_all(), agent
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._agent = None
+        await self._stack.__aexit__(*error)  # it may not swallow what ends the run
+
+    async def __call__(self, task: Any, llm: AgentLLM) -> Any:
+        if self._agent is None:
+            raise UserError("agent: it is closed, as its run is not open")
+        return await worked_on(self._agent, task, llm)
+
+
+def opened(agent: Agent | None) -> AbstractAsyncContextManager[Any]:
+    """A context in which an agent has what it needs for its episodes."""
+    return agent if isinstance(agent, LastingAgent) else nullcontext()
 
 
 def samples_of(returned: Any, llm: AgentLLM) -> list[Sample]:

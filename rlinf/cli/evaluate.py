@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf.actors.judge import RewardError
+from rlinf.agents.agent import opened
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
@@ -109,7 +110,8 @@ async def _evaluated(data: Data, roles: Roles, config: RunConfig) -> Evaluation:
     model, _ = policy_model(config)
     more: dict[str, Any] = {"compares": None, "judges": True, "counters": {}}
     session = RunningSession(running_of(config, lambda: roles, data.tokenizer, model, agent, **more))
-    return await session.evaluate(data.held_out, n=config.evaluation.samples)
+    async with opened(agent):
+        return await session.evaluate(data.held_out, n=config.evaluation.samples)
 
 
 def _print_named(config: RunConfig, outcome: Evaluation, seconds: float) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from rlinf.actors.judge import RewardError
+from rlinf.agents.agent import opened
 from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.algos.parts import Distillation
 from rlinf.config.loading import InputError
@@ -137,7 +138,7 @@ class TextLoop(TrainingLoop[Evaluation]):
     async def started(self, begun: Checkpoint | None = None) -> AsyncIterator[None]:
         try:
             with JsonLines(self.directory.ledger) as self._account:
-                async with super().started(begun):
+                async with opened(self.prepared.objects.agent), super().started(begun):
                     yield
         finally:
             await self._endpoint.close()

@@ -179,12 +179,13 @@ class Objects:
     # Agent ------------------------------------------------------------------------------------------------------------
 
     def take_agent(self, agent: Any) -> None:
-        """A function, its dotted path, or a mapping of keys of the section `agent`."""
+        """A function, its dotted path, or a mapping of keys of the section `agent`; or what opens an agent once for all
+        episodes."""
         function = agent
         if isinstance(agent, Mapping):
             self.settings |= {f"agent.{key}": value for key, value in agent.items() if key != "function"}
             function = agent.get("function")
-        if callable(function):
+        if callable(function) or hasattr(type(function), "__aenter__"):
             self.passed = replace(self.passed, agent=function)
         elif function is not None:
             self.settings["agent.function"] = function

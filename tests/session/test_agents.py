@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import ClassVar
 
 import pytest
 
@@ -118,3 +121,138 @@ def test_a_forgotten_reward_is_an_error_where_nobody_chose_a_judge(tmp_path, cap
 def test_an_agent_that_never_succeeds_says_why(tmp_path):
     with pytest.raises(rlinf.RunFailure, match=r"^step 1: .*not one of 6 episodes went well.*OSError: no such tool"):
         trained(tmp_path, fails)
+
+
+# What lasts for all episodes ------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """An agent with a server that is there for all episodes; `log` has what became of it."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, failing=False, waiting=None):
+        self.failing, self.waiting = failing, waiting
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self.answers, "127.0.0.1", 0)
+        self.log.append("opened")
+
+    async def __aexit__(self, *error):
+        self.server.close()
+        await self.server.wait_closed()
+        self.log.append("closed")
+        return True  # it may not swallow what ends the run
+
+    async def answers(self, reader, writer):
+        writer.write(b"1" if await reader.read(1) == b"7" else b"0")
+        writer.close()
+
+    async def __call__(self, task, llm):
+        answer = await llm.chat([{"role": "user", "content": task.text}], max_new_tokens=4)
+        if self.waiting is not None:
+            self.waiting.set()
+            await asyncio.Event().wait()
+        if self.failing:
+            raise OSError("no such tool")
+        reader, writer = await asyncio.open_connection(*self.server.sockets[0].getsockname())
+        writer.write(answer.text[:1].encode() or b"0")
+        said = await reader.read(1)
+        writer.close()
+        return float(said)
+
+
+@asynccontextmanager
+async def counting(failing=False):
+    async with AsyncExitStack() as stack:
+        agent = Counting(failing)
+        await stack.enter_async_context(agent)
+        yield agent
+
+
+class Unopened(Counting):
+    async def __aenter__(self):
+        raise ConnectionError("no such server")
+
+
+class Plain:
+    """Made once, with nothing to close."""
+
+    def __init__(self):
+        Counting.log.append("opened")
+
+    async def __call__(self, task, llm):
+        return await guess(task, llm)
+
+
+@pytest.fixture
+def log():
+    Counting.log.clear()
+    return Counting.log
+
+
+@pytest.mark.parametrize(
+    ("agent", "args", "ends"),
+    [
+        (Counting, {}, ["opened", "closed"]),
+        (f"{__name__}.counting", {"failing": False}, ["opened", "closed"]),
+        (Counting(), {}, ["opened", "closed"]),
+        (counting(), {}, ["opened", "closed"]),
+        (Plain, {}, ["opened"]),
+    ],
+)  # fmt: skip
+def test_what_an_agent_holds_is_opened_once_for_all_episodes_and_closed_once(tmp_path, log, agent, args, ends):
+    result = trained(tmp_path, agent, **{"agent.args": args})
+    assert log == ends
+    assert sum(row.get("episodes", 0) for row in result.metrics) == 16
+    assert not any(row.get("episodes/failed") for row in result.metrics)
+
+
+def test_what_an_agent_holds_is_closed_when_the_run_fails_and_the_error_names_the_agents_line(tmp_path, log):
+    line = Counting.__call__.__code__.co_firstlineno
+    with pytest.raises(rlinf.RunFailure, match=r"not one of 6 episodes went well.*\(test_agents\.py:(\d+)\)") as error:
+        trained(tmp_path, Counting, **{"agent.args": {"failing": True}})
+    assert log == ["opened", "closed"]
+    assert line < int(re.search(r"py:(\d+)", str(error.value)).group(1)) < line + 10
+
+
+async def test_what_an_agent_holds_is_closed_when_the_run_is_cancelled(tmp_path, log):
+    waiting = asyncio.Event()
+    agent = Counting(waiting=waiting)
+    run = asyncio.create_task(rlinf.train_async(small.MODEL, agent=agent, run_dir=tmp_path / "run", **SMALL))
+    await waiting.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert log == ["opened", "closed"]
+
+
+def test_an_agent_that_cannot_be_opened_ends_the_run_before_anything_is_started(tmp_path, log):
+    with pytest.raises(ConnectionError, match="no such server"):
+        trained(tmp_path, Unopened)
+    assert log == []
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@contextmanager
+def blocking():
+    yield guess
+
+
+async def undecorated():
+    yield guess
+
+
+@pytest.mark.parametrize(
+    ("agent", "more", "said"),
+    [
+        (blocking, {}, "@asynccontextmanager"),
+        (undecorated, {}, "@asynccontextmanager"),
+        (Counting, {"agent.args": {"malus": 1}}, "agent.args"),
+        (Counting(), {"agent.args": {"failing": True}}, "made already"),
+        (rlinf.Score, {}, "called as Score"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_opened_as_an_agent_is_one_message(tmp_path, agent, more, said):
+    with pytest.raises(rlinf.ConfigError, match=said):
+        trained(tmp_path, agent, **more)

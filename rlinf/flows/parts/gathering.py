@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, 
 from contextlib import aclosing
 from typing import Any
 
-from rlinf.agents.agent import Agent, is_agent, samples_of, worked_on
+from rlinf.agents.agent import Agent, LastingAgent, is_agent, samples_of, worked_on
 from rlinf.agents.awaited import Awaited, plainly
 from rlinf.agents.checks import WrongType, WrongValue, at_least_one, coroutine_function, shown
 from rlinf.agents.episodes import Episode, Episodes, Gathered, LoopWatch, OpenTask, Play, Tally, here
@@ -240,7 +240,9 @@ class Gathering(Answering):
     def _by_agent(self, agent: Agent) -> Play:
         """An episode in which an agent works on the task."""
 
-        @functools.wraps(agent, updated=())  # errors name the agent's own line
+        own = agent.source if isinstance(agent, LastingAgent) else agent
+
+        @functools.wraps(own, updated=())  # errors name the agent's own line
         async def play(task: Any) -> list[Sample]:
             llm = self.llm()
             if (episode := here.get()) is not None:

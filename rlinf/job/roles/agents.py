@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlinf.agents.agent import Agent
+from rlinf.agents.agent import Agent, LastingAgent, lasts
 from rlinf.agents.chat import ChatFormat
 from rlinf.agents.tools.calls import FORMATS, CallFormat
 from rlinf.config.importing import mistake_in, resolve
@@ -71,17 +71,56 @@ def configured_agent(config: RunConfig, flow: Any, passed: Agent | None = None) 
         except RAISED as error:
             advice = f"importing it failed: {type(error).__name__}: {error}"
             return None, [*mistakes, (key, shown, advice)]
-    if not callable(function):
+    if not callable(function) and not lasts(function):
         return None, [
             *mistakes,
             (key, shown, "this is no `async def agent(task, llm)`, and no plain function of these"),
         ]
-    try:
-        inspect.signature(function).bind(None, None, **wanted.args)
-    except TypeError as error:
+    agent, wrong = _bound(function, wanted.args)
+    if wrong:
         at, value = ("agent.args", dict(wanted.args)) if wanted.args else (key, shown)
-        mistakes.append((at, value, f"it is called as agent(task, llm, **agent.args): {error}"))
-    return functools.partial(function, **wanted.args) if wanted.args else function, mistakes
+        mistakes.append((at, value, wrong))
+    return agent, mistakes
+
+
+_OPENED_BY = (
+    "what is opened once for all episodes is an async context manager: a function with @asynccontextmanager, or a "
+    "class with `async def __aenter__` and `async def __aexit__`"
+)
+
+
+def _bound(function: Any, given: Mapping[str, Any]) -> tuple[Agent, str]:
+    """An agent with its arguments, and what is wrong with them; "" where nothing is."""
+    if not lasts(function) or _opens_otherwise(function):
+        wrong = _unfit(function, (None, None), given, "agent(task, llm, **agent.args)")
+        made = functools.partial(function, **given) if given else function
+        return made, _OPENED_BY if _opens_otherwise(function) else wrong
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        wrong = "the agent is made already: give these to it where it is made" if given else ""
+        return LastingAgent(function), wrong
+    wrong = _unfit(function, (), given, f"{function.__name__}(**agent.args)")
+    if inspect.isclass(function) and not hasattr(function, "__aenter__"):
+        called = next((vars(each)["__call__"] for each in function.__mro__ if "__call__" in vars(each)), None)
+        wrong = wrong or _unfit(called, (None, None, None), {}, f"{function.__name__}(…)(task, llm)")
+    return LastingAgent(function, given), wrong
+
+
+def _opens_otherwise(function: Any) -> bool:
+    """A context that blocks, or an async generator that no decorator has made a context."""
+    kind = function if inspect.isclass(function) else type(function)
+    blocks = hasattr(kind, "__enter__") and not hasattr(kind, "__aenter__")
+    return blocks or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(inspect.unwrap(function))
+
+
+def _unfit(function: Any, positional: tuple[Any, ...], given: Mapping[str, Any], call: str) -> str:
+    """Why a function cannot be called with these arguments; "" where it can."""
+    try:
+        inspect.signature(function).bind(*positional, **given)
+    except TypeError as error:
+        return f"it is called as {call}: {error}"
+    except ValueError:
+        return ""  # built in, and silent about what it takes
+    return ""
 
 
 _PROBE_TOOL = {
@@ -128,6 +167,8 @@ def _offers_tools(agent: Any) -> bool:
 
 def _codes(agent: Any) -> Iterator[CodeType]:
     """The code of an agent: of a function and those inside it, or of a class or object with its methods."""
+    if isinstance(agent, LastingAgent):
+        agent = agent.source
     while isinstance(agent, functools.partial):
         agent = agent.func
     agent = inspect.unwrap(agent)

@@ -6,7 +6,11 @@ In: an answer, and where in it a call begins. Out: `Read`. `calls.CallFormat` do
 from __future__ import annotations
 
 import ast
+import io
+import keyword
 import re
+import secrets
+import tokenize
 import warnings
 from typing import Any
 
@@ -19,6 +23,9 @@ _BETWEEN = re.compile(r"\s*+[;,]?+\s*+(?=\{)|\s*+<\|python_tag\|>\s*+")
 _BUILT_IN = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 _LONGEST = 50_000
 """Characters of Python that are parsed; more is no call, and Python's own parser suffers from depth."""
+_RENAMED = f"k{secrets.token_hex(8)}_"
+"""Stands before names that Python keeps for itself, so that they parse; another in each process, so that no name begins
+with it."""
 
 
 class LlamaJson(CallFormat):
@@ -104,21 +111,46 @@ def _expression(text: str) -> ast.expr:
     if len(text) > _LONGEST:
         raise Malformed(f"the call is longer than {_LONGEST:,} characters")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
-            return ast.parse(text, mode="eval").body
+        try:
+            return _parsed(text)
+        except SyntaxError:
+            if (renamed := _without_keywords(text)) == text:
+                raise
+            return _parsed(renamed)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         why = getattr(error, "msg", "") or "nested too deeply"
         raise Malformed(f"no Python expression: {why} in {quoted(text, 0)}") from None
+
+
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        return ast.parse(text, mode="eval").body
+
+
+def _without_keywords(text: str) -> str:
+    """The text with other names for tools and arguments that are called as keywords of Python are, such as `import` and
+    `from`; as it is if it cannot be read that far."""
+    lines = [*io.StringIO(text, newline="\n")]
+    try:
+        tokens = [*tokenize.generate_tokens(iter(lines).__next__)]
+    except (tokenize.TokenError, SyntaxError):
+        return text
+    for before, token, after in reversed([*zip([tokens[0], *tokens], tokens, tokens[1:], strict=False)]):
+        named = after.string in ("(", "=", ".") or before.string == "."
+        row, column = token.start
+        if named and keyword.iskeyword(token.string) and lines[row - 1].startswith(token.string, column):
+            lines[row - 1] = f"{lines[row - 1][:column]}{_RENAMED}{lines[row - 1][column:]}"
+    return "".join(lines)
 
 
 def _call(node: ast.expr, text: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(node, ast.Call):
         raise Malformed(f"a tool call is name(argument=value, …), not {quoted(text, 0)}")
     name = _dotted(node.func)
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
+    if node.args or any(each.arg is None for each in node.keywords):
         raise Malformed(f"{name}: write every argument with its name, as in {name}(argument=value)")
-    return name, {str(keyword.arg): _value(keyword.value, name) for keyword in node.keywords}
+    return name, {str(each.arg).removeprefix(_RENAMED): _value(each.value, name) for each in node.keywords}
 
 
 def _dotted(node: ast.expr) -> str:
@@ -128,7 +160,7 @@ def _dotted(node: ast.expr) -> str:
         node = node.value
     if not isinstance(node, ast.Name):
         raise Malformed("a tool is called by its name")
-    return ".".join([node.id, *reversed(parts)])
+    return ".".join(part.removeprefix(_RENAMED) for part in (node.id, *reversed(parts)))
 
 
 _NAMES = {"true": True, "false": False, "null": None}

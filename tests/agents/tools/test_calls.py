@@ -248,6 +248,8 @@ BROKEN = [
     ("pythonic", "[f(1)]", "with its name"),
     ("pythonic", "[f(x=g)]", "plain value"),
     ("pythonic", "[f(x=1]", "no Python expression"),
+    ("pythonic", "[import(x=1]", "no Python expression"),
+    ("pythonic", "[f(from=1, x=not)]", "no Python expression"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function f {}<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     ("mistral", "[TOOL_CALLS] call f", "no valid JSON"),
     ("mistral", '[TOOL_CALLS] [{"name": "f"}, 3]', '"name"'),
@@ -259,6 +261,23 @@ def test_a_malformed_call_says_why(name, text, why):
     (said,) = format_named(name).parse(text).broken
     assert why in said
     assert len(said) < 200
+
+
+NAMED_BY_KEYWORDS = [
+    ("pythonic", "[import(x=1)]", [("import", {"x": 1})]),
+    ("pythonic", '[mail(to="a", from="b = c", class=None)]', [("mail", {"to": "a", "from": "b = c", "class": None})]),
+    ("pythonic", '[f(x="is (", not=[True]),\n pass.as(\n  in = {"if": "for("})]',
+     [("f", {"x": "is (", "not": [True]}), ("pass.as", {"in": {"if": "for("}})]),
+    ("pythonic", "<|python_start|>return(x=1)<|python_end|>", [("return", {"x": 1})]),
+    ("llama3_json", '<|python_tag|>search.call(from="é\x0c", or=-1)', [("search", {"from": "é\x0c", "or": -1})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), NAMED_BY_KEYWORDS)
+def test_tools_and_arguments_may_be_called_as_keywords_of_python_are(name, text, wanted):
+    read = format_named(name).parse(text)
+    assert [(call.name, dict(call.arguments)) for call in read.calls] == wanted
+    assert not read.broken
 
 
 OTHERS = [

@@ -190,3 +190,26 @@ def test_machines_that_count_restarts_differently_meet_unless_the_store_holds_ea
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         job_store().set(f"here/{count}", "")
     assert job_store().check(["here/0"]) is met
+
+
+@pytest.mark.parametrize(
+    ("mode", "machines", "own"),
+    [(0o700, 1, True), (0o700, 2, False), (0o750, 1, False), (0o701, 1, False), (None, 1, False)],
+)
+def test_on_one_machine_processes_meet_where_no_other_user_can_write(monkeypatch, tmp_path, mode, machines, own):
+    torchruns, start = HashStore(), tmp_path / "job" / "attempt_0"
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(torchruns, 0, 1)]))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", str(2 * machines))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    if mode is not None:
+        start.mkdir(parents=True)
+        start.parent.chmod(mode)
+    torchruns.set("start/only/here", "a stranger")
+    for port, local in (("1", 0), ("1", 1), ("2", 0)):
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(start / str(local) / "error.json"))
+        met = job_store().add(f"met/{port}", 1)
+        assert job_store().check(["here"]) is not own
+        assert met == (2 if local else 1)
+    assert job_store().check(["met/1"]) is not own, "it is another job's"

@@ -40,6 +40,7 @@ from rlinf.runtime.base.errors import HostLost
 FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
+FURTHER_UP = "see `error:` further up"
 _OPTIONS = ("--config", "--dry-run", "--help", "--resume", "--verbose")
 _TURN_SECONDS = 10.0
 """How long a rank other than 0 leaves it to rank 0 to report a mistake in the input. Exiting at once would make
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, RunFailure) as error:
         return _report(error, rank)
     except HostLost:
-        return _point_at_error(FAILED)  # it has been printed, before all that followed from it
+        return _have_torchrun_say(FURTHER_UP, FAILED)  # it has been printed, before all that followed from it
     except KeyboardInterrupt:
         if rank == 0:
             print("\ninterrupted", file=sys.stderr)
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: too many open files: this process may have {limit} (ulimit -n); allow more", file=sys.stderr)
         elif not told(error):
             raise
-        return _point_at_error(FAILED)
+        return _have_torchrun_say(FURTHER_UP, FAILED)
 
 
 def _descriptors_used_up(error: BaseException | None) -> bool:
@@ -171,16 +172,20 @@ def _report(error: InputError | RunFailure, rank: int) -> int:
     """Print what went wrong once: rank 0 does, the others wait to be ended and speak only if that does not happen."""
     if rank != 0:
         threading.Event().wait(_TURN_SECONDS)
-    print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    return _point_at_error(WRONG_INPUT if isinstance(error, InputError) else FAILED)
+    told = f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}"
+    print(told, file=sys.stderr, flush=True)
+    return _have_torchrun_say(told, WRONG_INPUT if isinstance(error, InputError) else FAILED)
 
 
-def _point_at_error(code: int) -> int:
-    """Let torchrun's own report, if there is one, say where to look; returns the exit code."""
-    if (report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+def _have_torchrun_say(told: str, code: int) -> int:
+    """Let torchrun's own report, whose end is the last that is printed, end with this; returns the exit code.
+
+    A rank that has failed makes torchrun fail with a traceback of its own, whatever the rank leaves behind.
+    """
+    if report_of_torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         gc.freeze()  # torchrun speaks when this process has ended, which looks for garbage for seconds otherwise
-        pointer = {"message": "see `error:` further up", "extraInfo": {"timestamp": int(time.time())}}
-        Path(report_of_torchrun).write_text(json.dumps({"message": pointer}), encoding="utf-8")
+        message = {"message": told, "extraInfo": {"timestamp": int(time.time())}}
+        Path(report_of_torchrun).write_text(json.dumps({"message": message}), encoding="utf-8")
     return code
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rlinf.cli.dry_run import describe
 from rlinf.cli.main import main, parse
@@ -108,6 +109,17 @@ def test_two_processes_of_what_the_pages_name_first_start_on_a_machine_with_any_
     assert main(["--config", str(ROOT / config), "--dry-run"]) == 0, capsys.readouterr().err
     assert "2 processes" in capsys.readouterr().out
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1", "a run leaves its process the GPUs that it had"
+
+
+def test_the_report_of_torchrun_ends_with_the_mistake(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as by --log-dir /dev/null: there is none
+    assert main(["--config", QUICKSTART, "stepss=1"]) == 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["--config", QUICKSTART, "stepss=1"]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    *_, told, _ = str(ChildFailedError("launch.py", {0: failure})).splitlines()
+    assert "command line: stepss" in capsys.readouterr().err
+    assert "command line: stepss" in told
 
 
 def test_a_limit_of_open_files_is_one_line(monkeypatch, capsys):
@@ -252,10 +264,11 @@ def test_torchrun_runs_the_same_with_roles_on_their_hosts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize("wrong", ["sft.stpes=1", "placement.trainer=2", "model.config.hiden_size=8"])
-def test_under_torchrun_a_mistake_is_printed_once_and_fails_the_job(tmp_path, wrong):
+def test_under_torchrun_one_process_says_the_mistake_and_it_fails_the_job(tmp_path, wrong):
     done = typed("--config", QUICKSTART, wrong, f"output_dir={tmp_path}", processes=2, expect=1)
-    assert done.stderr.count("1 problem in the configuration; nothing was started.") == 1
-    assert f"{wrong.partition('=')[0]}" in done.stderr
+    ours, _, torchruns = done.stderr.partition("ChildFailedError")
+    assert ours.count("1 problem in the configuration; nothing was started.") == 1
+    assert all(wrong.partition("=")[0] in said for said in (ours, torchruns)), "the last that is printed says it, too"
     assert "exitcode  : 2" in done.stderr
     assert not (tmp_path / "quickstart").exists()
 

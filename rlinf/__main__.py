@@ -1,8 +1,41 @@
-"""`python -m rlinf` is the command `rlinf`: see `rlinf.cli.commands`."""
+"""`python -m rlinf` is the command `rlinf`: see `rlinf.cli.commands`. `rlinf train` has the process to itself: signals
+are answered in it from before the imports, which take seconds, to its end."""
 
+import ctypes
+import os
+import signal
 import sys
+from collections.abc import Sequence
 
-from rlinf.cli.commands import main
+from rlinf.job.ending.starting import Starting
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Answer the command line of this process; returns the exit code."""
+    if sys.argv[1:2] == ["train"]:
+        return launch(sys.argv[2:])
+    from rlinf.cli.commands import main as answer
+
+    return answer()
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run `rlinf train`, which is all that this process is for; returns the exit code.
+
+    Args:
+        arguments: of `rlinf train`.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Whoever kills torchrun while this process still imports ends it too: it would wait for the others, and hold
+        # the lock of its run directory, for minutes.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    starting = Starting(process=True)
+    from rlinf.cli.main import main as train  # which takes a while
+
+    return train(arguments, starting=starting)
+
 
 if __name__ == "__main__":
     sys.exit(main())

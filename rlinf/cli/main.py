@@ -31,7 +31,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.config.schema import leaves, nearest
 from rlinf.config.text import RunConfig
-from rlinf.job.ending.going_on import Starting
+from rlinf.job.ending.starting import Starting
 from rlinf.job.start import leaving_gpus, train
 from rlinf.job.validate import is_embodied, load_any
 from rlinf.metrics.console.progress import shown
@@ -84,11 +84,16 @@ class Request:
 
 
 @quiet_when_unread
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line in this process, one of those that torchrun started or the only one; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, starting: Starting | None = None) -> int:
+    """Run a command line in this process, one of those that torchrun started or the only one; returns the exit code.
+
+    Args:
+        arguments: of the command line; default: those of the process.
+        starting: answers signals already; default: from here on, and as before afterwards.
+    """
     rank, hosts = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        with shown(), Starting() as starting:
+        with shown(), starting or Starting() as starting:
             return _serve(parse(sys.argv[1:] if arguments is None else arguments), rank, hosts, starting)
     except (InputError, RunFailure) as error:
         return _report(error, rank)

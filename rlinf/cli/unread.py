@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 UNREAD = 141
 """128 + SIGPIPE: what a shell says of other programs that end so."""
@@ -19,9 +20,9 @@ def quiet_when_unread(main: Callable[..., int]) -> Callable[..., int]:
     """A main function that returns `UNREAD` once the pipe behind stdout is closed; any other is an error."""
 
     @functools.wraps(main)
-    def wrapped(arguments: Sequence[str] | None = None) -> int:
+    def wrapped(arguments: Sequence[str] | None = None, **more: Any) -> int:
         try:
-            code = main(arguments)
+            code = main(arguments, **more)
             sys.stdout.flush()  # here and not at the interpreter's end, where nobody could catch what it raises
             return code
         except BrokenPipeError:

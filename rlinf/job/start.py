@@ -23,7 +23,8 @@ from rlinf.config.placement import PlacementConfig
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
-from rlinf.job.ending.going_on import Starting, beginning_anew, command, keeping_earlier_run, saying_how_to_go_on
+from rlinf.job.ending.going_on import beginning_anew, command, keeping_earlier_run, saying_how_to_go_on
+from rlinf.job.ending.starting import Starting
 from rlinf.metrics.durable.lock import Held, Lock, held
 from rlinf.metrics.run_directory import MISSING, Checkpoint, RunDirectory, changes, find_checkpoint
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
@@ -80,6 +81,8 @@ def train(
     path = Path(config.output_dir).expanduser() / config.name
     if rank != 0:
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
+        if starting is not None:
+            starting.begins()  # and it is over
         return
     from rlinf.job.checks.by_kind import refuse_other_kind  # torch comes with them, which takes seconds
     from rlinf.job.checks.embodied import without_path

@@ -7,62 +7,18 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from rlinf.config.loading import InputError
+from rlinf.job.ending.starting import ToldToEnd
 from rlinf.metrics.run_directory import RunDirectory, previous_with_checkpoints
 
 if TYPE_CHECKING:
     from rlinf.config.common import CheckpointConfig
-
-
-class Starting:
-    """The time before a run begins, entered around it: told to end in it, the process does, as nothing is to be saved.
-
-    Once `begins` was called signals are the run's own, and when it is over they change nothing any more.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-        self._told: int | None = None
-        self._begun = False
-
-    def __enter__(self) -> Self:
-        with suppress(ValueError):  # not the main thread
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-                if (was := signal.getsignal(number)) == signal.SIG_DFL:
-                    signal.signal(number, self._end)
-                    self._before[number] = was
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, was in self._before.items():
-            signal.signal(number, was)
-        if self._told is not None and not self._begun:
-            raise SystemExit(os.EX_TEMPFAIL)  # whatever was made of the first one: a check may take it for a mistake
-
-    def begins(self) -> None:
-        """From here on the run does what signals want.
-
-        Raises:
-            SystemExit: one came that did not get through: what a signal raises inside a finalizer is dropped.
-        """
-        if self._told is not None:
-            raise SystemExit(os.EX_TEMPFAIL)
-        self._begun = True
-
-    def _end(self, number: int, _: object) -> None:
-        if not self._begun:
-            if self._told is None and os.environ.get("RANK", "0") == "0":
-                name = signal.Signals(number).name
-                sys.stderr.write(f"told to end by {name} while starting: no step was begun; start it again as before\n")
-            self._told = number
-            raise SystemExit(os.EX_TEMPFAIL)
 
 
 def command(resolved: Path) -> str:
@@ -128,7 +84,7 @@ def saying_how_to_go_on(directory: RunDirectory, checkpoint: CheckpointConfig) -
 
     try:
         yield
-    except InputError:
+    except (InputError, ToldToEnd):
         raise  # nothing was run that a report could tell of
     except BaseException as error:
         if isinstance(error, Stopped):

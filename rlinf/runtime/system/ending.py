@@ -248,6 +248,6 @@ def on_signals(end: End, ask: Callable[[int], None] | None = None) -> Iterator[N
     try:
         yield
     finally:
-        give_up()
-        for each, was in before.items():
+        for each, was in before.items():  # each at once: meanwhile it would end the process as if nobody listened
+            loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL if was is None else was)

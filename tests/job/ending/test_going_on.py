@@ -2,19 +2,21 @@
 
 import contextlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from rlinf.config.common import CheckpointConfig
 from rlinf.config.loading import InputError, RunFailure
 from rlinf.job.ending.going_on import (
-    Starting,
     beginning_anew,
     command,
     going_on,
     keeping_earlier_run,
     saying_how_to_go_on,
 )
+from rlinf.job.ending.starting import Starting
 from rlinf.metrics.run_directory import RunDirectory
 from rlinf.runtime.system.ending import Stopped
 
@@ -133,24 +135,62 @@ def test_the_report_is_written_however_a_run_ends(directory, error):
     assert "loss" in directory.report.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+ENDS = {"SIGTERM": 75, "SIGUSR1": 75, "SIGHUP": 75, "SIGINT": 130, "SIGQUIT": 131}
+"""Exit codes of docs/checkpoints.md for a run that starts."""
+
+
+@pytest.mark.parametrize("number", [signal.Signals[name] for name in ENDS])
 def test_a_signal_ends_a_run_that_starts_and_is_its_own_once_it_has_begun(monkeypatch, capsys, number):
     monkeypatch.delenv("RANK", raising=False)
-    before = signal.signal(number, signal.SIG_DFL)
+    was = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, was)
     try:
         with pytest.raises(SystemExit) as ended, Starting():
             signal.raise_signal(number)
-        assert ended.value.code == 75
-        assert number.name in capsys.readouterr().err
+        assert ended.value.code == ENDS[number.name]
+        said = capsys.readouterr().err
+        assert "while starting" in said
+        assert ("start it again" in said) == (ended.value.code == 75)
         with Starting() as starting:
             starting.begins()
             signal.raise_signal(number)  # after its end, when it no longer listens
-        assert signal.getsignal(number) == signal.SIG_DFL
+        assert signal.getsignal(number) == was
         signal.signal(number, signal.SIG_IGN)
         with Starting():
             signal.raise_signal(number)  # as nohup wants it
     finally:
         signal.signal(number, before)
+
+
+PROCESS = """
+import atexit, os, signal, sys
+from rlinf.job.ending import starting
+
+def told():
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+when, run = sys.argv[2], starting.Starting(process=True)
+if when == "imports":
+    told()
+atexit.register(told)  # after the run's end
+with run:
+    run.begins()
+if when == "long after":
+    starting.ENDING = -1.0
+elif when == "finalising":
+    run._ignore()
+told()
+"""
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_process_that_is_for_a_run_answers_signals_from_its_first_moment_to_its_last(number):
+    codes = {}
+    for when in ("imports", "after", "finalising", "long after"):
+        done = subprocess.run([sys.executable, "-c", PROCESS, number, when], capture_output=True, text=True)
+        codes[when] = done.returncode
+        assert "Traceback" not in done.stderr
+    assert codes == {"imports": ENDS[number], "after": 0, "finalising": 0, "long after": -signal.Signals[number]}
 
 
 def swallowed(starting):

@@ -187,7 +187,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     async def main(system: ActorSystem) -> None:
         await evaluate_model(system, config, output)
 
-    with leaving_gpus(config.placement):
+    with leaving_gpus(config):
         if os.environ.get("RANK", "0") == "0" and options.config is not None:  # else nothing says how it is trained
             refuse_idle(config.placement, prepare(config, hosts))
         run_to_end(main, config.system)

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -157,16 +156,12 @@ def _serve(request: Request, rank: int, hosts: int, starting: Starting) -> int:
         return _say(_USAGE + "\n" + as_text(EmbodiedConfig if is_embodied(request.config) else RunConfig), rank)
     look_in_working_directory()
     config = load_any(request.config, request.overrides, hosts)
-    with leaving_gpus(config.placement) if isinstance(config, RunConfig) else nullcontext():
-        return _start(config, request, rank, hosts, starting)
-
-
-def _start(config: RunConfig | EmbodiedConfig, request: Request, rank: int, hosts: int, starting: Starting) -> int:
     if request.dry_run:
         if rank == 0:
             from rlinf.cli.dry_run import describe  # torch comes with it: it looks at the model and the algorithm
 
-            print(describe(config, hosts, whole=request.verbose))
+            with leaving_gpus(config):
+                print(describe(config, hosts, whole=request.verbose))
         return 0
     _say(f"{config.name}: results go to {Path(config.output_dir).expanduser() / config.name}", rank)
     train(config, rank, request.resume, starting)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlinf.config.common import SystemConfig
 from rlinf.config.embodied import IMITATION, EmbodiedConfig
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure, dump
-from rlinf.config.placement import PlacementConfig
 from rlinf.config.supervised import SUPERVISED
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.resuming import entry_of, on_resume
@@ -40,12 +39,12 @@ REFERENCE = "reference"
 
 
 @contextmanager
-def leaving_gpus(placement: PlacementConfig) -> Iterator[None]:
+def leaving_gpus(config: RunConfig | EmbodiedConfig) -> Iterator[None]:
     """This process and its children see no GPU meanwhile, if the configuration wants that; before torch looks for any.
 
     Afterwards they see what they saw: whoever starts a run in a process of their own may go on to use its GPUs.
     """
-    if placement.device_kind != "cpu":
+    if not isinstance(config, RunConfig) or config.placement.device_kind != "cpu":
         yield
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -75,6 +74,11 @@ def train(
         RunFailure: the run cannot go on, for a reason outside the code.
         SystemExit: the process was told to end; with code 75 if the run is to be started again.
     """
+    with leaving_gpus(config):
+        _train(config, rank, resume, starting)
+
+
+def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting: Starting | None) -> None:
     import torch  # which takes seconds
 
     torch.manual_seed(config.seed)  # for code of the user's own: ours has generators of its own

@@ -16,7 +16,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class RunDirectory:
         Raises:
             OSError: it cannot be moved.
         """
-        if self.moved is None or not self.moved.is_dir() or _holds_results(self.path):
+        if self.moved is None or not self.moved.is_dir() or _holds_results(self.path, PASSED):
             return False
         if self.path.exists():
             shutil.rmtree(self.path)
@@ -228,6 +228,10 @@ class RunDirectory:
             _remove(link)  # copied there by something that knows no links; a directory is not replaced
         aside.replace(link)
         sync(link.parent)
+
+
+PASSED = ("model", "tokenizer")
+"""Directories of a run in which it saves the model and the tokenizer that it was passed as objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +432,12 @@ def _came_to_nothing(path: Path) -> bool:
     return all(row.get("step", 1) == 0 for row in read_lines(directory.metrics))
 
 
-def _holds_results(path: Path) -> bool:
-    """Whether more is there than what a run that failed at its start leaves: its configuration, and on what it ran."""
+def _holds_results(path: Path, besides: Collection[str] = ()) -> bool:
+    """Whether more is there than what a run that failed at its start leaves: its configuration, and on what it ran.
+
+    Args:
+        path: of a run.
+        besides: directories in it that count as nothing.
+    """
     files = (file for file in path.rglob("*") if file.is_file() and file.name not in ("resolved.yaml", ENVIRONMENT))
-    return any(file.stat().st_size > 0 for file in files)
+    return any(file.stat().st_size > 0 for file in files if file.relative_to(path).parts[0] not in besides)

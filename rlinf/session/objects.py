@@ -20,9 +20,10 @@ from rlinf.config.schema import leaves
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import CHARACTERS, load_tokenizer
 from rlinf.job.prepare import InMemory
+from rlinf.metrics.run_directory import PASSED
 from rlinf.rewards.base import ByValue, RewardSource, name_in_main, name_of
 
-MODEL, TOKENIZER = "model", "tokenizer"
+MODEL, TOKENIZER = PASSED
 """What models and tokenizers that were objects are called in a run directory."""
 PARTS = ("advantage", "loss")
 """Keys of `algorithm` that may be functions."""

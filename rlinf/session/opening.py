@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 from rlinf.config.loading import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.job.checks.by_kind import refuse_other_kind
+from rlinf.job.ending.going_on import beginning_anew, keeping_earlier_run
 from rlinf.job.prepare import InMemory, Prepared, prepare
-from rlinf.job.start import checkpoint_to_resume, open_run_directory
+from rlinf.job.start import checkpoint_to_resume, leaving_gpus, open_run_directory
 from rlinf.metrics.durable.lock import Lock
 from rlinf.metrics.run_directory import Checkpoint, RunDirectory
 from rlinf.session.configure import configured
@@ -74,13 +77,15 @@ def given(objects: Objects, settings: Mapping[str, Any], run_dir: Any, resume: A
     return Given(objects, settings, Path(run_dir).expanduser().absolute(), os.fspath(resume))
 
 
-def opened(what: Given, hosts: int, lock: Lock | None = None) -> Opened:
+def opened(what: Given, hosts: int, lock: Lock | None, during: ExitStack | AsyncExitStack) -> Opened:
     """Check everything, then open the run's directory; blocking.
 
     Args:
         what: was passed.
         hosts: processes of the job.
         lock: this program's hold of the run directory.
+        during: gets what holds as long as the run does: GPUs that are left alone, an earlier run that is moved back if
+            this one fails before anything was measured.
 
     Raises:
         InputError: with every mistake; nothing was made.
@@ -97,6 +102,7 @@ def opened(what: Given, hosts: int, lock: Lock | None = None) -> Opened:
         objects.sketch(aside)
         settings = {**objects.settings, **objects.models_in(aside), **what.settings}
         config = configured(path, settings, objects.who)
+        during.enter_context(leaving_gpus(config))
         _check(config, objects.passed, objects.who)
         refuse_other_kind(config.placement)
         prepared = prepare(config, hosts, objects.passed)
@@ -104,7 +110,10 @@ def opened(what: Given, hosts: int, lock: Lock | None = None) -> Opened:
             place = getattr(config.model, name)
             setattr(config.model, name, place and place.replace(str(aside), str(path)))
         objects.save(aside, objects.to_save.keys() - kept)
+        if begun is None and what.resume == "auto":
+            sys.stdout.write(f"{beginning_anew(path).replace('--resume ', 'resume=')}\n")
         directory = open_run_directory(path, config, begun, lock, prepared.told)
+        during.enter_context(keeping_earlier_run(directory))
         for name in objects.to_save.keys() - kept:
             (aside / name).replace(path / name)
     finally:

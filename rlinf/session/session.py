@@ -180,7 +180,7 @@ class Session(RunningSession):
         stack.enter_context(shown())
         lock = stack.enter_context(locked(what.run_dir, what.objects.who))
         hosts = 1 if self._system is None else self._system.hosts
-        run = await asyncio.to_thread(opened, what, hosts, lock)
+        run = await asyncio.to_thread(opened, what, hosts, lock, stack)
         system = self._system
         if system is None:
             stack.enter_context(switching_often())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.supervised import SUPERVISED
 from rlinf.job.ending.going_on import saying_how_to_go_on
-from rlinf.job.start import locked, loop_of, plainly_told, run_to_end
+from rlinf.job.start import leaving_gpus, locked, loop_of, plainly_told, run_to_end
 from rlinf.metrics.console.progress import shown
 from rlinf.session.configure import configured, key_of, name_of
 from rlinf.session.result import Result, result_of
@@ -120,8 +121,8 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
     named = {name: rest.pop(name) for name in _Call.__slots__[3:-1] if name in rest}
     try:
         given = await asyncio.to_thread(_sorted, _Call(model, rewards, data, **named, settings=rest), 1)
-        with locked(given.run_dir, WHO) as lock, shown():
-            ready = await asyncio.to_thread(opened, given, 1, lock)
+        with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
+            ready = await asyncio.to_thread(opened, given, 1, lock, during)
             stall_after = ready.config.system.stall_after
             with plainly_told(), switching_often():
                 async with ActorSystem.local(1, device_memory=ready.memory, stall_after=stall_after) as system:
@@ -133,17 +134,18 @@ async def train_async(model: Any, rewards: Any = None, data: Any = None, **rest:
 def _train(call: _Call) -> Result | None:
     """What `train` does in this process."""
     if int(os.environ.get("RANK", "0")):
-        shared = ("system", "checkpoint")  # what every process has to know
+        shared = ("system", "checkpoint", "placement")  # what every process has to know
         limits = {name: each for name, each in call.settings.items() if _key(name, each).startswith(shared)}
         config = configured(call.run_dir, limits, WHO)
-        run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
+        with leaving_gpus(config):
+            run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         return None
     from rlinf.session.opening import opened  # torch comes with it, which takes seconds
 
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     given = _sorted(call, hosts)
-    with locked(given.run_dir, WHO) as lock, shown():
-        ready = opened(given, hosts, lock)
+    with locked(given.run_dir, WHO) as lock, shown(), ExitStack() as during:
+        ready = opened(given, hosts, lock, during)
         grace = ready.config.checkpoint.grace
         with saying_how_to_go_on(ready.directory, ready.config.checkpoint):
             return run_to_end(lambda system: _run(ready, system), ready.config.system, ready.memory, grace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import sys
 import threading
@@ -108,6 +109,34 @@ def test_a_run_without_reward_and_end_says_so_within_its_first_steps(tmp_path, c
     assert "same reward, 0" in alarms[1]["text"]
     assert "end token" in alarms[1]["do"]
     assert "end token" in capsys.readouterr().out.partition("step 1:")[0], "already before the first step"
+
+
+def test_a_start_that_fails_leaves_the_earlier_run_where_it_was_and_auto_says_that_it_begins_anew(
+    tmp_path, monkeypatch, capsys
+):
+    seen = []
+    look = lambda *_: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))  # noqa: E731
+    more = {**SMALL, "run_dir": tmp_path / "run", "placement": {"device_kind": "cpu"}, "steps": 1}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    first = rlinf.train(MODEL, right, ROWS, resume="auto", callbacks=[look], **more)
+    assert seen == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "beginning anew" in capsys.readouterr().out
+
+    async def broken(step, session):
+        raise ZeroDivisionError("a bug")
+
+    async def in_a_session():
+        objects = {"model": first.model(), "tokenizer": first.tokenizer()}
+        async with rlinf.Session.local(run_dir=tmp_path / "run", trace=False, **objects):
+            raise ZeroDivisionError("before the first step")
+
+    for starts in (lambda: rlinf.train(MODEL, right, ROWS, flow=broken, **more), lambda: asyncio.run(in_a_session())):
+        with pytest.raises(ZeroDivisionError):
+            starts()
+        assert "nothing was measured; the earlier run is as it was" in capsys.readouterr().err
+        assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+        assert [path.name for path in tmp_path.iterdir() if "previous" in path.name] == []
 
 
 def test_given_texts_need_no_reward(tmp_path):

@@ -41,11 +41,12 @@ def refuse_other_kind(wanted: PlacementConfig) -> None:
         InputError: it names others than this machine's.
     """
     if elsewhere(wanted):
-        has = "GPUs" if torch.cuda.is_available() else "no GPU that torch can use"
-        raise InputError(
-            f"placement.device_kind = {wanted.device_kind}: this machine has {has}; it is for --dry-run alone, "
-            "so leave it at auto in a run"
-        )
+        advice = "this machine has no GPU that torch can use; it is for --dry-run alone, so leave it at auto in a run"
+        if torch.cuda.is_available():
+            advice = (
+                "this process uses GPUs already; start the run in another, or one with CUDA_VISIBLE_DEVICES= (none)"
+            )
+        raise InputError(f"placement.device_kind = {wanted.device_kind}: {advice}")
 
 
 def by_kind(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -77,13 +77,18 @@ def _checked(target: Path, found: Conversion) -> str:
 
 
 def _nothing_named(found: Conversion) -> str:
-    """Words on a configuration that says neither which model learns nor from which data; empty for others."""
-    if found.embodied or {"model.path", "data.train"} & found.ours.keys():
+    """Words on a configuration that does not say which model learns, or from which data; empty for others."""
+    theirs = dict(zip(("model.path", "data.train"), THEIRS_OF.get(found.origin, ()), strict=False))
+    lacking = {ours: key for ours, key in theirs.items() if ours not in found.ours}
+    if found.embodied or not lacking:
         return ""
-    theirs = THEIRS_OF[found.origin]
-    near = {key: match for key in theirs if (match := nearest(key, found.absent))}
-    meant = f"; are they meant by {' and '.join(near.values())}?" if near else "."
-    return f"neither a model nor data was found ({' and '.join(theirs)}){meant} Or write model.path and data.train"
+    near = [match for key in lacking.values() if (match := nearest(key, found.absent))]
+    meant = f"; meant by {' and '.join(near)}?" if near else "."
+    what = "neither a model nor data was" if len(lacking) == 2 else _WITHOUT[next(iter(lacking))]
+    return f"{what} found ({' and '.join(lacking.values())}){meant} Or write {' and '.join(lacking)}"
+
+
+_WITHOUT = {"model.path": "no model was", "data.train": "no data was"}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -424,6 +424,23 @@ class TestCommand:
             assert key in told
 
     @pytest.mark.parametrize(
+        ("named", "lacking", "other"),
+        [
+            ("actor_rollout_ref.model.path={}", "data.train_files", "actor_rollout_ref.model.path"),
+            ("data.train_files={}/rows.parquet", "actor_rollout_ref.model.path", "data.train_files"),
+        ],
+    )
+    def test_a_script_that_lacks_a_model_or_data_cannot_be_tried_yet(self, tmp_path, capsys, named, lacking, other):
+        (tmp_path / "rows.parquet").touch()
+        script = tmp_path / "run.sh"
+        script.write_text(f"python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 {named.format(tmp_path)}\n")
+        assert main(["convert", str(script), str(tmp_path / "ours.yaml")]) == 0
+        told = capsys.readouterr().out
+        assert "can be tried" not in told
+        (line,) = [line for line in told.partition("before it can be run")[2].splitlines() if lacking in line]
+        assert other not in line
+
+    @pytest.mark.parametrize(
         ("given", "said"),
         [
             (["x.sh", "y.yaml"], "no such file"),

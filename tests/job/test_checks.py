@@ -242,6 +242,23 @@ def test_a_reward_that_takes_a_column_that_there_is_not(model, tmp_path, monkeyp
     assert "colour" in refused(*own(model, tmp_path, "reward.function=picky_reward.picky"))
 
 
+def test_rewards_of_benchmarks_are_tried_on_their_own_answers(tmp_path, monkeypatch):
+    fails, half = "def fails(response, answer): raise OSError('no judge')", "def half(response, at): return at / 2"
+    (tmp_path / "named_reward.py").write_text(f"{fails}\n{half}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = save_problems(tmp_path / "rows.jsonl")
+
+    def entry(reward: str, more: str = "") -> str:
+        return f"evaluation.named.mine={{data: {rows}, reward: {reward}, template: null{more}}}"
+
+    keys = ["sft.steps=0", f"model.path={save_model(tmp_path / 'model')}", f"data.train={rows}"]
+    told = described(*keys, entry("named_reward.half", ", args: {at: 3}"))
+    assert "evaluation.named.mine: 1.5 for a row's own answer, '1'" in told
+    said = refused(*keys, entry("named_reward.fails"))
+    assert "evaluation.named.mine.reward = named_reward.fails" in said
+    assert "no judge" in said
+
+
 def test_worked_problems_for_a_warm_up_must_have_responses(model, tmp_path):
     keys = own(model, tmp_path, "data.columns.answer=prompt", "sft.steps=1", "data.columns.response=nope")
     assert "nope" in refused(*keys)

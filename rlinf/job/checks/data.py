@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from rlinf.actors.judge import try_reward
 from rlinf.config.loading import ConfigError, Problem
 from rlinf.config.supervised import SUPERVISED
-from rlinf.config.text import RunConfig
+from rlinf.config.text import RewardConfig, RunConfig
+from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.prompt_stream import Counted, left_out
 from rlinf.data.datasets.rows import counted
 from rlinf.data.sample import Prompt
@@ -21,6 +24,7 @@ from rlinf.job.roles.of_text import check_reward, scores_alone
 from rlinf.job.supervised.loop import conversations_of
 from rlinf.job.text import load_data_of, no_end_token, reward_is_default
 from rlinf.metrics.alarm import DEFAULT_REWARD, right_answers
+from rlinf.rewards.base import RewardSource
 
 _LOOKED_AT = 32
 """Prompts that are made: enough to meet each kind of row, soon enough for data of any size."""
@@ -51,7 +55,10 @@ def look_at_data(config: RunConfig, prepared: Prepared) -> list[str]:
             data.worked(prompts)
     with naming("reward", config.reward.function):
         check_reward(config, data, prepared.objects.reward)
-    tried = [] if config.agent.function else _try_reward(config, prepared, prompts)
+    tried = [] if config.agent.function else _try_own_reward(config, prepared, prompts)
+    for name, benchmark in benchmarks_of(config.evaluation.named).items():
+        key, settings = f"evaluation.named.{name}.reward", replace(config.reward, args=dict(benchmark.args))
+        tried += _try_reward(key, benchmark.reward, benchmark.reward, settings, data.named[name])
     lengths = sorted(len(prompt.token_ids) for prompt in prompts)
     shown = prompts[0].text if len(prompts[0].text) <= _SHOWN else f"{prompts[0].text[:_SHOWN]}..."
     evaluated = f"{len(data.held_out):,} problems" if data.held_out else "nothing"
@@ -73,26 +80,38 @@ def _warnings(stream: Counted) -> list[str]:
     return [f"warning: of the first {counted(stream.position, 'row')}, {line}" for line in left_out(stream).values()]
 
 
-def _try_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]) -> list[str]:
-    """What the reward says of the first prompts' own answers, in a line.
-
-    Raises:
-        ConfigError: it scores none of them.
-    """
+def _try_own_reward(config: RunConfig, prepared: Prepared, prompts: Sequence[Prompt]) -> list[str]:
+    """What the run's own reward function says, if it has one; see `_try_reward`."""
     passed = prepared.objects.reward
     if scores_alone(config, passed):
         return []
     key = "reward.parts" if config.reward.parts else "reward.function"
     value = config.reward.parts or config.reward.function
+    return _try_reward(key, value, passed or config.reward.source, config.reward, prompts)
+
+
+def _try_reward(
+    key: str, value: Any, source: RewardSource, settings: RewardConfig, prompts: Sequence[Prompt]
+) -> list[str]:
+    """What a reward says of the first prompts' own answers, in a line.
+
+    Args:
+        key, value: where the configuration names it.
+        source, settings: see `try_reward`.
+        prompts: of which the first are scored.
+
+    Raises:
+        ConfigError: it scores none of them.
+    """
     with naming(key, value, "calling it"):
-        verdicts = asyncio.run(try_reward(passed or config.reward.source, config.reward, prompts[:_SCORED]))
+        verdicts = asyncio.run(try_reward(source, settings, prompts[:_SCORED]))
     failed = [verdict.remark for _, verdict in verdicts if verdict.outcome != "ok"]
     if len(failed) == len(verdicts):
         advice = f"it scores none of the first {len(failed)} rows' own answers; of the first it is said: {failed[0]}"
         raise ConfigError([Problem("configuration", key, value, advice)])
     answer, first = next((answer, verdict) for answer, verdict in verdicts if verdict.outcome == "ok")
     shown = repr(answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN]}...")
-    lines = [f"reward: {first.value:g} for a row's own answer, {shown}"]
+    lines = [f"{key.rpartition('.')[0]}: {first.value:g} for a row's own answer, {shown}"]
     if failed:
         lines.append(f"warning: the reward fails on {len(failed)} of the first {len(verdicts)} answers: {failed[0]}")
     return lines

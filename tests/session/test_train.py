@@ -10,8 +10,10 @@ import re
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -22,6 +24,7 @@ from rlinf.algos import losses
 from rlinf.config.loading import load
 from rlinf.config.text import RunConfig
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.engines.base import RequestRefused
 from rlinf.runtime.system.torchrun import SWITCH_INTERVAL
 from rlinf.session.configure import configured, key_of
 from rlinf.session.objects import Objects
@@ -137,6 +140,18 @@ def test_a_start_that_fails_leaves_the_earlier_run_where_it_was_and_auto_says_th
         assert "nothing was measured; the earlier run is as it was" in capsys.readouterr().err
         assert (tmp_path / "run" / "checkpoints" / "latest").exists()
         assert [path.name for path in tmp_path.iterdir() if "previous" in path.name] == []
+
+
+@pytest.mark.parametrize(("ids", "said"), [([], "empty prompt"), ([1, 10_000], "token id 10000")])
+def test_a_prompt_that_the_engine_refuses_ends_the_run_with_its_number_and_no_traceback_of_ours(tmp_path, ids, said):
+    async def asks(step, rollout, judge, trainer):
+        prompts = [replace(prompt, token_ids=np.array(ids, dtype=np.int64)) async for prompt in step.prompts]
+        await rollout.generate(prompts, n=2).collect()
+        return {}
+
+    with pytest.raises(rlinf.RunFailure, match=rf"^step 1: request \d+ has .*{said}") as error:
+        rlinf.train(MODEL, right, ROWS, flow=asks, run_dir=tmp_path / "run", steps=1, **SMALL)
+    assert isinstance(error.value.__cause__, RequestRefused)
 
 
 def test_given_texts_need_no_reward(tmp_path):

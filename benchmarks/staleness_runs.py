@@ -34,6 +34,9 @@ CORRECTIONS: Mapping[str, tuple[str, ...]] = {
         "algorithm.correction=null",
         "algorithm.loss={name: decoupled, clip_low: 0.2, clip_high: 0.28, cap: 2.0, proximal: interpolate}",
     ),
+    "both": ("algorithm.correction={cap: 5.0}", "algorithm.rejection={floor: 0.7, cap: 1.43}"),
+    "cap_alone": ("algorithm.correction={cap: 5.0}",),
+    "rejection_alone": ("algorithm.correction=null", "algorithm.rejection={floor: 0.7, cap: 1.43}"),
     "default": (),
 }
 """The keys of each; `default` sets none, and so has what asynchronous flows have of themselves."""

@@ -40,9 +40,14 @@ Flow = Callable[..., Awaitable[Any]]
 TRIAL_ITEMS = 8
 """Items of the trial that shows what a flow asks of its roles: a few for every rank that may compete for them."""
 WARM = 2
-"""Steps, besides one per version of staleness, after which as much is in flight as ever will be."""
+"""Steps, besides one per version of staleness, after which everything is begun."""
 MEASURED = 2
 """Steps per batch in flight whose mean is taken: what takes turns in finishing early and late has done so by then."""
+SETTLED = 0.01
+"""Share by which two rounds of steps, one per batch in flight, may differ in the long run."""
+LONGEST = 24
+"""Rounds after which a rehearsal ends, settled or not. How many answers begin early is learned from rows of steps, each
+twice as long as the one before."""
 TURNS = 8
 """Decisions of a rehearsed episode. The time of a loop is divided by its turns, so their number does not matter."""
 
@@ -114,7 +119,8 @@ def rehearse(
     cast: Cast | None = None,
     staleness: int = 0,
 ) -> Rehearsal:
-    """Run one step of a flow with modelled roles; or several, if it works ahead.
+    """Run one step of a flow with modelled roles; or, if it works ahead, as many as show what a step takes in the long
+    run.
 
     Where roles do not all fit at once, it is the second of two steps: the first finds nothing loaded. Where they do,
     nothing is ever parked, and that they are loaded once counts for nothing.
@@ -260,16 +266,44 @@ async def _perform(
             for name, model in models.items()
         }
         in_flight = _in_flight(flow, items, staleness)
-        warm = WARM + staleness if staleness else int(bool(crowded))
         ends = [loop.time()]
-        for index in range(warm + (MEASURED * (staleness + 1) if staleness else 1)):
+        left: list[tuple[float, float]] = []
+        for index in range(WARM + staleness + LONGEST * (staleness + 1) if staleness else 1 + bool(crowded)):
             for model in models.values():
                 model.forget()
-            await flow(_step(flow, index, items, in_flight) if step is None else step, **roles)
+            metrics = await flow(_step(flow, index, items, in_flight) if step is None else step, **roles)
             ends.append(loop.time())
+            left.append(_left(metrics))
+            if staleness and _settled(ends, left, staleness + 1, items):
+                break
         told = _told(models, ends[-2], ends[-1] - ends[-2], _peak(models, seats, system))
         await in_flight.close()
-        return replace(told, seconds=(ends[-1] - ends[warm]) / (len(ends) - 1 - warm))
+        measured = MEASURED * (staleness + 1) if staleness else 1
+        return replace(told, seconds=(ends[-1] - ends[-1 - measured]) / measured)
+
+
+def _left(metrics: Any) -> tuple[float, float]:
+    """Items in flight after a step, and those of them that are complete; a flow that does not say has none."""
+    known = metrics if isinstance(metrics, Mapping) else {}
+    return known.get("in_flight/prompts", 0.0), known.get("in_flight/ready", 0.0)
+
+
+def _settled(ends: Sequence[float], left: Sequence[tuple[float, float]], size: int, items: int) -> bool:
+    """True at the end of a round of steps that took as long as the one before, and left as much in flight: a step that
+    uses up what was begun earlier is quick, but not in the long run.
+
+    Args:
+        ends: times at which steps ended, the first step's start before them.
+        left: of every step, what it left.
+        size: steps of a round.
+        items: of a step.
+    """
+    since = len(left) - WARM - (size - 1)
+    if since < MEASURED * size or since % size:
+        return False
+    one, other = ends[-1 - size] - ends[-1 - 2 * size], ends[-1] - ends[-1 - size]
+    changed = max(abs(now - before) for now, before in zip(left[-1], left[-1 - size], strict=True))
+    return abs(other - one) <= SETTLED * other and changed <= SETTLED * size * items
 
 
 async def _spawn(

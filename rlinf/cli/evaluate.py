@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf.actors.judge import RewardError
-from rlinf.agents.agent import opened
+from rlinf.agents.agent import Agent, opened
 from rlinf.config.loading import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
@@ -31,7 +31,7 @@ from rlinf.job.checks.model import policy_model
 from rlinf.job.evaluation.held_out import answers_of, evaluate_on
 from rlinf.job.evaluation.kept import KeptAnswers, model_mark
 from rlinf.job.evaluation.named import PASS, beside, evaluate_named
-from rlinf.job.roles.agents import configured_agent, running_of
+from rlinf.job.roles.agents import check_tools_shown, configured_agent, running_of
 from rlinf.job.roles.of_text import roles_to_start
 from rlinf.job.roles.running import Roles, spawn_roles
 from rlinf.job.text import load_data_of
@@ -63,6 +63,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     data = load_data_of(config)
     if not (data.held_out or data.named):
         raise InputError("evaluation.data: name problems to evaluate on")
+    agent = None if data.named else _checked_agent(config, data)
     kept = None
     if data.named and output is not None:
         kept = KeptAnswers(output, model_mark(str(config.model.path)), config.seed)
@@ -78,7 +79,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
                 print(note)
             outcome = beside(None, await evaluate_named(data, roles, config, model, kept))
         else:
-            outcome = await _evaluated(data, roles, config)
+            outcome = await _evaluated(data, roles, config, agent)
     except (NotScored, RewardError) as error:
         raise RunFailure(str(error)) from error
     _print(config, outcome, time.perf_counter() - start)
@@ -96,15 +97,21 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     return outcome
 
 
-async def _evaluated(data: Data, roles: Roles, config: RunConfig) -> Evaluation:
-    """What the model, or the agent that a configuration names, makes of its problems.
+def _checked_agent(config: RunConfig, data: Data) -> Agent | None:
+    """The agent that a configuration names, if it does.
 
     Raises:
-        ConfigError: there is no such agent.
+        ConfigError: there is no such agent, or the chat template hides its tools.
     """
     agent, mistakes = configured_agent(config, agentic)
     if mistakes:
         raise ConfigError([Problem("configuration", *each) for each in mistakes])
+    check_tools_shown(config, data.tokenizer, agent)
+    return agent
+
+
+async def _evaluated(data: Data, roles: Roles, config: RunConfig, agent: Agent | None) -> Evaluation:
+    """What the model, or the agent, makes of a configuration's problems."""
     if agent is None:
         return await evaluate_on(data, roles, config)
     model, _ = policy_model(config)

@@ -56,8 +56,8 @@ class AlgorithmConfig:
     """Weight of the reward for staying undecided; null as in the recipe."""
     correction: Any = field(default_factory=dict)
     """Importance sampling between engine and trainer: {cap: 2.0, level: token, outside: truncate}; null for none.
-    Where neither this nor rejection is set, flows that work ahead have both: {cap: 5.0}, and rejection {floor: 0.7,
-    cap: 1.43}."""
+    Where neither this nor rejection is set, flows that work ahead have both from staleness.max 2 on: {cap: 5.0}, and
+    rejection {floor: 0.7, cap: 1.43}."""
     rejection: Any = field(default_factory=dict)
     """Leave out whole answers by the geometric mean of their tokens' ratios, trainer over engine: {floor: 0.5, cap:
     2.0}, or by one token's, {least: 0.0001}; null for none."""

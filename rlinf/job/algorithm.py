@@ -29,6 +29,8 @@ _AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "
 CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
 """How asynchronous flows correct for older answers, measured in docs/async.md. The cap is high because what must be
 taken back has large weights: tokens that have become likely since they were drawn and turned out bad."""
+CORRECTED_FROM = 2
+"""Least `staleness.max` with which they do: what is one version old is learned from as well without, or better."""
 
 
 def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType({})) -> AlgorithmSpec:
@@ -59,16 +61,16 @@ def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType(
 
 
 def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
-    """The algorithm as it learns from answers of older weights: with `CORRECTION` and `REJECTION`, where neither the
-    recipe nor the configuration says a word of correction or rejection. Losses that weigh by the ratio to what drew the
-    tokens need nothing beside.
+    """The algorithm as it learns from answers of older weights: with `CORRECTION` and `REJECTION` where answers may be
+    more than one version old, and neither the recipe nor the configuration says a word of correction or rejection.
+    Losses that weigh by the ratio to what drew the tokens need nothing beside.
 
     Args:
         algorithm: of the run.
         config: of the run.
     """
     settled = (config.algorithm.correction, config.algorithm.rejection) != ({}, {})
-    if settled or not config.staleness.max or not isinstance(algorithm.loss, Clipped):
+    if settled or config.staleness.max < CORRECTED_FROM or not isinstance(algorithm.loss, Clipped):
         return algorithm
     if algorithm.correction is not None or algorithm.rejection is not None:
         return algorithm
@@ -79,9 +81,8 @@ def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> st
     """That `for_older_answers` had something to add, for people; None if it had not."""
     if algorithm is None or algorithm.correction is not CORRECTION:
         return None
-    age = config.staleness.max
     return (
-        f"answers may be {age} version{'s' * (age > 1)} old, which is corrected for: "
+        f"answers may be {config.staleness.max} versions old, which is corrected for: "
         f"algorithm.correction={{cap: {CORRECTION.cap:g}}} "
         f"algorithm.rejection={{floor: {REJECTION.floor:g}, cap: {REJECTION.cap:g}}}; "
         "algorithm.correction=null leaves both out"

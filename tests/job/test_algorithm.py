@@ -88,6 +88,7 @@ def test_any_part_can_be_changed_left_out_or_ones_own():
     ("overrides", "corrected"),
     [
         (("algorithm=grpo",), True),
+        (("staleness.max=1",), False),
         (("algorithm=ppo",), True),
         (("algorithm.rejection.cap=1.5",), False),
         (("algorithm.rejection=null",), False),
@@ -100,7 +101,7 @@ def test_any_part_can_be_changed_left_out_or_ones_own():
     ],
 )
 def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(overrides, corrected):
-    config = load_config(None, overrides)
+    config = load_config(None, ["staleness.max=2", *overrides])
     plain = algorithm_of(config)
     found = for_older_answers(plain, config)
     assert (found.correction is CORRECTION) == corrected == (found != plain)
@@ -110,11 +111,14 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
     assert not corrected or "algorithm.correction={cap: " in words
 
 
-@pytest.mark.parametrize("flow", ["grpo", "grpo_async"])
-def test_only_flows_that_work_ahead_have_the_default_correction(flow):
+@pytest.mark.parametrize(
+    ("keys", "corrected"),
+    [(["flow=rlinf.flows.grpo"], False), (["flow=rlinf.flows.grpo_async", "staleness.max=2"], True)],
+)
+def test_only_flows_that_work_ahead_have_the_default_correction(keys, corrected):
     path = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    found = prepare(load_config(path, [f"flow=rlinf.flows.{flow}"]), 2).algorithm
-    assert (found.correction is CORRECTION) == (flow == "grpo_async")
+    found = prepare(load_config(path, keys), 2).algorithm
+    assert (found.correction is CORRECTION) == corrected
 
 
 @pytest.mark.parametrize(
